@@ -10,11 +10,10 @@ import torch
 from tests.support.hubs import key_state
 
 from penstock.cache import attached as attach
-from penstock.cache.attached import _Search, _SeveralRevisions, _Wanted
+from penstock.cache.attached import _Search, _SeveralRevisions
 from penstock.errors import ConfigError, NotFound
 from penstock.hub.messages import HoldingState
 from penstock.net.unix_sockets import host_id
-from penstock.timing import Timing
 
 GPUS = ("GPU-a", "GPU-b")
 
@@ -35,7 +34,7 @@ def kept(gpu: int, revision: str = "w1-a", tier: str = "") -> HoldingState:
 def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingState]:
     members = [SimpleNamespace(member=str(n), host=host_id(), holdings=(h,)) for n, h in enumerate(holdings)]
     hub: Any = SimpleNamespace(member="me", status=lambda model: SimpleNamespace(members=members))
-    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0, Timing())._caches()]
+    return [holding for _, holding in _Search(hub, "llama", "", device, 1.0)._caches()]
 
 
 def test_search_finds_model_on_wanted_gpu_only() -> None:

@@ -1,9 +1,6 @@
 """The API for engines: `attach` to weights in a cache on this host, without a copy.
 
-    hub: caches on this host --> cache's server: lease, map, table, digests --> map --> compare --> tensors
-
-The lease is renewed while any of the tensors exists. Each tensor refers to its mapped region, and each region to one
-`LeaseOwner`, whose finalizer releases the lease.
+Each tensor refers to its mapped region, and each region to one `LeaseOwner`, whose finalizer releases the lease.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
-from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, Upstream, UpstreamsRequest
+from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, UpstreamsRequest
 from penstock.lifecycle import Closeable
 from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device
@@ -69,16 +66,15 @@ from penstock.types import I64, U64
 from penstock.waits import Threads
 
 TIMING = Timing()
-"""The waiting times of `attach`."""
+"""Poll intervals and timeouts of `attach`."""
 
 
 class _SeveralRevisions(ConfigError):
-    """Several revisions of one model are kept. The error is temporary if one of them is just being dropped."""
+    """Several revisions of one model are cached. The error is temporary if a revision is being dropped."""
 
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
-"""Errors that justify a retry, because a cache starts, stops or still loads. Other errors, and refusals by the hub, are
-permanent."""
+"""Errors after which `attach` retries, because a cache may be starting, stopping or loading."""
 
 NOT_USABLE: tuple[type[PenstockError], ...] = (
     ConfigError,
@@ -89,13 +85,13 @@ NOT_USABLE: tuple[type[PenstockError], ...] = (
     PlanError,
     SourceError,
 )
-"""Errors after which an engine can still load the checkpoint: the kept weights are away, damaged, have different
-tensors, are on another device, or cannot be mapped here."""
+"""Errors after which an engine can still load the checkpoint: the cached weights are missing, corrupt or different, or
+this process cannot map them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachReport(Summarised):
-    """The report of one attach: the tensors, the path, and the seconds in each phase."""
+    """The report of one `attach`."""
 
     model: str
     key: str
@@ -105,12 +101,12 @@ class AttachReport(Summarised):
     nbytes: int
     device: str
     path: str
-    """`shm, mapped: MEMBER`. No byte was moved."""
+    """`shm, mapped: MEMBER`."""
     wall_s: float
     phases: Mapping[str, float]
     """Seconds for `find`, `lease`, `map` and `verify`. Their sum is `wall_s`."""
     verified: bool
-    """Whether every byte was digested and compared here. If not (`verify=False`), only the cache verified it."""
+    """Whether this process compared every byte with its digest. If not (`verify=False`), only the cache did."""
 
     def summary(self) -> str:
         """Return a few lines for people."""
@@ -125,9 +121,9 @@ class AttachReport(Summarised):
 class Attached(Closeable, Mapping[str, torch.Tensor]):
     """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease.
 
-    The memory stays mapped and the lease is renewed while this object or any of its tensors exists. After `close`, or
-    if `lease_state` is `lost`, host memory stays mapped while a tensor exists. Device memory must not be used any more
-    then, because the cache may free it.
+    The lease is renewed while this object or any of its tensors exists. After `close`, or if `lease_state` is `lost`,
+    host memory stays mapped while a tensor exists. Device memory must not be used any more, because the cache may free
+    it.
     """
 
     def __init__(
@@ -153,11 +149,10 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
 
     @property
     def lease_state(self) -> LeaseState:
-        """Return the state of the lease, which is at most a few seconds old. See `LeaseState`.
+        """Return the state of the lease, which is at most a few seconds old.
 
-        `draining` means that the cache is shutting down or dropping the model, so the engine should detach. `damaged`
-        means that the cache found changed bytes in this memory. Stop using it, close this object and attach again. The
-        cache meanwhile loads the model into other memory.
+        On `draining`, detach, because the cache is shutting down or dropping the model. On `damaged`, stop using the
+        memory, close this object and attach again. The cache meanwhile loads the model into other memory.
         """
         return self._renewal.state
 
@@ -165,9 +160,9 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         """Raise an error unless the cache is alive and the memory is unchanged. This takes microseconds.
 
         Raises:
-            PeerLost: the cache ended.
+            PeerLost: the cache's process exited.
             StaleDescriptor: the cache changed or freed the memory.
-            IntegrityError: the cache found changed bytes in this memory, and `lease_state` is `damaged`.
+            IntegrityError: the cache found corrupt bytes in this memory, and `lease_state` is `damaged`.
         """
         if self._renewal.state is LeaseState.DAMAGED:
             hint = "close this object and attach again"
@@ -176,26 +171,27 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
             region.check()
 
     def attach_into(self, module: torch.nn.Module, *, strict: bool = True) -> None:
-        """Bind a module's parameters and persistent buffers to the kept memory without copying.
+        """Bind a module's parameters and persistent buffers to the cached memory without copying.
 
         A parameter on the same device stays the same object. A parameter on the meta device or on another device is
-        replaced under all of its names.
+        replaced under all of its names. Tied parameters stay tied.
 
         Args:
-            module: may be on the meta device. Tied parameters stay tied.
-            strict: require a target for every tensor and a tensor for every target. If False, bind the names that both
-                sides have.
+            module: may be on the meta device.
+            strict: require a target for every tensor and a tensor for every target. If False, bind only the names that
+                the module and the cache share.
 
         Raises:
             PlanError: names, shapes or dtypes do not fit, and the message lists them. The module is unchanged.
         """
-        bind_parameters(module, self._tensors, strict=strict)
+        pairs = match_parameters(module, self._tensors, strict=strict)
+        # Change the module only after every check, because an error must leave the module unchanged.
+        places = places_of(module)
+        for target, tensor in pairs:
+            _rebind(target, tensor, places[id(target)])
 
     def close(self) -> None:
-        """Release the lease, so that the cache need not wait for this process. Idempotent.
-
-        See the class about the memory.
-        """
+        """Release the lease, so that the cache need not wait for this process. Idempotent. See the class."""
         self._renewal.close()
 
 
@@ -209,19 +205,19 @@ def attach(
     verify: bool = True,
     timeout_s: float = 1.0,
 ) -> Attached:
-    """Map weights that `penstock cache` holds on this host. No byte is moved.
+    """Map weights that `penstock cache` holds on this host. No byte is copied.
 
     Args:
-        model: the name under which they are kept.
+        model: the name under which the weights are cached.
         connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of
-            this host if that is not set. See `ConnectionSettings`.
+            this host if that is not set.
         device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights there. None means any device.
-        revision: a revision or a unique prefix of it. None means the kept revision.
-        verify: digest every mapped chunk and compare it with the cache's digests and the revision. On a device this
-            takes 25 ms for 60 GB. On the host it reads all of the memory, see docs/serve/weight-cache.md. With False
-            trust the cache, which verified every chunk on arrival and checks one again with each heartbeat.
+        revision: a revision or a unique prefix of a revision. None means the only cached revision.
+        verify: compare every mapped chunk with the cache's digests and the revision. On a device this takes 25 ms for
+            60 GB. On the host it reads all of the memory, see docs/serve/weight-cache.md. If False, trust the cache,
+            which verified every chunk on arrival and checks one chunk again with each heartbeat.
         timeout_s: seconds to wait for a cache that is not running or still loads. A hub that moves to another process
-            takes half of the default. While the cache brings the model back from another tier, the wait continues.
+            takes half of the default. While the cache brings the model back from a lower tier, the wait continues.
 
     Returns:
         Tensors by name. Do not write to them. A write on the host is visible only in this process and uses extra
@@ -229,23 +225,41 @@ def attach(
 
     Raises:
         NotFound: no cache on this host has the model after `timeout_s`.
-        ConfigError: the weights cannot be mapped here (another device, or device memory without file descriptors from
-            another container), or there are several revisions.
-        IntegrityError: the bytes mapped here differ from the digests while the cache's own bytes do not, or the digests
-            do not belong to the revision. If the cache's own bytes changed, it loads the model again and this call
-            waits.
-        HubUnavailable: no hub answers.
+        ConfigError: several revisions are cached, or this process cannot map the weights because they are on another
+            device or in device memory without file descriptors in another container.
+        IntegrityError: the mapped bytes differ from the digests while the cache's own bytes do not, or the digests do
+            not match the revision. If the cache's own bytes are corrupt, it reloads the model and this call waits.
+        HubUnavailable: no hub responds.
         PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
     require_type("timeout_s", timeout_s, (int, float), "seconds, such as 30.0")
-    wanted = _Wanted(
-        model=model,
-        revision=revision or "",
-        device=None if device is None else resolve_device(device),
-    )
-    with Journey("attach", model) as journey:
-        attached = _attach(wanted, resolve_connection(connection), TIMING, verify=verify, wait_s=timeout_s)
+    wanted_device = None if device is None else resolve_device(device)
+    settings = resolve_connection(connection)
+    stall_s = Settings.read(stall_s=settings.stall_s).stall_s
+    with Journey("attach", model) as journey, Phases("find", journey="attach", model=model) as phases:
+        deadline = time.monotonic() + timeout_s
+        url = ""
+        while True:
+            try:
+                # Find the hub at each attempt, because another process takes over the host's hub when its process ends.
+                url = (settings.hub or find_hub() or "").rstrip("/")
+                if not url:
+                    raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
+                # The last attempt also needs time for a request. With `timeout_s=0` it is the only attempt.
+                request_s = max(0.2, deadline - time.monotonic())
+                with HubClient.connect(url, settings.token, timeout_s=request_s) as client:
+                    attached = _Search(client, model, revision or "", wanted_device, stall_s).attach(phases, verify)
+                break
+            except SourceBusy:
+                # The cache is bringing the model back from a lower tier.
+                deadline = max(deadline, time.monotonic() + stall_s)
+            except _PASSING as error:
+                # The hub refuses a wrong token permanently. A cache may only have refused an old grant.
+                is_refused = isinstance(error, PermissionDenied) and error.uri == url
+                if is_refused or time.monotonic() >= deadline:
+                    raise
+            time.sleep(TIMING.cache_pause_s)
         report = attached.report
         journey.outcome = Outcome(
             nbytes=report.nbytes,
@@ -257,79 +271,25 @@ def attach(
         return attached
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """The weights that a process is looking for."""
-
-    model: str
-    device: torch.device | None
-    revision: str = ""
-
-    def is_complete(self, holding: HoldingState) -> bool:
-        """Return whether a holding is kept and complete, on the wanted kind of device."""
-        kind = holding.device.partition(":")[0]
-        # In another tier it is not `whole` now, but the cache brings it back for a lease.
-        is_whole = holding.state == "whole" or bool(holding.tier)
-        return holding.kept and is_whole and (self.device is None or self.device.type == kind)
-
-    def is_ready(self, holding: HoldingState) -> bool:
-        """Return whether a holding is kept and complete, on the wanted device."""
-        return self.is_complete(holding) and (self.device is None or device_id(self.device) == holding.device_id)
-
-
-def _attach(
-    wanted: _Wanted, connection: ConnectionSettings, timing: Timing, *, verify: bool, wait_s: float
-) -> Attached:
-    """Attach to a cache, and look for one until `wait_s` has passed. `attach` documents the arguments and errors."""
-    model = wanted.model
-    stall_s = Settings.read(stall_s=connection.stall_s).stall_s
-    deadline = time.monotonic() + wait_s
-    url = ""
-    with Phases("find", journey="attach", model=model) as phases:
-        while True:
-            # The last attempt also needs time for a request. With `wait_s=0` it is the only one.
-            left = max(0.2, deadline - time.monotonic())
-            try:
-                # Find the hub at each attempt, because the host's own hub moves to another process when its process
-                # ends.
-                url = (connection.hub or find_hub() or "").rstrip("/")
-                if not url:
-                    raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
-                with HubClient.connect(url, connection.token, timeout_s=left) as client:
-                    search = _Search(client, wanted, stall_s, timing)
-                    return search.attach(phases, verify)
-            except SourceBusy:
-                # The cache is bringing the model back from another tier, which takes as long as the tier needs.
-                deadline = max(deadline, time.monotonic() + stall_s)
-            except _PASSING as error:
-                # A refusal by the hub is permanent, because the token is wrong. A refusal by a cache may mean an old
-                # grant.
-                is_refused = isinstance(error, PermissionDenied) and error.uri == url
-                if is_refused or time.monotonic() >= deadline:
-                    raise
-            time.sleep(timing.cache_pause_s)
-
-
 _HINT = "start `penstock cache URI`, or load the weights with penstock.load or fleet.fetch"
 
 
 class _Search:
-    """An attempt to find a cache and attach to it."""
+    """An attempt to find a cache and attach to its weights."""
 
-    def __init__(self, hub: HubClient, wanted: _Wanted, stall_s: float, timing: Timing) -> None:
+    def __init__(self, hub: HubClient, model: str, revision: str, device: torch.device | None, stall_s: float) -> None:
         self._hub = hub
-        self._wanted = wanted
-        self._model = wanted.model
-        self._member = hub.member
+        self._model = model
+        self._revision = revision
+        self._device = device
         self._stall_s = stall_s
-        self._timing = timing
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
-        """Attach to the first suitable cache. If there is none, raise the last cache's error."""
+        """Attach to the first suitable cache. If all attempts fail, raise the last error."""
         phases.enter("find")
         caches = self._caches()
         # The hub only gives grants to members. The address is a placeholder, because this process serves nothing.
-        self._hub.hello(Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching"))
+        self._hub.hello(Hello(member=self._hub.member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
             for member, holding in caches:
@@ -338,36 +298,38 @@ class _Search:
                 except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
-            # If the hub does not answer, it forgets this member after its TTL.
+            # If the hub does not respond, it forgets this member after its TTL.
             with contextlib.suppress(PenstockError):
-                self._hub.leave(self._member)
+                self._hub.leave(self._hub.member)
         assert last is not None
         raise last
 
     def _caches(self) -> list[tuple[str, HoldingState]]:
-        """Return members on this host that keep the complete model on the wanted device."""
-        # List the others in the error. A model on another device, or one that still loads, explains why there is none.
-        others = []
-        here = host_id()
-        caches = []
-        on_another_gpu = []
+        """Return the members on this host that cache the complete model on the requested device."""
+        # List unsuitable weights in the error, because they explain why no cache was found.
+        unsuitable, caches, on_other_gpu = [], [], []
         num_elsewhere = 0
+        here = host_id()
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
-                if not holding.is_of(self._wanted.revision):
+                if not holding.is_of(self._revision):
                     continue
                 if member.host != here:
                     num_elsewhere += holding.kept
                     continue
-                if self._wanted.is_ready(holding):
-                    caches.append((member.member, holding))
-                elif self._wanted.is_complete(holding):
-                    on_another_gpu.append(holding)
-                others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
-        if not caches and on_another_gpu:
-            _device_here(on_another_gpu[0], self._wanted.device)
+                # The cache brings a model back from a lower tier for a lease.
+                is_complete = holding.kept and (holding.state == "whole" or bool(holding.tier))
+                kind = holding.device.partition(":")[0]
+                if is_complete and (self._device is None or self._device.type == kind):
+                    if self._device is None or device_id(self._device) == holding.device_id:
+                        caches.append((member.member, holding))
+                        continue
+                    on_other_gpu.append(holding)
+                unsuitable.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
         if not caches:
-            listed = f" (here: {'; '.join(others[:4])})" if others else ""
+            if on_other_gpu:
+                _gpu_index(on_other_gpu[0], self._device)
+            listed = f" (here: {'; '.join(unsuitable[:4])})" if unsuitable else ""
             if num_elsewhere:
                 listed += f"; weight caches on other hosts, or with another PENSTOCK_RUNTIME_DIR: {num_elsewhere}"
             raise NotFound(f"no weight cache on this host has {self._model!r} as requested{listed}", hint=_HINT)
@@ -382,33 +344,34 @@ class _Search:
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
         """Get a lease from one cache, map its memory and verify it."""
         phases.enter("lease")
-        # The hub sees a reader without any chunks of the cache's weights. `source` requests only this cache.
+        # The hub registers a reader without chunks. `source` requests only this cache.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
-        reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=empty, source=member))
+        reply = self._hub.upstreams(UpstreamsRequest(member=self._hub.member, holding=empty, source=member))
         if not reply.upstreams:
             raise NotFound(f"member {member[:8]} no longer keeps {self._model!r}", hint=_HINT)
-        peer = self._peer(reply.upstreams[0], holding.key)
+        peer = PeerClient(
+            reply.upstreams[0], member=self._hub.member, key=holding.key, same_host=True, stall_s=self._stall_s
+        )
         try:
             peer.lease(attach=True)
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
-            # The cache may have begun to change the memory between the requests for the map and the log.
+            # The cache may have started to change the memory between the two requests.
             if log.state != "whole" or log.generation != where.generation:
                 raise StaleDescriptor(
                     "the weight cache is changing this memory, so attach again", uri=f"penstock:{member}"
                 )
             phases.enter("map")
-            leaves = leaves_in(layout, log)
-            regions = map_regions(where, _device_here(holding, self._wanted.device))
-            rows, tensors = tensors_in(layout, where, regions)
+            leaves = _leaves_in(layout, log)
+            regions = _map_regions(where, _gpu_index(holding, self._device))
+            rows, tensors = _tensors_in(layout, where, regions)
             phases.enter("verify")
-            wrong = differing_chunks(holding, layout, rows, leaves) if verify else None
-            # Check again after the digests, because bytes that changed meanwhile must count neither as verified nor as
-            # wrong.
+            wrong = _differing_chunks(holding, layout, rows, leaves) if verify else np.zeros(0, np.int64)
+            # Bytes that the cache changed meanwhile must count neither as verified nor as wrong.
             for region in regions:
                 region.check()
-            if wrong is not None and len(wrong):
-                # If the cache's own bytes are wrong, this raises an error and the cache loads the model again. A cache
-                # of an earlier version does not have this request.
+            if len(wrong):
+                # If the cache's own bytes are wrong, `recheck` raises an error and the cache reloads the model. A cache
+                # of an earlier version does not support this request.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
@@ -419,10 +382,9 @@ class _Search:
         except BaseException:
             peer.close()
             raise
-        # Tensors refer to their region's owner. When the last tensor is freed, the token is freed, which releases the
-        # lease.
+        # The last tensor that is freed also frees the lease's owner, whose finalizer releases the lease.
         token = LeaseOwner()
-        renewal = LeaseRenewal(peer, log.serial, log.generation, self._timing)
+        renewal = LeaseRenewal(peer, log.serial, log.generation, TIMING)
         renewal.start()
         weakref.finalize(token, renewal.close)
         for region in regions:
@@ -443,18 +405,16 @@ class _Search:
         )
         return Attached(tensors, regions, renewal, report)
 
-    def _peer(self, upstream: Upstream, key: str) -> PeerClient:
-        return PeerClient(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)
 
-
-def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | None:
+def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None:
     """Return the index of a cache's GPU in this process, or None for the host.
 
-    Raise ConfigError if it is not usable.
+    Raises:
+        ConfigError: this process does not see the GPU, or `wanted` is another GPU.
     """
     if holding.device == "cpu":
         return None
-    # Compare the GPU's id, because its index in each process depends on CUDA_VISIBLE_DEVICES.
+    # Compare GPU ids, because a GPU's index depends on CUDA_VISIBLE_DEVICES.
     for number in range(torch.cuda.device_count()):
         if device_id(torch.device("cuda", number)) == holding.device_id:
             if wanted in (None, torch.device("cuda", number)):
@@ -468,10 +428,10 @@ def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | No
 NEAREST = ("shm", "cuda_ipc")
 """Transports whose memory can be mapped."""
 MAX_THREADS = 16
-"""Maximum number of threads that digest host memory. At 10 GB/s each they use a host's memory bandwidth."""
+"""Maximum number of digest threads. At 10 GB/s each they use a host's memory bandwidth."""
 
 
-def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
+def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     """Return the cache's digests in the order of the layout. Raise FormatError unless every leaf has a digest."""
     chunks = decode_column(log.chunks, "<u4")
     digests = decode_digests(log.leaves)
@@ -479,15 +439,14 @@ def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a weight cache's log has {len(chunks)} of {count} chunks")
     leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
-    # Every chunk is in the log once, so there is a digest for each leaf.
+    # Every chunk is in the log exactly once, so the number of digests must match the number of leaves.
     if len(leaves) != len(digests):
         raise FormatError(f"a weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
     leaves[layout.chunks.leaves_of(chunks)] = digests
     return leaves
 
 
-def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
-    """Map every region of the cache's weights. Raise ConfigError if a region has no descriptor that can be mapped."""
+def _map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
     regions = []
     for offered in where.regions:
         name = next((name for name in NEAREST if name in offered), None)
@@ -497,10 +456,10 @@ def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
     return regions
 
 
-def tensors_in(
+def _tensors_in(
     layout: WeightLayout, where: HoldingMap, regions: Sequence[MappedRegion]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return each row's bytes and all tensors by name, as views that keep the regions mapped."""
+    """Return each row's bytes, and all tensors by name, as views that keep the regions mapped."""
     region_of, offset_of = locate_rows(layout, where, [region.nbytes for region in regions])
     table = layout.table
     tensors: dict[int, torch.Tensor] = {}
@@ -514,13 +473,12 @@ def tensors_in(
         tensors |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
         for row, offset in zip(mine, offsets, strict=True):
             rows[row] = whole[offset : offset + int(table.nbytes[row])]
-    # Tensors without elements are not in any region.
-    empty = [row for row in range(len(table)) if row not in tensors]
-    device = torch.device(regions[0].device if regions else "cpu")
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    for row in empty:
-        tensors[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
-        rows[row] = none
+    # Tensors without elements are in no region.
+    none = torch.empty(0, dtype=torch.uint8, device=regions[0].device if regions else "cpu")
+    for row in range(len(table)):
+        if row not in tensors:
+            tensors[row] = as_tensors(none, [table.dtypes[row]], [table.shapes[row]], [0])[0]
+            rows[row] = none
     return rows, {name: tensors[row] for row, name in enumerate(table.names)}
 
 
@@ -535,51 +493,34 @@ def _bytes_of(region: MappedRegion) -> torch.Tensor:
 
 
 def _settle(pid: int, device: str) -> None:
-    """Wait for the work queued on a device. Do nothing in a forked child, which cannot use its parent's device."""
+    # A forked child cannot use its parent's device.
     if pid == os.getpid():
         torch.cuda.synchronize(device)
 
 
-def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest every chunk in this mapping. Return the chunks that differ from their digests.
-
-    It reads all of the memory. On the host it uses one thread for each core of the process, at most 16.
-
-    Raises:
-        IntegrityError: the digests do not belong to the revision.
-    """
+def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
+    """Digest all mapped memory. Return the chunks that differ from their digests."""
     mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
-    # Check that the digests give the revision that the caller knows. Otherwise a cache could invent digests for any
-    # bytes.
+    # A cache could invent digests for any bytes, so check that the digests match the revision.
     mapped.check_revision(holding.revision)
     chunks = np.arange(layout.chunks.num_chunks)
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
     else:
-        # Use several parts for each thread, so that a core that is shared with other processes delays only one part.
+        # Several parts per thread limit the delay from a core that other processes use too.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
     return mapped.differing_chunks(chunks, digests, leaves)
 
 
-def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-    """Bind a module's parameters and buffers to tensors. See `Attached.attach_into`."""
-    pairs = match_parameters(module, tensors, strict=strict)
-    # Change the module only after every check, because an error must leave it unchanged.
-    places = places_of(module)
-    for target, tensor in pairs:
-        _point(target, tensor, places[id(target)])
-
-
 def match_parameters(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a module's parameters and buffers once each, with their tensors. See `Attached.attach_into`.
+    """Return each parameter and buffer of a module with its tensor. See `Attached.attach_into`.
 
-    Targets in one memory are tied, as they are where the weights are kept. The first of their tensors is used for all
-    of them.
+    Targets that share memory are tied, and all of them use the first matching tensor.
 
     Raises:
         PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or the tensors for tied
@@ -588,8 +529,7 @@ def match_parameters(
     state = {
         name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
     }
-    bound: dict[tuple[int, int, int], torch.Tensor] = {}
-    bound_names: dict[tuple[int, int, int], str] = {}
+    bound: dict[tuple[int, int, int], tuple[str, torch.Tensor]] = {}
     faults = []
     for name, tensor in tensors.items():
         target = state.get(name)
@@ -603,25 +543,29 @@ def match_parameters(
         if target.dtype != tensor.dtype or target.shape != tensor.shape:
             ours, theirs = f"{tensor.dtype} {list(tensor.shape)}", f"{target.dtype} {list(target.shape)}"
             faults.append(f"{name}: {ours} does not fit {theirs}")
-        memory = _memory_of(target)
-        other = bound.setdefault(memory, tensor)
-        first = bound_names.setdefault(memory, name)
+        first, other = bound.setdefault(_memory_of(target), (name, tensor))
         if other is not tensor and not _are_equal(other, tensor):
             raise sources_differ(first, name)
     if strict:
-        left = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
-        faults += [f"{name}: the weight cache has no such tensor" for name in left]
+        unbound = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
+        faults += [f"{name}: the weight cache has no such tensor" for name in unbound]
     if faults:
         more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
         raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
     targets = {id(target): target for target in state.values()}.values()
-    pairs = [(target, bound[place]) for target in targets if (place := _memory_of(target)) in bound]
-    return [(target, _as_target(tensor, target)) for target, tensor in pairs]
+    pairs = [(target, bound[place][1]) for target in targets if (place := _memory_of(target)) in bound]
+    # Tied targets may differ in dtype and shape, so view the bytes as each target's.
+    return [
+        (target, tensor)
+        if (tensor.dtype, tensor.shape) == (target.dtype, target.shape)
+        else (target, tensor.reshape(-1).view(target.dtype).view(target.shape))
+        for target, tensor in pairs
+    ]
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two kept tensors have the same bytes. Tied tensors are not read."""
+    """Return whether two cached tensors have the same bytes. Tied tensors are not read."""
     if one.nbytes != other.nbytes or one.device != other.device:
         return False
     if one.data_ptr() == other.data_ptr():
@@ -629,28 +573,19 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def _as_target(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes in the dtype and shape of a target, because tied targets may differ in them."""
-    if (tensor.dtype, tensor.shape) == (target.dtype, target.shape):
-        return tensor
-    return tensor.reshape(-1).view(target.dtype).view(target.shape)
-
-
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a value that is equal for tensors in the same memory, which are tied."""
+    """Return a key that is equal for tensors in the same memory, which are tied."""
     # A tensor subclass may have no address, or the address of another tensor.
     if not tensor.numel() or type(tensor.data) is not torch.Tensor:
         return id(tensor), 0, 0
     if tensor.is_meta:
-        # All empty tensors have the address 0.
+        # Meta tensors all have the address 0.
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes
     return tensor.data_ptr(), 0, tensor.nbytes
 
 
-def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:
-    """Make a tensor the memory of a target, in all places of the target."""
-    # Keeping the object keeps the references of optimizers and of the engine valid. torch allows this on one device
-    # only.
+def _rebind(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:
+    # Optimizers and the engine keep references to the target, so keep the object if the device permits.
     if target.device == tensor.device:
         target.data = tensor
         return

@@ -1,16 +1,13 @@
-"""Processed parameters, which an engine made from a checkpoint (fused, sharded, cast), kept for the next engine.
+"""Keeps processed parameters, which an engine made from a checkpoint (fused, sharded, cast), for the next engine.
 
-    engine: offer --HandOver--> cache: fetch from the engine, verify, keep
-    engine: attach, bind its module to the kept memory, leave: its own memory is free
-
-The cache listens on its Unix socket, in a directory that only this user can enter. The file `accepts` there names the
-device for which it takes parameters. It takes bytes only from members of the fleet, with grants from the hub.
+The engine offers its parameters as a member of the fleet and sends a `HandOver` to the cache. The cache fetches and
+verifies the parameters. Then the engine binds its module to the cached memory and frees its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from http import HTTPStatus
 from pathlib import Path
@@ -42,9 +39,9 @@ from penstock.peer.local_weights import device_id
 from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"
-"""Name of these requests at the cache's server."""
+"""Path of the requests at the cache's server."""
 ACCEPTS = "accepts"
-"""File next to a cache's socket with the id of the device for which it takes parameters."""
+"""File next to a cache's socket. It contains the id of the device for which the cache accepts parameters."""
 _SHOWN = 3
 
 
@@ -53,34 +50,34 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     revision: str
-    """The `w1-` root of their digests."""
+    """The `w1-` root of the weights' digests."""
     nbytes: int
-    """Bytes of memory that they need, including gaps between tensors."""
+    """Bytes of memory for the weights, including gaps between tensors."""
     parallel: dict[str, str] = {}
-    """Parallel coordinates of the process. Processes with other coordinates have different parameters."""
+    """Parallel coordinates of the process. Processes with different coordinates have different parameters."""
 
     @property
     def key(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """Return the key of these parameters. They are kept once, however many engines hand them over."""
+        """Return the key of these parameters, which are kept only once."""
         return self.model, self.revision, tuple(sorted(self.parallel.items()))
 
 
 class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a request in the cache."""
+    """The progress of a `HandOver` in the cache."""
 
     state: Literal["filling", "kept", "failed"]
     error: str = ""
     hint: str = ""
     minimum_bytes: int = 0
-    """The required limit if the cache's limit is too small."""
+    """Required limit in bytes if the cache's limit is too small."""
 
 
 class HandOverHandler:
-    """Starts to keep parameters that are handed over, in a thread, and reports the state. See `RequestHandler`.
+    """Keeps parameters from engines in a thread, and reports the progress. See `RequestHandler`.
 
     Args:
-        keep: keeps the parameters in a request. The executor's thread calls it once for each new request.
-        executor: has one thread, because two models at once would need memory for both.
+        keep: keeps the parameters of a request. The executor's thread calls it once for each new request.
+        executor: must have one thread, because concurrent calls would need memory for several models.
     """
 
     def __init__(self, keep: Callable[[HandOver], None], executor: Executor) -> None:
@@ -89,15 +86,15 @@ class HandOverHandler:
         self._started: dict[tuple[str, str, tuple[tuple[str, str], ...]], Future[None]] = {}
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return the state of the parameters in the body. If they are new or failed before, start to keep them."""
+        """Return the progress of the request. If the request is new or failed before, start to keep its parameters."""
         hand_over = msgspec.msgpack.decode(body(MAX_BODY_BYTES), type=HandOver)
         if verb != "POST" or path:
             raise NotFound("no such path")
-        # Each connection has its own thread. Two engines may hand over the same parameters. Keep them once.
+        # Connections have separate threads, and two engines may submit the same parameters. Keep them once.
         running = self._started.get(hand_over.key)
         if running is None:
             try:
-                self._started[hand_over.key] = self._executor.submit(self._keep, hand_over)
+                running = self._started[hand_over.key] = self._executor.submit(self._keep, hand_over)
             except RuntimeError as error:
                 raise NotFound("this weight cache is shutting down") from error
             return HandOverState(state="filling")
@@ -106,7 +103,7 @@ class HandOverHandler:
         failure = running.exception()
         if failure is None:
             return HandOverState(state="kept")
-        # Another thread may have removed it already.
+        # Another thread may have removed the failed request already.
         self._started.pop(hand_over.key, None)
         if not isinstance(failure, PenstockError):
             return HandOverState(state="failed", error=repr(failure), hint="report this as a bug in Penstock")
@@ -114,7 +111,7 @@ class HandOverHandler:
         return HandOverState(state="failed", error=failure.message, hint=failure.hint or "", minimum_bytes=minimum)
 
     def forget(self, model: str) -> None:
-        """Accept a dropped model when it is handed over again."""
+        """Forget the requests for a dropped model, so that an engine can submit it again."""
         for key in [key for key in list(self._started) if key[0] == model]:
             self._started.pop(key, None)
 
@@ -126,26 +123,26 @@ def cache_parameters(
     connection: ConnectionSettings | str | None = None,
     verify: bool = True,
 ) -> Attached:
-    """Give a module's parameters to the cache on this host, and bind the module to the kept memory.
+    """Give a module's parameters to the cache on this host, and bind the module to the cached memory.
 
-    The next process with the same module calls `attach(model)` and `attach_into(module)`. It needs no checkpoint, no
-    loader and no copy. The cache copies the bytes once. Until the module is bound, the host holds them twice.
+    The next process with the same module calls `attach(model)` and `attach_into(module)`, and needs no checkpoint. The
+    cache copies the bytes once. Until the module is bound, the host holds them twice.
 
     Args:
-        module: its parameters and persistent buffers are finished, contiguous and on one device. Tied ones stay tied.
-        model: the name under which they are kept. Include everything that changes the parameters: the revision of the
-            checkpoint, the engine and its version, dtype, quantisation and rank.
+        module: its parameters and persistent buffers must be processed, contiguous and on one device.
+        model: the name under which the parameters are cached. Include everything that changes the parameters: revision,
+            engine version, dtype, quantisation and rank.
         connection: see `join`. The cache must use the same hub.
-        verify: also digest the kept bytes in this process before the module is bound to them. See `attach`.
+        verify: see `attach`.
 
     Returns:
-        The attached weights, which the module uses. Close them or drop them together with the module.
+        The attached weights, which the module uses. Close or drop them together with the module.
 
     Raises:
         NotFound: no cache on this host accepts parameters for this device. Start `penstock cache --accept`.
-        PlanError: a tensor has a special class, as quantised ones do, or is not contiguous.
+        PlanError: a tensor has a special class, as quantised tensors do, or is not contiguous.
         BudgetTooSmall: the parameters do not fit in the cache's `memory_bytes`.
-        OperationFailed: the cache could not keep them. The message gives the reason.
+        OperationFailed: the cache could not keep the parameters. The message gives the reason.
         PenstockError: see `join` and `attach`. The module is unchanged.
     """
     require_name("model", model)
@@ -163,14 +160,14 @@ def cache_parameters(
     with join(model, connection=connection) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
-        # Match before the cache stores anything, because parameters that cannot be bound need not be kept.
+        # Match before the cache stores anything, because parameters that cannot be bound are useless to the cache.
         kept = {name: tensors[name] for name in offered.layout.table.names}
         match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
         _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
         bound = attach(model, connection=connection, device=device, revision=revision, verify=verify)
-    # Bind only now. Nothing reads the module's own memory any more, and nothing above has changed the module.
+    # Bind last. Now nothing reads the module's own memory, and an error above leaves the module unchanged.
     try:
         bound.attach_into(module)
     except BaseException:
@@ -180,10 +177,7 @@ def cache_parameters(
 
 
 def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the parameters and persistent buffers.
-
-    Raise PlanError if one has a class that carries more than its bytes.
-    """
+    """Return the parameters and persistent buffers. Raise PlanError if a tensor's class holds more than its bytes."""
     tensors = own_state(module, whole=True)
     odd = [
         f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor.data) is not torch.Tensor
@@ -194,23 +188,17 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _servers(device: torch.device) -> Iterator[Path]:
-    """Yield the sockets of caches on this host that accept parameters for a device."""
-    wanted = device_id(device)
+def _cache_of(device: torch.device) -> Path:
+    """Return the socket of a responding cache that accepts parameters for a device."""
     for marker in sorted(private_directory().glob(f"p-*/{ACCEPTS}")):
         socket = marker.with_name(SOCKET_NAME)
         try:
             accepts = marker.read_text(encoding="utf-8")
         except OSError:
-            # The cache has just ended.
+            # The cache has just exited.
             continue
-        if accepts == wanted and not private_socket_fault(str(socket)):
-            yield socket
-
-
-def _cache_of(device: torch.device) -> Path:
-    """Return the socket of the first cache that accepts parameters for a device and answers."""
-    for socket in _servers(device):
+        if accepts != device_id(device) or private_socket_fault(str(socket)):
+            continue
         with ControlConnection(over_unix(str(socket)), "localhost") as connection:
             try:
                 status, _ = connection.request("GET", "/v1/alive", timeout_s=Settings.read().stall_s)
@@ -223,10 +211,7 @@ def _cache_of(device: torch.device) -> Path:
 
 
 def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None:
-    """Ask a cache to keep the parameters that this process offers, and wait until it has.
-
-    Raise the reason if it fails.
-    """
+    """Ask a cache to keep the parameters that this process offers, and wait. Raise the reason if the cache fails."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     body = msgspec.msgpack.encode(wanted)
     with ControlConnection(over_unix(str(server)), "localhost") as control:
@@ -249,7 +234,7 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
                 raise OperationFailed(
                     f"the weight cache could not keep the parameters: {state.error}", hint=state.hint or None
                 )
-            # The cache's fetch bounds this loop, because it ends when no byte arrives for its stall deadline.
+            # This loop is bounded, because the cache's fetch fails when no byte arrives for its stall deadline.
             time.sleep(attached.TIMING.cache_pause_s)
 
 

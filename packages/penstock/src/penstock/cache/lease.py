@@ -1,4 +1,4 @@
-"""Renews the lease on a cache's memory in a thread until it is released, and reports the cache's state."""
+"""Renews the lease on a cache's memory in a thread, and reports the cache's state."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class LeaseState(StrEnum):
     DRAINING = "draining"
     """The cache waits for its engines to detach."""
     DAMAGED = "damaged"
-    """The cache found changed bytes in this memory. This is worse than `LOST`, because lost memory still has the right
-    bytes."""
+    """The cache found corrupt bytes in this memory. `LOST` is less severe, because lost memory has the right bytes."""
     LOST = "lost"
-    """The cache ended or revoked the lease."""
+    """The cache exited or revoked the lease."""
     GIVEN_BACK = "given back"
     """This process released the lease."""
 
@@ -34,16 +33,11 @@ _NEXT = {
     LeaseState.LOST: frozenset({LeaseState.GIVEN_BACK}),
     LeaseState.GIVEN_BACK: frozenset[LeaseState](),
 }
-"""The states that may follow each state. Other changes are ignored, so a damaged lease stays damaged."""
+"""The permitted transitions from each state. Other changes are ignored, so a damaged lease stays damaged."""
 
 
 class LeaseRenewal:
-    """A lease that a thread renews. The thread does not keep tensor memory alive.
-
-    Attributes:
-        state: see `LeaseState`.
-        why: the reason for `lost` and `damaged`.
-    """
+    """A lease that a thread renews, without keeping tensor memory alive. `why` explains `LOST` and `DAMAGED`."""
 
     def __init__(self, peer: PeerClient, serial: int, generation: int, timing: Timing) -> None:
         self._peer = peer
@@ -61,20 +55,18 @@ class LeaseRenewal:
         start_thread(self._thread)
 
     def _become(self, state: LeaseState, why: str = "") -> None:
-        """Change the state, unless the present one is worse. See `_NEXT`."""
         if state in _NEXT[self.state]:
             self.why = why or self.why
             self.state = state
 
     def _renew(self) -> None:
-        """Renew the lease until it is released or lost. This is the body of the thread."""
         with self._peer as peer:
             while not self._closing.wait(self._timing.lease_renew_s):
                 try:
-                    # The request renews the lease, and its answer has the state of the memory.
+                    # The request renews the lease, and the reply contains the state of the memory.
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
-                    # A stopped cache process still holds its memory, so the tensors stay valid.
+                    # A suspended cache process still holds its memory, so the tensors stay valid.
                     continue
                 except PermissionDenied as error:
                     self._become(LeaseState.LOST, f"the lease expired: {error.message}")
@@ -83,8 +75,7 @@ class LeaseRenewal:
                     self._become(LeaseState.LOST, error.message)
                     return
                 if reply.state == "damaged":
-                    # Renew the lease nevertheless, because on a device the cache frees this memory as soon as the lease
-                    # ends.
+                    # Renew the lease nevertheless, because the cache frees device memory when the lease ends.
                     why = "bytes of this memory changed after the weight cache had verified them"
                     self._become(LeaseState.DAMAGED, why)
                     continue
@@ -98,10 +89,10 @@ class LeaseRenewal:
         """Release the lease. Idempotent. Does nothing in a forked child, because the lease belongs to its parent."""
         if self._pid == os.getpid():
             self._closing.set()
-            # A finalizer may run in any thread, including this one, which cannot wait for itself.
+            # A finalizer may run in the renewing thread, which cannot join itself.
             if threading.current_thread() is not self._thread:
                 self._thread.join(self._timing.lease_end_s)
 
 
 class LeaseOwner:
-    """A token to which the mapped memory refers. The lease is released when the last reference is gone."""
+    """A token to which the mapped memory refers. The lease is released with the last reference."""

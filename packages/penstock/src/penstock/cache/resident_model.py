@@ -1,7 +1,6 @@
 """A model in a cache: its weights while they are on the device, and its moves between memory tiers.
 
-vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
-lease requested --> server: recall --> moved up: move_in, register, show --> lease
+A model moves to a lower tier only without leases. A lease request brings the model back (`PeerServer.recall`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class ResidentState(StrEnum):
 
     KEPT = "kept"
     RELOADING = "reloading"
-    """Its memory was damaged, and the model is being read again."""
+    """The model's memory was corrupted, and the model is being read again."""
     LOST = "lost"
     """The model could not be read again."""
     DROPPING = "dropping"
-    """The model waits for engines and readers to leave. Nothing brings it back from a lower tier. If they stay, it is
-    kept as before."""
+    """The model waits for engines and readers to leave, and cannot return from a lower tier. After a timeout the
+    previous state is restored."""
     DROPPED = "dropped"
 
 
@@ -55,7 +54,7 @@ _NEXT = {
     ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
     ResidentState.DROPPED: set[ResidentState](),
 }
-"""The states that may follow each state."""
+"""The permitted transitions from each state."""
 
 
 class _InArena(PlacedTarget):
@@ -77,14 +76,14 @@ class ResidentModel:
     Args:
         fleet: the fleet membership that serves the model.
         nbytes: bytes of memory, including gaps between tensors.
-        uri, storage_options, progress: see `WeightCache.keep`. Without a URI it is fetched only from members.
+        uri, storage_options, progress: see `WeightCache.keep`. Without a URI the model is fetched only from members.
 
     Attributes:
         weights: the served weights. None until the first fetch.
-        state: changed only by `become`.
+        report: the last fetch.
         why: reason for a state other than `kept`, or for the last reload.
-        num_reloads: number of reloads because of damaged memory.
-        reloaded: the result of the last reload. None if there was none.
+        num_reloads: number of reloads caused by memory corruption.
+        reloaded: the result of the last reload, or None.
     """
 
     can_reload = True
@@ -102,7 +101,7 @@ class ResidentModel:
         self.name = fleet.identity.model
         self.revision = revision
         self.nbytes = nbytes
-        # Two revisions of a model are two blocks, and so are two ranks of it, even with equal bytes.
+        # Revisions and ranks of a model need separate blocks, even if their bytes are identical.
         coordinates = "".join(f" {axis} {at}" for axis, at in sorted(fleet.identity.parallel.items()))
         self.block = TierBlock(f"{self.name}@{revision}{coordinates}", 0, nbytes)
         self.report: FetchReport | None = None
@@ -118,28 +117,28 @@ class ResidentModel:
         self._progress = progress
 
     @property
-    def shown(self) -> LocalWeights:
+    def served(self) -> LocalWeights:
         """Return the served weights. Valid only after the first fetch."""
         assert self.weights is not None
         return self.weights
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the model is being dropped, so that nothing may bring it back."""
+        """Return whether the model is being dropped, so that it must not return from a lower tier."""
         return self.state in (ResidentState.DROPPING, ResidentState.DROPPED)
 
     def become(self, state: ResidentState, why: str | None = None) -> bool:
-        """Change the state and its reason. Return False and change nothing if `state` cannot follow the present one."""
+        """Change the state and its reason. Return False and change nothing if the transition is not permitted."""
         with self._changing:
             if state not in _NEXT[self.state]:
                 return False
-            # Set the reason first, because other threads read the reason for a state that they see.
+            # Set the reason first, because other threads read the reason after the state.
             self.why = self.why if why is None else why
             self.state = state
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model into the reserved memory from members that have it, and the rest from storage.
+        """Fetch the model into the reserved memory from members that hold it, and the remaining bytes from storage.
 
         Raises:
             SourceChanged: the source has a different revision now.
@@ -157,40 +156,37 @@ class ResidentModel:
             )
             # Disable progress, because reloads run in threads long after the caller's call.
             self._progress = False
-            weights = next(shown for shown in member.weights if shown.key == self.report.key)
+            weights = next(served for served in member.weights if served.key == self.report.key)
             if before is not None and weights.key != before.key:
-                # Do not serve these weights. Engines would get a different model under the name to which they attached.
+                # Do not serve these weights, because engines would get another model under the same name.
                 member.hide(weights, 0.0)
                 revision = weights.identity.revision
                 message = f"{self.name!r} was kept in revision {self.revision}, but storage has {revision}"
                 raise SourceChanged(message, hint="drop the model, then keep it again")
         except PenstockError:
-            # The fetch has removed the earlier weights from the member's list, but the hub must continue to list them.
+            # The fetch removed the earlier weights from the member's list, but the hub must continue to list them.
             if before is not None:
                 member.announce(before)
             raise
         self.weights = weights
         self.weights.kept = True
-        # Objects of the fetch refer to the memory in cycles, and an evicted model must free its memory.
+        # Objects of the fetch refer to the memory in reference cycles, and an evicted model must free its memory.
         gc.collect()
 
     def vacate(self) -> bool:
-        """Prepare to leave the device. Return False if engines or readers use the model, or its memory is damaged."""
-        member, weights = self._fleet.member, self.shown
-        is_sound = weights.damage is None and any(shown is weights for shown in member.weights)
+        """Prepare to leave the device. Return False if engines or readers use the model, or its memory is corrupt."""
+        member, weights = self._fleet.member, self.served
+        is_sound = weights.damage is None and any(served is weights for served in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):
             return False
-        # Close only after `retire`, which fails while there is a lease, because closing makes the descriptors stale.
-        self.shown.close()
+        # Close only after `retire`, which fails while there is a lease, because `close` invalidates the descriptors.
+        weights.close()
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Serve the weights after a move into memory, or drop them after a move to a lower tier.
-
-        See `BlockUser.moved`.
-        """
-        weights, member = self.shown, self._fleet.member
-        # Other tiers hold the bytes in a form that no engine can map, such as pieces in a pool or a file.
+        """Serve the weights after a move into memory, or drop them after a move to a lower tier."""
+        weights, member = self.served, self._fleet.member
+        # Other tiers hold the bytes in a pool or a file, which engines cannot map.
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
         elif not self.is_leaving and (weights.tier or weights.state != "whole"):
@@ -200,19 +196,18 @@ class ResidentModel:
         member.beat_now()
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
-        """Return each row's bytes, as `_InArena` placed them."""
-        nbytes = self.shown.layout.table.nbytes.tolist()
+        nbytes = self.served.layout.table.nbytes.tolist()
         return arena.runs_at(offsets_of(nbytes)[0], nbytes)
 
 
 class ConvertedModel(ResidentModel):
-    """A model that a conversion writes into its memory, as one file without a header. It cannot be read again.
+    """A model that a conversion writes into its memory. The model cannot be read again.
 
     Args:
         fleet: the fleet membership that serves the model.
         key: key of the conversion.
         nbytes: size of the result in bytes.
-        make: runs the conversion, with a path to which it writes.
+        make: runs the conversion, with the path of the memory as the output file.
         max_readers: maximum number of concurrent readers of the weights.
     """
 
@@ -226,24 +221,24 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the reserved memory, and serve the result with its digests, which readers compare.
+        """Run the conversion into the reserved memory, and serve the result with its digests.
 
         Raises:
             ConfigError: the result is already kept.
             PenstockError: errors of the conversion.
         """
-        # The arena is a memfd. For the conversion's workers its path under /proc is an ordinary file.
+        # The conversion's workers write to the arena's memfd through its path under /proc.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))
         stem = stem_of(file.name for file in manifest.files)
         layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes, stem=stem)
         assert manifest.leaves is not None
-        # The manifest has the order of the file, and the layout is sorted by name.
+        # The manifest has the order of the file, but the layout is sorted by name.
         row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
         order = np.array([row_of[name] for name in layout.table.names], np.int64)
         leaves = take_leaves(manifest.leaves, num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), order)
         identity = msgspec.structs.replace(self._fleet.identity, revision=manifest.revision, layout=layout.digest)
-        if any(shown.key == identity.key() for shown in member.weights):
+        if any(served.key == identity.key() for served in member.weights):
             raise ConfigError(f"{self.name!r} is already kept in this revision: {manifest.revision}")
         rows = _rows_as_written(layout.table, room.arena)
         weights = LocalWeights(
@@ -257,8 +252,7 @@ class ConvertedModel(ResidentModel):
         member.show(weights)
 
     def _rows(self, arena: Arena) -> list[torch.Tensor]:
-        """Return each row's bytes, as the conversion wrote them."""
-        return _rows_as_written(self.shown.layout.table, arena)
+        return _rows_as_written(self.served.layout.table, arena)
 
 
 def _rows_as_written(table: TensorTable, arena: Arena) -> list[torch.Tensor]:

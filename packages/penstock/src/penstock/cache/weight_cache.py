@@ -1,8 +1,7 @@
 """The weight cache holds models in memory for the engines on its host, which map them without a copy.
 
-Idle models make room for others and come back on request. The caller's thread keeps and drops models, and leaves.
-Threads of the member's server call `_recalled` when an engine asks for a lease, and its heartbeat calls `_damaged`. One
-thread runs reloads, and another takes models that are handed over.
+The caller's thread keeps and drops models. Server threads call `_recalled`, the heartbeat calls `_damaged`, and one
+executor thread reloads models and keeps handed-over parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -62,13 +60,13 @@ log = log_named("penstock.fleet")
 
 
 class CacheState(Enum):
-    """The state of a cache."""
+    """The lifecycle of a cache."""
 
     NEW = auto()
-    """It has only its arguments: no memory, no thread and no fleet membership."""
+    """The cache has no memory, no thread and no fleet membership."""
     SERVING = auto()
     LEAVING = auto()
-    """It grants no new leases, and waits for engines and readers. A second `leave` continues from here."""
+    """The cache grants no new leases and waits for engines and readers. A second `leave` continues the wait."""
     LEFT = auto()
 
 
@@ -78,56 +76,54 @@ _NEXT = {
     CacheState.LEAVING: {CacheState.LEAVING, CacheState.LEFT},
     CacheState.LEFT: set[CacheState](),
 }
-"""The states that may follow each state."""
+"""The permitted transitions from each state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentStatus:
-    """The state of a model of a cache."""
+    """The state of a cached model."""
 
     model: str
     key: str
     revision: str
-    """The `w1-` root of its digests."""
+    """The `w1-` root of the model's digests."""
     nbytes: int
     """Bytes of memory, including gaps between tensors."""
     device: str
     num_attached: int
-    """Number of engines that map it."""
+    """Number of engines that map the model."""
     tier: str
-    """`gpu` or `host` while it is on its device. Otherwise the tier that has it: `host`, `disk` or `source`."""
+    """`gpu` or `host` while the model is on its device. Otherwise its lower tier: `host`, `disk` or `source`."""
     state: ResidentState = ResidentState.KEPT
     why: str = ""
-    """Describes damage to its memory, and the result of the reload."""
+    """Describes memory corruption and the result of the reload."""
     num_reloads: int = 0
-    """Number of reloads because of damaged memory."""
+    """Number of reloads caused by memory corruption."""
 
 
 class WeightCache:
-    """Keeps models until `drop` or `leave`. It is a context manager. Only one thread at a time may call it.
+    """Keeps models until `drop` or `leave`. Only one thread at a time may call it.
 
-    The constructor checks and stores its arguments. `open`, which `with` calls, takes memory and joins the fleet.
+    The constructor does no I/O. `open`, which `with` calls, allocates memory and joins the fleet.
 
     Attributes:
-        state: changed only by `_become`.
         tiers: the memory of all models. Available after `open`.
         member: the fleet membership that serves the models. Available after `open`.
 
     Args:
         device: device for all models. `"cpu"` means shared memory on this host.
         memory_bytes: limit for all models together on the device. None means the device's memory.
-        host_bytes: bytes of pinned host memory for idle models of a GPU. They are pinned immediately.
+        host_bytes: bytes of host memory for idle models of a GPU, which `open` allocates and pins.
         disk: directory for idle models on a local disk.
         disk_bytes: limit for the directory. None means the disk's free space.
         settings: settings for reading storage.
         connection: hub, token, address and transports. See `penstock.join`.
-        max_readers: maximum number of concurrent readers of each model. See `penstock.join`.
+        max_readers: maximum number of concurrent readers of each model.
         max_bytes_per_s: limit for all readers together. See `penstock.join`.
-        accept: also keep processed parameters that engines on this host hand over (`cache_parameters`), within
-            `memory_bytes`.
+        accept: also keep processed parameters from engines on this host (`cache_parameters`), within `memory_bytes`.
 
     Raises:
-        ConfigError: the tiers for idle models contradict each other.
+        ConfigError: the limits for idle models contradict each other.
     """
 
     def __init__(
@@ -156,10 +152,10 @@ class WeightCache:
         self.state = CacheState.NEW
         self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
-        # The caller's thread adds models, and another thread adds models that are handed over.
+        # The caller's thread adds models, and an executor thread adds parameters from engines.
         self._adding = threading.Lock()
         self._handed_over: HandOverHandler | None = None
-        # Run one reload at a time, because several would need memory for all of them and share one link.
+        # Run one reload at a time, because concurrent reloads would compete for memory and for one link.
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
@@ -168,11 +164,11 @@ class WeightCache:
         if disk_bytes is not None and disk is None:
             raise ConfigError("disk_bytes was given without disk", hint="give a directory as disk")
         self._disk = disk
-        self._tiers: Tiers | None = None
-        self._member: Member | None = None
         self._bounds = [
             None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
         ]
+        self._tiers: Tiers | None = None
+        self._member: Member | None = None
         if host_bytes is not None and self.device.type == "cpu":
             message = "host_bytes requires models on a GPU, but this weight cache's models are in host memory"
             raise ConfigError(message, hint="limit host memory with memory_bytes")
@@ -192,22 +188,19 @@ class WeightCache:
         return self._member
 
     def open(self) -> WeightCache:
-        """Take the memory for idle models, join the fleet and serve. Return this object. `with` calls it.
+        """Allocate memory for idle models, join the fleet and serve. Return this object. `with` calls `open`.
 
         Raises:
             BudgetTooSmall: `host_bytes` is too small.
             ConfigError: `disk` cannot be used, or this cache was opened before. See also `penstock.join`.
-            HubUnavailable: this host's own hub cannot be hosted. If another hub does not answer, the cache joins later.
+            HubUnavailable: this host's hub cannot be started. If a remote hub does not respond, the cache joins later.
             MissingExtra: see `penstock.join`.
         """
         if self.state is not CacheState.NEW:
             raise ConfigError("this weight cache was opened before", hint="create another WeightCache")
-        memory, host, on_disk = self._bounds
-        levels = _levels(self.device, memory, host, self._disk, on_disk, self._settings)
-        stall_s = self._settings.stall_s
-        tiers = Tiers(levels, stall_s=stall_s)
+        stall_s, connection = self._settings.stall_s, self._connection
+        tiers = Tiers(self._levels(), stall_s=stall_s)
         try:
-            connection = self._connection
             member = Member.join(
                 # A request to the hub must time out well before the cache's own work stalls.
                 HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3)),
@@ -223,24 +216,39 @@ class WeightCache:
             raise
         return self.start(tiers, member)
 
+    def _levels(self) -> list[Level]:
+        memory_bytes, host_bytes, disk_bytes = self._bounds
+        stall_s = self._settings.stall_s
+        # Create the disk's tier first, because it checks its directory and pinning host memory takes seconds.
+        below = []
+        if self._disk is not None:
+            below.append(Level(tier=SpillTier.open(self._disk), budget_bytes=disk_bytes, budget="disk_bytes"))
+        if self.device.type == "cpu":
+            return [Level(tier=ArenaTier(), budget_bytes=memory_bytes), *below]
+        levels = [Level(tier=CudaTier(self.device, stall_s=stall_s), budget_bytes=memory_bytes)]
+        if host_bytes is not None:
+            pool = PoolTier.open(host_bytes, registrar=CudaRegistrar(self.device), stall_s=stall_s)
+            # A model that returns to the device leaves its copy here, so that its next eviction needs no copy.
+            levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True, budget="host_bytes"))
+        return [*levels, *below]
+
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with this memory and membership, and return this object. The cache closes both. See `open`."""
+        """Serve with this memory and membership, which the cache closes, and return this object. See `open`."""
         self._become(CacheState.SERVING)
         self._timing = timing or self._timing
         self._tiers, self._member = tiers, member
-        self.member.server.recall = self._recalled
-        self.member.on_damaged = self._damaged
+        member.server.recall = self._recalled
+        member.on_damaged = self._damaged
         if self._accept:
-            self._handed_over = HandOverHandler(self._take, self._reloads)
-            self.member.server.handlers[HANDLER] = self._handed_over
-            socket = Path(self.member.server.addresses[0].removeprefix("unix://"))
+            self._handed_over = HandOverHandler(self._accept_parameters, self._reloads)
+            member.server.handlers[HANDLER] = self._handed_over
+            socket = Path(member.server.addresses[0].removeprefix("unix://"))
             # Create this file last, because engines look for it.
             socket.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
         return self
 
     def _become(self, state: CacheState) -> None:
-        """Change the state."""
         if state not in _NEXT[self.state]:
             raise ConfigError(f"this weight cache cannot be {state.name.lower()}: it is {self.state.name.lower()}")
         self.state = state
@@ -253,63 +261,64 @@ class WeightCache:
         storage_options: Mapping[str, str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fetch a model from members that have it, and the rest from storage. Keep it from then on.
+        """Fetch a model from members that hold it, and the remaining bytes from storage. Then serve it until `drop`.
 
         Args:
             model: the name with which engines attach.
             uri: location in storage. See `load`.
             storage_options: see `load`.
-            progress: called with verified bytes. See `load`.
+            progress: called with the number of verified bytes. See `load`.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no space for it next to the models in use. Nothing was fetched.
+            BudgetTooSmall: `memory_bytes` has no space for the model next to the models in use. Nothing was fetched.
             ConfigError: this revision of the model is already kept.
-            PenstockError: see `Fleet.fetch`. The other models stay kept.
+            PenstockError: see `Fleet.fetch`. The other models are unaffected.
         """
         report = inspect(uri, storage_options=storage_options)
         revision = revision_of(report.manifest)
-        names = [(resident.name, resident.shown.identity.revision) for resident in self._models.values()]
-        if (model, revision) in names:
+        if any(
+            (resident.name, resident.served.identity.revision) == (model, revision)
+            for resident in self._models.values()
+        ):
             hint = "give it another name, or drop the kept model first"
             raise ConfigError(f"{model!r} is already kept in this revision", uri=report.uri, hint=hint)
-        # Count an empty tensor at the end, because any tensor may be the last one and needs the gap after it.
+        # Any tensor may be placed last, and its padding counts. The empty tensor at the end adds that padding.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
-        fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
+        fleet = self._fleet(Identity(model=model))
         resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
         self._add(resident, again=self._moves_idle)
         assert resident.report is not None
         return resident.report
 
+    def _fleet(self, identity: Identity) -> Fleet:
+        return Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
+
     def _add(self, resident: ResidentModel, *, again: bool) -> None:
-        """Free memory for a model, fill it and serve it. `again` means that it can be filled again from its source."""
+        """Free memory for a model, fill it and serve it. `again` means that its source can be read again."""
         with self._adding:
             self.tiers.put(resident.block, resident.fill, again=again, user=resident)
-            self._models[resident.shown.key] = resident
+            self._models[resident.served.key] = resident
         self.member.report_now()
 
-    def _take(self, wanted: HandOver) -> None:
-        """Keep parameters that a member on this host offers."""
+    def _accept_parameters(self, wanted: HandOver) -> None:
+        """Keep parameters that a member on this host offers. Do nothing if they are kept already."""
         for kept in list(self._models.values()):
-            identity = kept.shown.identity
+            identity = kept.served.identity
             if (identity.model, identity.parallel) == (wanted.model, wanted.parallel):
-                if kept.shown.root() == wanted.revision:
+                if kept.served.root() == wanted.revision:
                     return
-                hint = (
-                    "two engines made different parameters under one name, so use different names or drop the kept ones"
-                )
+                hint = "two engines used one name for different parameters: rename the parameters or drop the kept ones"
                 raise ConfigError(f"{wanted.model!r} is already kept with different bytes", hint=hint)
-        identity = Identity(model=wanted.model, revision=wanted.revision, parallel=wanted.parallel)
-        fleet = Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
+        fleet = self._fleet(Identity(model=wanted.model, revision=wanted.revision, parallel=wanted.parallel))
         resident = ResidentModel(fleet, wanted.revision, wanted.nbytes)
-        # The engine may have ended when the memory is needed for another model, so this model never leaves the last
-        # tier.
+        # The engine may have exited before the model is needed again, so the model must stay in a tier.
         self._add(resident, again=False)
         log.info("keeping %s from an engine: %d bytes", wanted.model, wanted.nbytes)
 
     def into(self, model: str) -> CacheDestination:
         """Return a destination for `convert` that writes the result into this cache's memory and keeps it.
 
-        The result is on disk only if it is evicted for another model. If the conversion fails, nothing of it remains.
+        A failed conversion leaves nothing in memory.
 
         Raises:
             ConfigError: the model's name is empty, or this cache's memory is on a device.
@@ -321,25 +330,23 @@ class WeightCache:
         return CacheDestination(self, model)
 
     def _convert(self, model: str, key: str, nbytes: int, fill: Callable[[Path], Manifest]) -> None:
-        """Run a conversion into this cache's memory, and keep the result."""
-        fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        resident = ConvertedModel(fleet, key, nbytes, fill, max_readers=self._max_readers)
+        resident = ConvertedModel(self._fleet(Identity(model=model)), key, nbytes, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
             raise ConfigError(f"{model!r} is already kept from the same conversion")
-        # It cannot be filled again, because the conversion's sources may have changed or been deleted.
+        # The conversion's sources may have changed or been deleted.
         self._add(resident, again=False)
 
     def models(self) -> list[ResidentStatus]:
-        """Return the state of every kept model, in the order in which they were added."""
+        """Return the state of every kept model, in the order of `keep`."""
         models = list(self._models.items())
         tiers = self.tiers.where(resident.block for _, resident in models)
         return [
             ResidentStatus(
                 model=resident.name,
                 key=key,
-                revision=resident.shown.root(),
+                revision=resident.served.root(),
                 nbytes=resident.nbytes,
-                device=str(resident.shown.device),
+                device=str(resident.served.device),
                 num_attached=self.member.server.num_attached(key),
                 tier=tier or "",
                 state=resident.state,
@@ -350,11 +357,11 @@ class WeightCache:
         ]
 
     def stats(self) -> TiersStats:
-        """Return the contents of the tiers, and the bytes moved between them so far."""
+        """Return the contents of the tiers, and the number of bytes moved between them so far."""
         return self.tiers.stats()
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of this cache for metrics. The thread of a scrape calls this."""
+        """Yield the metrics of this cache. The metrics endpoint's thread calls this."""
         stats = self.stats()
         for tier, use in stats.tiers.items():
             yield "penstock_tier_models", (tier,), use.num_blocks
@@ -368,7 +375,12 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back from its tier. See `Recall`. Raise SourceUnavailable if models in use leave no space."""
+        """Bring a model back from a lower tier, and pin it. See `Recall`.
+
+        Raises:
+            NotFound: the model was lost.
+            SourceUnavailable: models in use leave no space.
+        """
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
@@ -377,16 +389,16 @@ class WeightCache:
             yield f"{resident.why}, and it is being loaded again"
             return
         if resident.state is ResidentState.LOST:
-            # Do not report it as busy, because callers that wait for a busy member would wait forever.
+            # Readers that wait for a busy member would wait forever, so raise an error instead.
             raise NotFound(resident.why, hint="start the weight cache again, or drop the model")
         try:
-            # Move it in the background. The request for a lease must be answered before its reader considers this
-            # member stalled.
+            # Move the model in the background, because the lease request needs a response before its reader considers
+            # this member stalled.
             self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
-        except NotYet:
+        except TimeoutError:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
-            # Do not report it as busy either, because free memory depends on the engines and not on this cache.
+            # The engines determine when memory becomes free, so do not ask readers to wait.
             raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
             # Pin it until the lease is granted, because another model could evict it meanwhile.
@@ -394,7 +406,7 @@ class WeightCache:
                 yield ""
 
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
-        """Start a thread that reloads a model whose memory changed. The other models are still served."""
+        """Start to reload a model whose memory changed. The other models are still served."""
         resident = self._models.get(weights.key)
         if resident is None or resident.weights is not weights:
             return
@@ -405,15 +417,15 @@ class WeightCache:
             resident.reloaded = self._reloads.submit(self._reload, resident)
 
     def _reload(self, resident: ResidentModel) -> None:
-        """Free the memory, then read and verify the model again. If that fails, the model's state is `lost`."""
+        """Free the memory, then read and verify the model again. If that fails, the model becomes `LOST`."""
         begun, damage = time.monotonic(), resident.why
         try:
             if not resident.can_reload:
-                raise NotFound("it was made in memory and has no source, so convert it or start its engine again")
+                raise NotFound("it was made in memory and has no source: convert it again or restart its engine")
             if self.device.type != "cpu":
-                # Host memory stays while an engine maps it. A device's memory is freed even if engines still use it.
-                self.member.server.drain(resident.shown.key, self._timing.cache_drain_s)
-            # Discard copies in other tiers too, because they may have been made from the damaged bytes.
+                # Host memory stays valid while an engine maps it, but freeing device memory would break engines.
+                self.member.server.drain(resident.served.key, self._timing.cache_drain_s)
+            # Discard copies in lower tiers too, because they may be copies of the corrupt bytes.
             self._once_idle(lambda: self.tiers.discard(resident.block))
             self.tiers.promote(resident.block)
         except BaseException as error:
@@ -424,7 +436,7 @@ class WeightCache:
         resident.num_reloads += 1
         assert resident.report is not None
         why = f"{damage}, and it was loaded again and verified in {time.monotonic() - begun:.1f} s"
-        resident.shown.why = "; ".join(filter(None, (why, resident.shown.why)))
+        resident.served.why = "; ".join(filter(None, (why, resident.served.why)))
         # Change the state last, because `_recalled` and `check` read it from other threads.
         resident.become(ResidentState.KEPT, why)
         log.warning("%s: %s", why, resident.report)
@@ -434,25 +446,23 @@ class WeightCache:
         """Raise an error if a model was lost.
 
         Raises:
-            IntegrityError: a model's memory was damaged and the model could not be loaded again. The message gives the
-                reason.
+            IntegrityError: a model's memory was corrupted and the model could not be reloaded.
         """
         for resident in list(self._models.values()):
             if resident.state is ResidentState.LOST:
-                uri = f"penstock:{resident.shown.key}"
+                uri = f"penstock:{resident.served.key}"
                 raise IntegrityError(resident.why, uri=uri, hint="start the weight cache again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = 30.0) -> None:
         """Drop a model: grant no new leases, wait for engines and readers, and free its memory.
 
         Args:
-            model: name of the model.
-            revision: drop only this revision. None means all revisions.
+            revision: revision to drop. None means all revisions.
             drain_s: seconds to wait for engines and readers.
 
         Raises:
             NotFound: the model is not kept.
-            SourceBusy: engines or readers still use it after `drain_s`. It is kept as before.
+            SourceBusy: engines or readers still use the model after `drain_s`. It stays in the cache.
         """
         keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
@@ -461,35 +471,32 @@ class WeightCache:
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))
-        # The memory is freed with its last view, and views may be in reference cycles.
+        # Views may be in reference cycles, and the memory is freed with its last view.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _drop(self, key: str, drain_s: float) -> None:
-        """Drop one model by its key. See `drop`."""
-        resident = self._models[key]
-        begun = time.monotonic()
+        begun, resident = time.monotonic(), self._models[key]
         if resident.reloaded is not None and not wait([resident.reloaded], timeout=drain_s).done:
             raise SourceBusy(f"{resident.name!r} is being loaded again", hint="increase drain_s")
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
-        weights = resident.shown
+        weights = resident.served
         before = resident.state
-        # From now on no thread of the server brings it back, and no thread reloads it.
+        # In this state no server thread brings the model back, and no thread reloads it.
         if not resident.become(ResidentState.DROPPING):
             raise SourceBusy(f"{resident.name!r} is {before}", hint="increase drain_s")
-        # Engines see this state when they renew their leases, and can detach.
+        # Engines read this state when they renew their leases, and can detach.
         weights.set_state("draining")
         self.member.beat_now()
-        left = self.member.server.drain(key, drain_s)
-        if left:
+        if remaining := self.member.server.drain(key, drain_s):
             attached = self.member.server.num_attached(key)
             # Restore the state, because a model that is still in use must not be lost.
             weights.set_state("whole")
             resident.become(before)
             self.member.server.show(weights)
             self.member.beat_now()
-            message = f"{attached} engines and {left - attached} readers still use {weights.identity.model!r}"
+            message = f"{attached} engines and {remaining - attached} readers still use {weights.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or increase drain_s")
         self.member.hide(weights, 0.0)
         self.member.report_now()
@@ -500,7 +507,7 @@ class WeightCache:
         self._once_idle(lambda: self.tiers.drop(resident.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:
-        """Call `act`, and retry while a move or a pin of the block makes it raise SourceBusy."""
+        """Call `act` again while a move or a pin of the block makes it raise SourceBusy."""
         deadline = time.monotonic() + self._settings.stall_s
         while True:
             try:
@@ -518,11 +525,11 @@ class WeightCache:
 
         Args:
             drain_s: seconds to wait at the end. A second signal ends the wait.
-            timeout_s: return after this many seconds and keep the models. None means no limit.
-            ready: called once, when a signal ends the service in order and no longer kills the process.
+            timeout_s: seconds after which to return and keep the models. None means no limit.
+            ready: called once, when the signal handlers are installed.
 
         Raises:
-            IntegrityError: see `check`. The cache has waited for engines and readers of the other models, and left.
+            IntegrityError: see `check`. The cache has left the fleet.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s, ready):
@@ -534,7 +541,7 @@ class WeightCache:
     def leave(self, drain_s: float = 30.0) -> None:
         """Grant no new leases, wait at most `drain_s` for engines and readers, and leave the fleet. Idempotent.
 
-        Host memory that an engine has mapped stays valid while it is mapped, even after the cache has ended.
+        Host memory that an engine has mapped stays valid while it is mapped, even after the cache's process exits.
         """
         self._stopped.set()
         if self.state is CacheState.NEW:
@@ -547,14 +554,14 @@ class WeightCache:
         if users := self._users():
             log.warning("waiting at most %.0f s for %s", drain_s, users)
         self.member.leave(drain_s)
-        # The deadlines of a fetch end a running reload.
+        # The fetch has deadlines, so a running reload finishes.
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()
         self._become(CacheState.LEFT)
 
     def _users(self) -> str:
-        """Describe how many engines and readers use the models. Empty if there are none."""
+        """Describe how many engines and readers use the models, or return an empty string."""
         server = self.member.server
         num_attached = sum(map(server.num_attached, self._models))
         num_readers = sum(map(server.num_readers, self._models)) - num_attached
@@ -562,7 +569,6 @@ class WeightCache:
         return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
 
     def __enter__(self) -> WeightCache:
-        # After `start` or `open`, `with` only closes the cache at its end.
         return self.open() if self.state is CacheState.NEW else self
 
     def __exit__(
@@ -573,7 +579,7 @@ class WeightCache:
 
 
 class CacheDestination:
-    """A model's place in a cache, as a destination of `penstock.convert`. `WeightCache.into` returns it.
+    """A destination of `penstock.convert` in a cache, created by `WeightCache.into`.
 
     Attributes:
         uri: `cache:` and the name of the model, for reports and errors.
@@ -595,36 +601,11 @@ class CacheDestination:
         Raises:
             BudgetTooSmall: the cache has not enough memory.
             ConfigError: the result is already kept.
-
-        Errors that `fill` raises are not caught.
+            PenstockError: errors of `fill`.
         """
         self._cache._convert(self._model, key, nbytes, fill)
 
 
 def _not_open() -> ConfigError:
     return ConfigError("this cache is not open", hint="use `with WeightCache(...) as cache:`, or call open() first")
-
-
-def _levels(
-    device: torch.device,
-    memory_bytes: int | None,
-    host_bytes: int | None,
-    disk: str | os.PathLike[str] | None,
-    disk_bytes: int | None,
-    settings: Settings,
-) -> list[Level]:
-    """Return the tiers: the device, pinned host memory for a GPU, and the disk."""
-    levels, below = [], []
-    # Create the disk's tier first, because it checks its directory and pinning host memory takes seconds.
-    if disk is not None:
-        below.append(Level(tier=SpillTier.open(disk), budget_bytes=disk_bytes, budget="disk_bytes"))
-    if device.type == "cpu":
-        levels.append(Level(tier=ArenaTier(), budget_bytes=memory_bytes))
-    else:
-        levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
-        if host_bytes is not None:
-            pool = PoolTier.open(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
-            # A model that comes back leaves its copy in this tier, so that the next eviction need not copy it down
-            # again.
-            levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True, budget="host_bytes"))
-    return [*levels, *below]
+    return ConfigError("this cache is not open", hint="use `with WeightCache(...) as cache:`, or call open() first")
