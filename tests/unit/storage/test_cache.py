@@ -130,7 +130,7 @@ def test_corrupt_chunk_is_detected_and_replaced(tmp_path: Path, how: str, caplog
     assert read(source, 0, [NBYTES])[0] == DATA
     assert inner.reads == [(30_000, CHUNK)]
     assert source.stats.rotten == 1
-    assert "damaged" in caplog.text
+    assert "corrupt" in caplog.text
     again = CountingSource()
     assert read(cached(again, tmp_path), 0, [NBYTES]) == (DATA, "cache")
     assert again.reads == []

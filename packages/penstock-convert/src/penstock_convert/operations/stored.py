@@ -58,12 +58,7 @@ equivalent."""
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of a configuration that say how weights are quantised. MLX, whose formats cannot be read, and Mistral's
 `params.json` use the last key."""
-CONFIG_FILES = (
-    "hf_quant_config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "quantization_map.json",
-)
+CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_map.json")
 """Files that only say how a checkpoint is quantised, written by ModelOpt, AutoGPTQ, AutoAWQ and quanto."""
 
 QUANTIZATION_METADATA = "_quantization_metadata"
@@ -408,10 +403,7 @@ def _is_part(name: str, specs: _Specs) -> bool:
 
 
 def _layout(
-    name: str,
-    specs: _Specs,
-    blocks: tuple[Block, ...],
-    config: Mapping[str, Any] | None,
+    name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None
 ) -> StoredFormat | str:
     """Return the layout of codes according to their name, the reason why they cannot be read, or an empty string
     without scales."""
@@ -424,12 +416,7 @@ def _layout(
     return _plain(name, specs, blocks, config)
 
 
-def _plain(
-    name: str,
-    specs: _Specs,
-    blocks: tuple[Block, ...],
-    config: Mapping[str, Any] | None,
-) -> StoredFormat | str:
+def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None) -> StoredFormat | str:
     """Return the layout of codes with the tensor's name, the reason why they cannot be read, or an empty string without
     scales."""
     dtype, shape = specs[name]

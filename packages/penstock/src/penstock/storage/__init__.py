@@ -1,23 +1,17 @@
 """Storage: open, list, read and write files and objects by URI.
 
-    uri --open_source--> Source --readv(offset, buffers)--> the caller's memory
-
-* Files: `local`, `files`, `mapped`, `io_uring`, `network_files`.
-* Objects: `object_stores`, `objects`, `aws_config`, `http`.
-* Model hubs: `repository`, `hugging_face`, `model_scope`. `hub_cache` and `fill` write the cache of huggingface_hub.
-* Cache of remote ranges on a local disk: `cache`, `cache_directory`.
-* Headers: `headers` chooses `safetensors` or `gguf` by content, and `pickled` refuses pickled weights.
-* Weight sets: `locate`, `alternatives`, `weight_set`, `manifest`. Small files: `small_files`, `foreign_json`.
-* Writing: `output`, `file_names`, `place`, `write`, `read_back`, `download`.
-* `file_digest` computes the SHA-256 of a file that is read in any order.
+`open_source` returns a `Source`, whose `readv` fills the caller's memory. `locate` and `weight_set` find and open the
+files of a model, and `output` writes them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import unquote, urlsplit
 
 from penstock.config import Settings
@@ -70,7 +64,7 @@ def text_of(uri: object) -> str:
     """Return the text of a user's path or URI, with `~` expanded and the scheme in lower case.
 
     Raises:
-        ConfigError: it is not a path or URI, it is empty, or no file can have this name.
+        ConfigError: the value is not a path or URI, or no file can have this name.
     """
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
@@ -78,7 +72,7 @@ def text_of(uri: object) -> str:
         raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint=hint)
     if not text:
         raise ConfigError("the path is empty")
-    # Check here: a NUL or a lone surrogate would otherwise cause a ValueError deep inside `os`.
+    # Without this check, a NUL or a lone surrogate raises ValueError deep inside `os`.
     try:
         is_name = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -88,12 +82,12 @@ def text_of(uri: object) -> str:
     scheme, separator, rest = text.partition("://")
     lower = scheme.lower()
     if separator and scheme != lower and (lower == "file" or is_registered(lower)):
-        # The case of a scheme does not matter (RFC 3986, 3.1).
+        # Schemes are case-insensitive (RFC 3986, 3.1).
         text = f"{lower}://{rest}"
     if lower in {"http", "https"}:
-        # A fragment is never sent to a server. In other names `#` is a normal character.
+        # Clients do not send fragments. Elsewhere `#` is an ordinary character.
         return text.partition("#")[0]
-    # Shells do not expand `~` in `--out=~/x`, and removing a directory called `~` would be dangerous.
+    # Shells do not expand `~` in `--out=~/x`.
     return os.path.expanduser(text) if text.startswith("~") else text
 
 
@@ -101,24 +95,22 @@ def is_remote(uri: str) -> bool:
     """Return whether `uri` names a registered storage and not a local path.
 
     Raises:
-        ConfigError: see `text_of`, or no storage has this scheme.
+        ConfigError: no storage has this scheme, or see `text_of`.
     """
     return _scheme_of(text_of(uri)) is not None
 
 
 def timed(source: Source, uri: str, settings: Settings) -> Source:
-    """Return a source for reading a file's header. Reads of a remote file have a deadline."""
+    """Return a source for reading a file's header, with a deadline for reads of remote files."""
     return TimedReads(source, settings.stall_s) if is_remote(uri) else source
 
 
 def _storage_of(uri: str) -> Storage | None:
-    """Return the storage of a remote `uri`, or None for a local path."""
     scheme = _scheme_of(text_of(uri))
     return None if scheme is None else storage_for(scheme)
 
 
 def _scheme_of(uri: str) -> str | None:
-    """Return the registered scheme of `uri`, or None for a local path. ConfigError if no storage has it."""
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme == "file":
         return None
@@ -129,40 +121,26 @@ def _scheme_of(uri: str) -> str | None:
     return scheme
 
 
-# These functions import at the first use. Loads of local files need none of the modules, and obstore takes 100 ms.
+# Import a storage at its first use, because obstore takes 100 ms and loads of local files need no storage.
+@functools.cache
+def _first_use(module: str, name: str) -> Callable[[], Storage]:
+    def make() -> Storage:
+        storage: Storage = getattr(importlib.import_module(f"penstock.storage.{module}"), name)()
+        return storage
+
+    return make
 
 
-def _object_stores() -> Storage:
-    from penstock.storage.objects import ObjectStorage
-
-    return ObjectStorage()
-
-
-def _http() -> Storage:
-    from penstock.storage.http import HttpStorage
-
-    return HttpStorage()
-
-
-def _hugging_face() -> Storage:
-    from penstock.storage.hugging_face import HuggingFaceStorage
-
-    return HuggingFaceStorage()
-
-
-def _model_scope() -> Storage:
-    from penstock.storage.model_scope import ModelScopeStorage
-
-    return ModelScopeStorage()
-
-
-# Built-in storages register like those of users.
-for _scheme in ("s3", "gs", "az"):
-    register_storage(_scheme, _object_stores)
-for _scheme in ("http", "https"):
-    register_storage(_scheme, _http)
-register_storage("hf", _hugging_face)
-register_storage("ms", _model_scope)
+for _scheme, _module, _class in (
+    ("s3", "objects", "ObjectStorage"),
+    ("gs", "objects", "ObjectStorage"),
+    ("az", "objects", "ObjectStorage"),
+    ("http", "http", "HttpStorage"),
+    ("https", "http", "HttpStorage"),
+    ("hf", "hugging_face", "HuggingFaceStorage"),
+    ("ms", "model_scope", "ModelScopeStorage"),
+):
+    register_storage(_scheme, _first_use(_module, _class))
 
 
 def local_path(uri: str) -> str:
@@ -183,17 +161,15 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source
-    # Import at the first use, because most loads have no cache.
     from penstock.storage.cache import open_cached
 
     return open_cached(source, settings=settings)
 
 
 def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
-    """Pin `uri` to the content that it names now. Return it unchanged if its storage has no revisions.
+    """Pin `uri` to its present content. Return it unchanged if its storage has no revisions.
 
-    Raises:
-        NotFound, PermissionDenied, SourceUnavailable: the storage did not return the revision.
+    Raises as `open_source`.
     """
     storage = _storage_of(uri)
     if not isinstance(storage, PinningStorage):
@@ -202,19 +178,19 @@ def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] |
 
 
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the files that `uri` names, sorted: those in a directory or prefix, the matches of a glob, or one file.
+    """Return the sorted files in a directory or prefix, the matches of a glob, or one file.
 
-    Broken links, pipes and devices are included, so that opening them reports an error.
+    Broken symlinks, FIFOs and devices are included, so that opening them raises an error.
 
     Raises:
-        NotFound: there are none.
-        PermissionDenied, SourceUnavailable: the place cannot be listed.
+        NotFound: there are no files.
+        PermissionDenied, SourceUnavailable: the directory or prefix cannot be listed.
     """
     if storage := _storage_of(uri):
         return storage.list(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
     uris: list[str]
-    # A path that exists takes precedence over a glob: `model[1].safetensors` is a valid name.
+    # An existing path takes precedence over a glob, because `model[1].safetensors` is a valid name.
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
@@ -222,7 +198,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         elif os.path.lexists(path):
             uris = [path]
         else:
-            # Raises PermissionError if a directory above `path` cannot be searched, so that its absence is certain.
+            # lstat raises PermissionError if a parent directory cannot be searched.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.lstat(path)
             uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
@@ -236,7 +212,7 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory or a link to a directory. False for a loop of links."""
+    """Return whether an entry is a directory or a symlink to one. False for a loop of symlinks."""
     try:
         return entry.is_dir()
     except OSError:
@@ -247,7 +223,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     """Return a small file or object (an index, a manifest), or None if it is absent.
 
     Raises:
-        NotFound: the file is a broken link.
+        NotFound: the file is a broken symlink.
         FormatError: the file has more than `MAX_SMALL_BYTES`.
         SourceUnavailable: the file is not a regular file.
         ConfigError, PermissionDenied: see `open_source`.
@@ -258,7 +234,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     try:
         return read_bounded(path, MAX_SMALL_BYTES)
     except NotFound as error:
-        # Do not report a broken link as absent, because the set would be loaded without it.
+        # A broken symlink is not reported as absent, because the weights would be loaded without the file.
         if os.path.lexists(path):
             raise NotFound("this is a link to a file that does not exist", uri=uri) from error
         return None

@@ -1,7 +1,4 @@
-"""Choice of the files in a directory that form one weight set: not hidden files, adapters, variants or second copies.
-
-An index decides if there is one (`locate`), and users choose globs and lists of files themselves.
-"""
+"""Choose the files of a directory that form one weight set, without adapters, variants and duplicate copies."""
 
 from __future__ import annotations
 
@@ -15,16 +12,15 @@ from penstock.logs import log_named
 
 log = log_named("penstock.storage")
 
-# Mistral publishes the weights twice: for transformers, and as `consolidated` files for its own code. Loading both
-# would load the model twice. Source: the repositories mistralai/Mistral-7B-Instruct-v0.3 and later.
+# Mistral publishes the weights for transformers and again as `consolidated` files for its own code. Source:
+# mistralai/Mistral-7B-Instruct-v0.3 and later.
 _MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors", re.IGNORECASE)
 _CONSOLIDATED = re.compile(r"consolidated([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE)
-# Names of adapters from PEFT and diffusers.
+# Adapters of PEFT and diffusers.
 _ADAPTER = re.compile(
     r"(adapter_model|adapter|pytorch_lora_weights)([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE
 )
-# Names of the same weights in other precisions or before averaging, from transformers, diffusers and their users. The
-# number of a shard may be before or after the variant.
+# The same weights in other precisions or before averaging, from transformers and diffusers.
 _VARIANT = re.compile(
     r"(?P<stem>.+?)(?P<part>-\d+-of-\d+)?\.(?P<variant>fp16|bf16|fp32|fp8|float16|bfloat16|float32|float8|half|int8|non_ema|ema)"
     r"(?P<later>-\d+-of-\d+)?\.safetensors(?P<index>\.index\.json)?",
@@ -37,14 +33,14 @@ _DUPLICATE = "the directory has the same weights under other names"
 
 
 def weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
-    """Return the files that belong together, in order. Log the others once.
+    """Return the files that belong together, in order, and log the other files once.
 
     Args:
-        files: names or URIs of weight files, or of their indexes, in one directory.
-        also: more files in the directory, which are not returned.
+        files: weight files, or their indexes, in one directory.
+        also: more files of the directory, which are considered but not returned.
 
     Raises:
-        ConfigError: there are several variants and no plain file that would be the usual choice.
+        ConfigError: there are several variants and no plain file.
     """
     kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
     names = [_last(file) for file in (*kept, *also)]
@@ -68,7 +64,7 @@ def _last(file: str) -> str:
 
 
 def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: str) -> list[str]:
-    """Return the files for which `is_other` is False, and log the others."""
+    """Return the files for which `is_other` is False, and log the rest."""
     others = [file for file in files if is_other(_last(file))]
     if not others:
         return files
@@ -78,15 +74,13 @@ def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: s
 
 @functools.lru_cache(maxsize=256)
 def _log_once(uri: str, why: str, names: tuple[str, ...]) -> None:
-    """Log the files that are left out. A load checks a directory several times, so the cache prevents repetition."""
+    """Log the omitted files. A load checks a directory several times, so the cache prevents repetition."""
     named = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-    # The user may have wanted an adapter or a variant.
     level = logging.INFO if why in {_HIDDEN, _DUPLICATE} else logging.WARNING
     log.log(level, "%s: left out %s (%s). Name a file to load it.", uri, named, why)
 
 
 def _require_one_variant(files: Sequence[str], uri: str) -> None:
-    """Raise ConfigError if the same weights exist in several variants."""
     seen: dict[str, dict[str, str]] = {}
     for file in files:
         if match := _VARIANT.fullmatch(_last(file)):

@@ -1,7 +1,4 @@
-"""Profiles in the files of AWS tools: region, endpoint, certificates, and whether they contain credentials.
-
-boto3 reads the credentials themselves (`object_stores`), because it signs in, runs processes and assumes roles.
-"""
+"""Profiles in the configuration files of AWS tools. boto3 itself reads their credentials, see `object_stores`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _GIVES_CREDENTIALS = frozenset(
         "web_identity_token_file",
     }
 )
-"""Profile settings from which boto3 gets credentials. Source: the credentials guide of boto3."""
+"""Profile settings from which boto3 obtains credentials. Source: the credentials guide of boto3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +32,8 @@ class AwsProfile:
     """A profile from the AWS configuration files.
 
     Attributes:
-        name: `default` unless the caller or the environment names another profile.
         is_named: whether the caller or the environment names the profile.
-        gives_credentials: whether the files say how to get its credentials.
+        gives_credentials: whether the files say how to obtain its credentials.
         region, endpoint, ca_bundle: settings for S3. Empty if the profile has none.
     """
 
@@ -53,7 +49,7 @@ def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
     """Read a profile. A missing file counts as empty.
 
     Args:
-        name: the profile. None uses the environment's or `default`.
+        name: the profile. None uses the profile of the environment, or `default`.
         environ: the variables `AWS_*`.
 
     Raises:
@@ -83,7 +79,6 @@ def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
 
 
 def _sections(path: str, *, must_parse: bool) -> dict[str, dict[str, str]]:
-    """Return a file's sections by name. Section names get single spaces."""
     parser = configparser.RawConfigParser(default_section="", strict=False, allow_no_value=True)
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -91,7 +86,7 @@ def _sections(path: str, *, must_parse: bool) -> dict[str, dict[str, str]]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeError, configparser.Error, RuntimeError) as error:
-        # Unless the user named a profile, the file may not be needed, for example with keys in the environment.
+        # An unreadable file is an error only if the user named a profile.
         if not must_parse:
             return {}
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -1,8 +1,6 @@
-"""The chunk files of the cache in one directory: found, written atomically, evicted when unused for longest.
+"""The chunk files of the cache in one directory, written atomically and evicted least recently used first.
 
-`cache` decides which bytes a chunk has and verifies them. No link below the directory is followed, and nothing is
-opened that could block. Only regular files of this user count as chunks. Other things with a chunk's name are replaced
-by the next write.
+Symlinks below the directory are not followed, and no open can block. Only regular files of this user count as chunks.
 """
 
 from __future__ import annotations
@@ -25,26 +23,24 @@ from penstock.lifecycle import release_after_fork
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.source import take
 
-# Subdirectory of the user's directory for everything that the cache writes. Nothing outside is touched.
+# Subdirectory of the user's directory that holds everything the cache writes.
 _FOLDER = "penstock-chunks"
-# Mode of every directory in the cache.
 _MODE = 0o700
-# Names of chunk files, and of temporary files; see `_publish`.
+# Names of chunk files and of temporary files.
 _CHUNK = re.compile("[0-9]{8}")
 _OURS = re.compile(rf"{_CHUNK.pattern}|\.{_CHUNK.pattern}-[0-9]+-[0-9a-f]{{8}}")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK opens a FIFO at once instead of waiting for a writer.
+# O_NONBLOCK opens a FIFO without waiting for a writer.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# Errors of `open` for things that are not a readable file or folder of this user: a link, a socket, a device without a
-# driver, a file instead of a folder or the reverse, another user's file.
+# Errors of `open` for paths that are not a readable file or directory of this user.
 _FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM}
-# Eviction stops at this part of `cache_bytes`, so that the next chunk does not evict again.
+# Eviction continues down to this fraction of `cache_bytes`, so that the next chunk does not evict again.
 _EVICT_TO = 0.9
-# The directory is measured again after 1/32 of `cache_bytes` was written, since other processes write too.
+# The directory is measured again after writing 1/32 of `cache_bytes`, because other processes write too.
 _SCAN_SHARE = 32
-# A temporary file older than this has no writer: writing a chunk takes milliseconds.
+# A temporary file of this age in seconds has no writer, because writing a chunk takes milliseconds.
 _ABANDONED_S = 3600.0
-# Pause between checks for a chunk that another process fetches. It is short compared with a request of 8 MiB.
+# Seconds between checks for a chunk that another process fetches.
 _POLL_S = 0.01
 
 
@@ -64,13 +60,13 @@ class CacheDirectory:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the locks in a forked child, which lacks the threads that may hold them."""
+        """Replace the locks in a forked child, because the threads that held them do not exist there."""
         self._lock = threading.Lock()
         self._fetches: dict[Path, tuple[threading.Lock, int]] = {}
 
     @property
     def name(self) -> str:
-        """A name for the directory that only processes sharing it compute. Empty if the directory cannot be made."""
+        """A name for the directory that only processes sharing it compute. Empty if it cannot be created."""
         try:
             self._make()
             state, boot = os.stat(self.path), _boot()
@@ -79,12 +75,9 @@ class CacheDirectory:
         return f"{boot}/{state.st_dev}/{state.st_ino}"
 
     def refusal(self) -> str:
-        """Make the directory for this user alone. Return why it must not be used, or "" if it may be used.
-
-        If this user opened the directory to others, its mode is restricted.
-        """
-        # Others must not read chunks, which are weights. Others must not write them either, because digests detect
-        # damage but not a forged chunk.
+        """Create the directory with mode 0700. Return why it must not be used, or an empty string."""
+        # Other users must not read the weights. They must not write either, because digests do not detect forged
+        # chunks.
         try:
             self._make()
             state = os.lstat(self.path)
@@ -97,27 +90,22 @@ class CacheDirectory:
             elif state.st_uid == 0 and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
                 return "may be written to by others"
         except OSError:
-            # The first read or write reports the same error.
-            return ""
+            # The first read or write raises the same error.
+            pass
         return ""
 
     def _make(self) -> None:
-        """Make the directory for this user alone, and missing directories above it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Set the mode in mkdir. Another user could open the directory before a later chmod.
+        # With a separate chmod, another user could open the directory first.
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, _MODE)
 
     @contextlib.contextmanager
     def _folder(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Open a folder of the cache level by level, without following links.
-
-        Args:
-            make: make missing levels. If a level exists but is not a folder of this user, rename it.
+        """Open a directory of the cache level by level, without following symlinks.
 
         Raises:
-            FileNotFoundError: a level is missing or is not a folder of this user.
-            OSError: a level cannot be opened.
+            FileNotFoundError: a level is missing or is not a directory of this user. With `make` it is created instead.
         """
         if make:
             self._make()
@@ -137,9 +125,7 @@ class CacheDirectory:
     def open_chunk(self, file: Path, nbytes: int) -> int | None:
         """Return a descriptor of a chunk file, or None if it is not a file of this user with that size.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            OSError: the directory cannot be read.
+        Raises FileNotFoundError if the file does not exist, and OSError if the directory cannot be read.
         """
         with self._folder(file.parent) as folder:
             try:
@@ -155,7 +141,7 @@ class CacheDirectory:
         return None
 
     def chunks(self, folder: Path) -> frozenset[int]:
-        """Return the numbers of the chunk files in a folder. Empty if the folder cannot be read."""
+        """Return the numbers of the chunk files in a directory. Empty if it cannot be read."""
         try:
             with self._folder(folder) as descriptor, os.scandir(descriptor) as entries:
                 return frozenset(
@@ -167,7 +153,7 @@ class CacheDirectory:
             return frozenset()
 
     def remove(self, file: Path) -> bool:
-        """Remove a chunk file, or another thing with its name. Return whether something was removed."""
+        """Remove a chunk file. Return whether a file was removed."""
         with contextlib.suppress(OSError), self._folder(file.parent) as folder:
             os.unlink(file.name, dir_fd=folder)
             return True
@@ -177,11 +163,10 @@ class CacheDirectory:
     def single_fetch(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
         """Let one thread on this host at a time fetch `file`.
 
-        After `wait_s` seconds of waiting for a thread, or at time `until` for a process, the caller goes on. At worst
-        the chunk is then fetched twice.
+        Waiting stops after `wait_s` seconds for a thread, and at time `until` for a process. The chunk is then fetched
+        twice.
         """
         with self._lock:
-            # Count the users of each lock, so that locks without users can be removed.
             lock, users = self._fetches.get(file, (threading.Lock(), 0))
             self._fetches[file] = (lock, users + 1)
         is_locked = lock.acquire(timeout=wait_s)
@@ -198,9 +183,9 @@ class CacheDirectory:
                     del self._fetches[file]
 
     def write(self, file: Path, views: list[memoryview]) -> None:
-        """Write `views` to `file` atomically, after evicting other chunks. OSError if the file cannot be written."""
+        """Write `views` to `file` atomically, after evicting other chunks. Raises OSError."""
         nbytes = sum(view.nbytes for view in views)
-        # Such a file would evict every chunk, and then itself.
+        # A larger file would evict every chunk and then itself.
         if nbytes > self._limit_bytes:
             return
         self._make_space(nbytes)
@@ -209,7 +194,7 @@ class CacheDirectory:
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
                 raise
-            # ENOENT: another process removed the folder. The second attempt makes it again.
+            # ENOENT means that another process removed the directory. The second attempt creates it again.
             if error.errno != errno.ENOENT:
                 with self._lock:
                     # The disk is full below the limit, so shrink the cache from its present size.
@@ -217,8 +202,7 @@ class CacheDirectory:
             self._publish(file, views)
 
     def _publish(self, file: Path, views: list[memoryview]) -> None:
-        """Write `views` to a temporary file and rename it to `file`."""
-        # Hosts that share the directory over a network may have equal pids, so add a random part.
+        # Hosts that share the directory over a network may have equal pids.
         temporary = f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}"
         with self._folder(file.parent, make=True) as folder:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -230,7 +214,7 @@ class CacheDirectory:
                         take(left, os.writev(descriptor, left[:MAX_BUFFERS]))
                 finally:
                     os.close(descriptor)
-                # No fsync: a chunk torn by a power loss fails its digest and is fetched again.
+                # No fsync is needed, because a chunk torn by a power loss fails its digest.
                 try:
                     os.rename(temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                 except IsADirectoryError:
@@ -242,12 +226,11 @@ class CacheDirectory:
                 raise
 
     def _make_space(self, nbytes: int) -> None:
-        """Evict chunks until a file of `nbytes` fits below the limit."""
         with self._lock:
             if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
                 self._known_bytes = self._measure()[0]
                 self._since_scan_bytes = 0
-            # Count before the write, so that other threads see the space as taken.
+            # Count before the write, so that other threads see the space as used.
             self._known_bytes += nbytes
             self._since_scan_bytes += nbytes
             if self._known_bytes > self._limit_bytes:
@@ -255,11 +238,12 @@ class CacheDirectory:
                 self._since_scan_bytes = 0
 
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
-        """Return the bytes of all chunk files, and (last use, bytes, path) of each. Remove abandoned files."""
+        """Return the total size of the chunk files, and (mtime, bytes, path) of each. Remove abandoned files."""
         total, files, now_s = 0, [], time.time()
-        # Walk bottom up, so that an empty folder is removed before its parent is checked.
+        # Walk bottom up, so that an empty directory is removed before its parent is checked.
         for folder, _, names in os.walk(self.path, topdown=False):
-            # Keep a recent folder, whose chunks may be fetched again. rmdir fails unless the folder is empty.
+            # rmdir fails unless the directory is empty. A recent directory stays, because its chunks may be fetched
+            # again.
             with contextlib.suppress(OSError):
                 if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
                     os.rmdir(folder)
@@ -283,7 +267,7 @@ class CacheDirectory:
     def _evict(self, target_bytes: int) -> int:
         """Remove the least recently used chunks down to `target_bytes`. Return the remaining bytes."""
         total, files = self._measure()
-        # Sort by mtime, which a hit updates. Under the usual relatime mounts, atime does not follow reads.
+        # A hit updates mtime. With relatime mounts, atime does not follow reads.
         for _, nbytes, path in sorted(files):
             if total <= max(target_bytes, 0):
                 break
@@ -294,12 +278,10 @@ class CacheDirectory:
 
 
 def _is_own(state: os.stat_result) -> bool:
-    """Return whether a file belongs to this user or to root."""
     return state.st_uid in {os.geteuid(), 0}
 
 
 def _open_level(above: int, name: str, *, make: bool) -> int:
-    """Open one level of a folder in the cache; see `CacheDirectory._folder`."""
     for _ in range(2):
         if make:
             with contextlib.suppress(FileExistsError):
@@ -319,31 +301,25 @@ def _open_level(above: int, name: str, *, make: bool) -> int:
 
 
 def _set_aside(folder: int, name: str) -> None:
-    """Rename a thing in the place of a chunk or folder. The cache did not make it, so it is not removed.
-
-    Raises:
-        OSError: the thing exists and cannot be renamed.
-    """
+    """Rename a path that blocks a chunk or directory. It is not removed, because the cache did not create it."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 
 
-# A forked child must not keep the socket names bound.
+# Sockets that a forked child closes, so that their names become free.
 _lock_sockets = release_after_fork(socket.socket.close)
 
 
 @functools.cache
 def _boot() -> str:
-    """Return the id of this boot, which is unique among hosts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @contextlib.contextmanager
 def _host_lock(name: str, deadline: float) -> Iterator[None]:
-    """Hold a name that only one process on this host can hold. After the deadline, go on without it.
+    """Hold a name that only one process on this host can hold. After the deadline, continue without it.
 
-    The name is an abstract socket address, which the kernel frees when the process ends. Other network namespaces have
-    separate names, so they may fetch the chunk again.
+    The name is an abstract socket address, which the kernel frees when the process exits.
     """
     claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock_socket:
@@ -353,10 +329,10 @@ def _host_lock(name: str, deadline: float) -> Iterator[None]:
                 lock_socket.bind(f"\0penstock-chunk-{claim}")
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    # No call can wait for a socket name to become free.
+                    # No system call waits for a socket name.
                     time.sleep(_POLL_S)
                     continue
-            # Either the name is bound, or the deadline has passed, or names are not supported here.
+            # The name is bound, or the deadline has passed, or abstract names are unsupported.
             break
         yield
 

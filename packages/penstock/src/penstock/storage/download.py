@@ -19,7 +19,7 @@ from penstock.types import MIB
 from penstock.waits import Threads
 
 _PIECE_BYTES = 8 * MIB
-# Number of concurrent reads. They hide the latency of an object store, with 128 MiB of buffers.
+# Concurrent reads hide the latency of an object store. Their buffers have 128 MiB in total.
 _THREADS = 16
 
 
@@ -55,17 +55,16 @@ def download(
 ) -> Downloaded:
     """Copy files from a storage to local paths, several ranges at once.
 
-    After an error the paths may hold parts of their files. Copy to a temporary directory and rename it.
+    After an error the paths may hold incomplete files, so copy to a temporary directory and rename it.
 
     Args:
-        files: path by URI. Directories are created, and existing files are overwritten.
-        storage_options: credentials and endpoints, by obstore's names.
-        on_file: called with the URI of each file that is complete and checked, in the order of `files`.
-        on_bytes: called with the size of each range written. Both functions are called in the caller's thread.
+        files: local path by URI. Directories are created, and existing files are overwritten.
+        on_file: called in this thread with the URI of each complete and verified file, in the order of `files`.
+        on_bytes: called in this thread with the size of each range written.
 
     Raises:
         DiskFull, DestinationError: a path cannot be written.
-        IntegrityError: a file differs from the digest from its storage, or the digest could not be checked in time.
+        IntegrityError: a file differs from the digest of its storage, or the digest could not be checked in time.
         SourceError: the storage failed, or a file changed while it was read.
     """
 
@@ -95,7 +94,7 @@ def download(
     with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
-            # Check the space first, so that a large download does not fail after an hour.
+            # Check the space first, because a large download takes an hour.
             if files:
                 require_space(next(iter(files.values())), sum(source.nbytes for source in sources))
             ranges = [
@@ -112,12 +111,11 @@ def download(
                 if on_file is not None:
                     on_file(uri)
         except BaseException:
-            # Do not read the remaining ranges.
             pool.leave()
             raise
         return Downloaded(nbytes=sum(source.nbytes for source in sources), compared=frozenset(compared))
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file without following links, which only another user could have put there."""
+    """Open a file without following symlinks, which could only come from another user."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

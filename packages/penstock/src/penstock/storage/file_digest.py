@@ -1,4 +1,4 @@
-"""The SHA-256 of a whole file, checked while its parts are read in any order."""
+"""The SHA-256 of a whole file whose ranges are read in any order."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Callable, Sequence
 from penstock.errors import IntegrityError
 from penstock.types import MIB
 
-# Maximum bytes kept for later hashing. Reads end in a different order than they began.
+# Maximum number of bytes kept for later hashing.
 _MAX_AHEAD_BYTES = 256 * MIB
 
 
 class FileDigest:
-    """The SHA-256 of a file whose parts arrive in any order. A thread that adds a part also hashes kept parts after it.
+    """The SHA-256 of a file whose ranges arrive in any order.
 
     Args:
         expected: the digest in hexadecimal.
-        stall_s: seconds that a part waits for the parts before it. Then the digest is abandoned.
+        stall_s: seconds that a range waits for the ranges before it. Then the digest is abandoned.
 
     Attributes:
-        is_wanted: whether early parts are kept. Until it is set, only consecutive parts are hashed, such as those of a
-            header, because the rest of the file may not be read.
+        is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest
+            of
+            the file may not be read.
         is_equal: whether the whole file was hashed and has the expected digest.
     """
 
@@ -41,14 +42,14 @@ class FileDigest:
         self._changed = threading.Condition()
 
     def abandon(self) -> None:
-        """Stop hashing and wake all waiting threads, because a read has failed."""
+        """Stop hashing after a failed read, and wake all waiting threads."""
         with self._changed:
             self._is_over = True
             self._ahead.clear()
             self._changed.notify_all()
 
     def add(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Hash a part, or keep a copy until its turn. IntegrityError if the whole file differs from the digest."""
+        """Hash a range, or keep a copy for later. Raises IntegrityError if the whole file differs from the digest."""
         nbytes = sum(view.nbytes for view in views)
         with self._changed:
             if self._is_over:
@@ -56,7 +57,7 @@ class FileDigest:
             if offset > self._next or self._is_busy:
                 if not self.is_wanted:
                     return
-                # Wait, so that one slow range cannot bring the rest of the file into memory.
+                # Wait, so that one slow range does not bring the rest of the file into memory.
                 if not self._changed.wait_for(lambda: self._may_keep(offset), self._stall_s):
                     self.abandon()
                 if self._is_over:
@@ -74,12 +75,11 @@ class FileDigest:
         return self._is_over or (offset <= self._next and not self._is_busy) or ahead_bytes < _MAX_AHEAD_BYTES
 
     def _hash(self, offset: int, views: Sequence[memoryview | bytes]) -> None:
-        """Hash the next part and the kept parts that follow it."""
         while True:
             skip = self._next - offset
             for view in views:
                 if skip < len(view):
-                    # This releases the interpreter lock.
+                    # `update` releases the GIL.
                     self._sha.update(memoryview(view)[max(0, skip) :])
                 skip -= len(view)
             with self._changed:
@@ -114,10 +114,7 @@ class HashedReads:
         return self._digest is not None and self._digest.is_equal
 
     def check_whole(self) -> bool:
-        """See `Digested`.
-
-        Cost: one SHA-256 of the file in the reading threads, and up to 256 MiB for bytes that arrive out of order.
-        """
+        """See `Digested`. Out-of-order ranges take up to 256 MiB of memory."""
         if self._digest is not None:
             self._digest.is_wanted = True
         return self._digest is not None
@@ -125,13 +122,12 @@ class HashedReads:
     def _read_hashed(
         self, read: Callable[[int, Sequence[memoryview]], str], offset: int, buffers: Sequence[memoryview]
     ) -> str:
-        """Read, and hash the result. IntegrityError if this completes a file that differs from its digest."""
         views = list(buffers)
         try:
             path = read(offset, views)
         except BaseException:
             if self._digest is not None:
-                # Other reads must not wait for the bytes of this one.
+                # Other reads must not wait for these bytes.
                 self._digest.abandon()
             raise
         if self._digest is not None:

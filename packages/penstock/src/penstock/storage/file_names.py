@@ -1,9 +1,7 @@
-"""Names of weight files: the stem of a source's files, and the names of a result with this stem.
+"""Names of weight files and indexes.
 
-Libraries find weights by name: diffusers looks for `diffusion_pytorch_model`, PEFT for `adapter_model`.
-
-    model-00001-of-00002.safetensors                 stem model
-    diffusion_pytorch_model.fp16.safetensors         stem diffusion_pytorch_model.fp16
+Libraries find weights by the stem of the name. For example, `diffusion_pytorch_model.fp16` is the stem of
+`diffusion_pytorch_model.fp16.safetensors`.
 """
 
 from __future__ import annotations
@@ -12,26 +10,21 @@ import re
 from collections.abc import Iterable, Sequence
 
 STEM = "model"
-"""The stem of transformers checkpoints. Used for sources whose files have no common stem."""
+"""Stem of transformers checkpoints, and of sources whose files have no common stem."""
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+(?P<variant>\.[\w-]+)?", re.DOTALL)
-# Both libraries write `model.fp16.safetensors`, and `model.safetensors.index.fp16.json` for the index of the variant.
+# transformers and diffusers name the index of `model.fp16.safetensors` `model.safetensors.index.fp16.json`.
 _VARIANT = re.compile(r"(?P<model>model|diffusion_pytorch_model)\.(?P<variant>[\w-]+)")
-
-
 _SAFE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,99}")
 
 
 def is_safe_stem(stem: str) -> bool:
-    """Return whether a stem from another host is safe: it must be a file name on every system."""
+    """Return whether a stem from another host is a valid file name on every system."""
     return _SAFE_STEM.fullmatch(stem) is not None
 
 
 def stem_of(names: Iterable[str]) -> str:
-    """Return the common part of the names before their number, including the variant.
-
-    Return `model` if the files are not safetensors or have several stems.
-    """
+    """Return the common stem of file names, including the variant, or `model` if there is none."""
     stems = set()
     for name in names:
         base = name.rpartition("/")[2]
@@ -50,17 +43,15 @@ def file_names(count: int, stem: str = STEM) -> list[str]:
 
 
 def index_name(stem: str = STEM) -> str:
-    """Return the name of the index for a set of several files."""
+    """Return the name of the index for several files."""
     variant = _VARIANT.fullmatch(stem)
-    return (
-        f"{stem}{_SUFFIX}.index.json"
-        if variant is None
-        else f"{variant['model']}{_SUFFIX}.index.{variant['variant']}.json"
-    )
+    if variant is None:
+        return f"{stem}{_SUFFIX}.index.json"
+    return f"{variant['model']}{_SUFFIX}.index.{variant['variant']}.json"
 
 
 def names_of(groups: Sequence[str], stem: str = STEM) -> list[str]:
-    """Return the file names of a set by the group of each file. A group is a directory, or a name with a star."""
+    """Return file names by the group of each file. A group is a directory, or a name with a star for the number."""
     seen: dict[str, list[str]] = {}
     for group in dict.fromkeys(groups):
         count = groups.count(group)

@@ -1,12 +1,7 @@
-"""Local files as a `Source`: read into the caller's buffers by the cheapest path.
+"""Local files as a `Source`: cached ranges are copied, and absent ranges are read by direct I/O.
 
-`local` opens and checks files, and `mapped` maps them.
-
-    readv -> known to be cached? -> preadv
-             otherwise ask cachestat: cached -> preadv;  absent -> O_DIRECT for the aligned middle;  mixed -> by parts
-
-The source remembers one byte for each window of 64 MiB: unknown, resident in the page cache, or mixed. This only saves
-questions. A wrong entry costs time but never returns wrong bytes, because each read reports how much it read.
+The source remembers for each window of 64 MiB whether it is in the page cache. A stale entry costs time but never
+returns wrong bytes, because each read reports how much it read.
 """
 
 from __future__ import annotations
@@ -34,20 +29,20 @@ from penstock.storage.local import (
 from penstock.storage.source import take
 from penstock.types import MIB
 
-# Range covered by one question about residency: 64 MiB. A question costs about as much as copying 30 KiB.
+# Window of 64 MiB for one call of cachestat, which costs about as much as copying 30 KiB.
 _WINDOW_SHIFT = 26
-# Unit by which a partly cached request is split. For smaller units, a seek costs more than the saved copy.
+# Unit for splitting a partly cached request. In smaller units, a seek costs more than the saved copy.
 _GRANULE_BYTES = MIB
-# Shorter absent parts are read buffered, because the reads of head and tail would outnumber the middle.
+# Shorter absent ranges are read buffered, because reading head and tail would cost more than the middle.
 _DIRECT_MIN_BYTES = 64 << 10
-# Alignment that all current devices and file systems accept. Used if statx does not state one (before Linux 6.1).
+# Used if statx does not state an alignment (before Linux 6.1). All current devices accept this one.
 _DIRECT_ALIGNMENT = (4096, 4096)
-# Size of a direct read. 12 to 16 in flight read 3.4-4.1 GB/s from a disk that reached 3.0-3.7 with 8 MiB.
-# Source: benchmarks/results/h200x1_202611/load-history.md, row c.
+# Bytes of a direct read. 12 to 16 in flight read 3.4-4.1 GB/s from a disk that reached 3.0-3.7 with 8 MiB. Source:
+# benchmarks/results/h200x1_202611/load-history.md, row c.
 _DIRECT_STEP_BYTES = MIB
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Errors of a file system without direct I/O, or without it for this alignment.
+# Errors of a file system without direct I/O for this alignment.
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
@@ -56,9 +51,10 @@ _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 class FileSource(LocalFile):
     """A local file as a `Source`.
 
-    Direct I/O fills most of a buffer if its address equals the file offset modulo 4096. Only head and tail of the
-    request are then copied. On a device that allows few segments per request, memory in huge pages is read 2.5 times as
-    fast as scattered 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
+    Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only head and tail of the
+    request
+    are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast as 4 KiB
+    pages. Source: benchmarks/results/cpu2_202611/files.md.
 
     Attributes:
         state: the file's state at open. It is compared after every read.
@@ -74,11 +70,11 @@ class FileSource(LocalFile):
         self.why = "" if _DIRECT else "this system has no direct I/O"
         self._nowait = _NOWAIT
         self._refused = bool(self.why)
+        # Failed reads count too, because they may have written to their buffers.
         self.received_bytes = 0
-        """See `Counting`. It includes reads that failed later, because these may have written to their buffers."""
-        # No lock is needed, because threads that set the same byte set the same value.
+        # No lock is needed, because concurrent threads store the same value.
         self._windows = bytearray([_UNKNOWN]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
-        # Protects the opening of the second descriptor.
+        # Held while opening the direct descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
 
@@ -87,57 +83,52 @@ class FileSource(LocalFile):
         """See `LocalFile.open`."""
         source = super().open(path)
         if is_in_memory(source._fd):
-            # tmpfs has no RWF_NOWAIT and does not need it.
+            # tmpfs lacks RWF_NOWAIT.
             source._nowait = 0
-            # Do not ask the kernel, which counts the pages of files in memory one by one, 0.24 ms for each window.
+            # cachestat counts the pages of files in memory one by one, 0.24 ms for each window.
             source._windows = bytearray([_RESIDENT]) * len(source._windows)
         if not source._refused:
-            # Switch readahead off. It would read bytes after the cached part that direct I/O reads again.
+            # Disable readahead. It would read bytes that direct I/O reads again.
             os.posix_fadvise(source._fd, 0, 0, os.POSIX_FADV_RANDOM)
         return source
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
 
-        Raises SourceChanged if the file was written to before the read ended. The bytes of all successful reads belong
-        to one state of the file, from any thread and in any order.
-
-        Cost: one preadv(2) for cached ranges. Otherwise one question per 64 MiB, and one per request in windows that
-        are not completely cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
+        Raises SourceChanged if the file was written to before the read ended. All successful reads, from any thread,
+        return
+        bytes from one state of the file. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
         """
-        # Does not use `span`, because this is the hot path of a load, nearly always with one buffer.
+        # This hot path nearly always has one buffer, so it does not use `span`.
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
         stop = offset + nbytes
         if stop > self.nbytes or offset < 0:
             raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
         if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= MAX_BUFFERS:
-            # RWF_NOWAIT fails for pages that were evicted, which direct I/O then reads. A plain read would wait for
-            # readahead.
+            # RWF_NOWAIT fails for evicted pages, which direct I/O then reads. A plain read would wait for readahead.
             nbytes_read = -1
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                # Some file systems lack RWF_NOWAIT. Other errors occur again below and become typed there.
+                # Some file systems lack RWF_NOWAIT. Other errors recur below and get a type there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             self.received_bytes += max(0, nbytes_read)
             if nbytes_read == nbytes:
                 self.require_unmodified()
                 return "page-cache"
-            # Some pages were evicted. Ask before each further read in these windows.
+            # Some pages were evicted, so check before each further read in these windows.
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
-        path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
+        path = self._read_split(offset, [b for b in buffers if b.nbytes], nbytes)
         self.require_unmodified()
         return path
 
     def read_through(self, offset: int, buffer: memoryview) -> str:
-        """Fill a buffer through the page cache, for a range that `read_ahead` has requested.
+        """Fill a buffer through the page cache, for a range that `read_ahead` has requested. Raises as `readv`.
 
         Returns:
             `page-cache` if the range was cached when it was first checked, otherwise `buffered`.
-
-        Raises: see `readv`.
         """
         stop = offset + buffer.nbytes
         if stop > self.nbytes or offset < 0:
@@ -151,23 +142,20 @@ class FileSource(LocalFile):
         return "buffered"
 
     def learn_cached(self, start: int, stop: int, is_over: Callable[[], bool]) -> None:
-        """Look up in advance what `cached_fd` needs for a range, until `is_over` returns True."""
+        """Query in advance whether a range is cached, until `is_over` returns True."""
         for window in range(start >> _WINDOW_SHIFT, (stop - 1 >> _WINDOW_SHIFT) + 1):
             if is_over():
                 return
             if self._windows[window] == _UNKNOWN:
-                self._ask_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
+                self._query_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
-        """Return a descriptor to read the range with if it is in the page cache. None if it is not, or if unknown.
-
-        Cost: a table lookup, and one question per 64 MiB.
-        """
+        """Return a descriptor for a range in the page cache. None if the range is not cached, or if unknown."""
         first, last, stop = offset >> _WINDOW_SHIFT, (offset + nbytes) >> _WINDOW_SHIFT, offset + nbytes
         if stop > self.nbytes:
             return None
         if self._windows.count(_UNKNOWN, first, last + 1):
-            self._ask_windows(offset, stop)
+            self._query_windows(offset, stop)
         return self._fd if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first else None
 
     def close(self) -> None:
@@ -177,11 +165,9 @@ class FileSource(LocalFile):
             os.close(fd)
         super().close()
 
-    def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
-        """Find out where the range is, read each part by its path, and return the costliest path."""
+    def _read_split(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
         paths = set()
-        # The parts are contiguous, so the buffers are used up in order.
-        for start, stop, path in self._ask(offset, nbytes):
+        for start, stop, path in self._parts(offset, nbytes):
             part = take(buffers, stop - start)
             if path == "direct":
                 path = self._read_absent(start, part)
@@ -190,8 +176,7 @@ class FileSource(LocalFile):
             paths.add(path)
         return next((path for path in ("direct", "buffered") if path in paths), "page-cache")
 
-    def _ask(self, offset: int, nbytes: int) -> list[tuple[int, int, str]]:
-        """Divide the range into parts `(start, stop, path to take)`."""
+    def _parts(self, offset: int, nbytes: int) -> list[tuple[int, int, str]]:
         stop = offset + nbytes
         if not nbytes:
             return []
@@ -201,12 +186,12 @@ class FileSource(LocalFile):
         if cached == 0:
             return [(offset, stop, "direct")]
         if cached >= num_pages(offset, nbytes) and self._arrived(stop - 1):
-            self._ask_windows(offset, stop)
+            self._query_windows(offset, stop)
             return [(offset, stop, "page-cache")]
         runs: list[tuple[int, int, str]] = []
         for start in range(offset - offset % _GRANULE_BYTES, stop, _GRANULE_BYTES):
             a, b = max(start, offset), min(start + _GRANULE_BYTES, stop)
-            # If more than half is cached, copying it and reading the rest buffered is cheaper than reading all from the
+            # Copying a mostly cached unit and reading the rest buffered is cheaper than reading all of it from the
             # device.
             mostly = (resident_pages(self._fd, a, b - a) or 0) * 2 > num_pages(a, b - a)
             path = "page-cache" if mostly and self._arrived(b - 1) else "direct"
@@ -216,8 +201,8 @@ class FileSource(LocalFile):
         return runs
 
     def _arrived(self, position: int) -> bool:
-        """Return whether the byte's page is cached and filled, by RWF_NOWAIT. True if that is not supported."""
-        # cachestat also counts pages that readahead has only requested. Reading those would request the next ones, and
+        """Return whether the byte's page is cached and filled. True if RWF_NOWAIT is unsupported."""
+        # cachestat also counts pages that readahead has only requested. Reading them would request the next pages, and
         # a file with a cached head would be read at the speed of readahead, a third to a half of direct I/O.
         if not self._nowait:
             return True
@@ -231,8 +216,7 @@ class FileSource(LocalFile):
             self._nowait = 0
             return True
 
-    def _ask_windows(self, offset: int, stop: int) -> None:
-        """Record whether the windows of a cached range are completely cached, so that later requests need not ask."""
+    def _query_windows(self, offset: int, stop: int) -> None:
         for window in range(offset >> _WINDOW_SHIFT, (stop >> _WINDOW_SHIFT) + 1):
             if self._windows[window] == _UNKNOWN:
                 start = window << _WINDOW_SHIFT
@@ -241,10 +225,9 @@ class FileSource(LocalFile):
                 self._windows[window] = _RESIDENT if whole else _MIXED
 
     def _sample(self, offset: int, stop: int) -> str:
-        """Choose the path for a range without cachestat, by RWF_NOWAIT on its first and last byte."""
-        # Do not try all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them again.
+        # Probe only two bytes. On absent pages RWF_NOWAIT starts readahead, and direct I/O would read them again.
         arrived = self._arrived(offset) and self._arrived(stop - 1)
-        # Without any information, read buffered. It is slower than direct I/O for absent pages, but always correct.
+        # Without RWF_NOWAIT read buffered, which is slower than direct I/O but always correct.
         if not self._nowait:
             return "buffered"
         if not arrived:
@@ -255,13 +238,11 @@ class FileSource(LocalFile):
         return "page-cache"
 
     def _read_buffered(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill `buffers` through the page cache, and empty the list."""
         while buffers:
             try:
                 received = os.preadv(self._fd, buffers[:MAX_BUFFERS], offset)
             except OSError as error:
                 raise typed_error(error, self.uri, (offset, offset + sum(b.nbytes for b in buffers))) from error
-            # 0 means the end of the file. Any other number is a short read.
             if received == 0:
                 raise self._ended(offset)
             self.received_bytes += received
@@ -269,7 +250,6 @@ class FileSource(LocalFile):
             offset += received
 
     def _read_absent(self, offset: int, buffers: list[memoryview]) -> str:
-        """Read the aligned middle by direct I/O, and head and tail buffered. Read all buffered if that is refused."""
         fd = self._open_direct()
         if fd < 0:
             self._read_buffered(offset, buffers)
@@ -285,15 +265,11 @@ class FileSource(LocalFile):
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        """Read by direct I/O. After a refusal or a short read, the rest stays in `buffers`.
-
-        Returns:
-            The offset of the rest.
-        """
+        """Read by direct I/O and return the offset reached. The rest stays in `buffers`."""
         # A short read may end anywhere, but direct I/O needs an aligned offset.
         while buffers and offset % self._alignment[1] == 0:
             try:
-                # Pass a copy of the list, because the read may be short.
+                # `take` returns a new list, because the read may be short.
                 received = os.preadv(fd, take(buffers[:MAX_BUFFERS], _DIRECT_STEP_BYTES), offset)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
@@ -308,15 +284,15 @@ class FileSource(LocalFile):
         return offset
 
     def _open_direct(self) -> int:
-        """Return the descriptor for direct I/O, opened at the first use. -1 if direct I/O is refused; see `why`."""
+        """Return the descriptor for direct I/O, or -1 if direct I/O is refused, see `why`."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
-        # Defer signals: Ctrl-C between the open and the assignment would leave the descriptor open.
+        # Ctrl-C between the open and the assignment would leak the descriptor.
         with self._lock, interrupts.deferred():
             # Check again, because another thread may have opened it or been refused.
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
-            # O_DIRECT applies to the open file, so buffered and direct reads need separate descriptors.
+            # O_DIRECT applies to the open file, so direct reads need a separate descriptor.
             alignment = direct_alignment(self._fd)
             if alignment == (0, 0):
                 return self._refuse_direct("this file has no direct I/O (statx)")
@@ -326,7 +302,6 @@ class FileSource(LocalFile):
                 return self._refuse_direct(
                     f"direct I/O was refused at open ({errno.errorcode.get(error.errno or 0, error)})"
                 )
-            # The path may name a different file by now.
             if state_of(os.fstat(fd)).identity != self.identity:
                 os.close(fd)
                 self.check_unchanged()
@@ -336,15 +311,13 @@ class FileSource(LocalFile):
             return fd
 
     def _refuse_direct(self, why: str) -> int:
-        """Read buffered from now on, with readahead. Return -1."""
         self.why = why
         self._refused = True
-        # Buffered reads need the readahead that `open` switched off.
+        # Buffered reads need the readahead that `open` disabled.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return -1
 
     def _ended(self, offset: int) -> SourceError:
-        """Return the error for a read that returned 0 bytes before the size at open."""
         try:
             self.require_unmodified()
         except SourceError as error:
@@ -356,13 +329,13 @@ class FileSource(LocalFile):
 def _align(
     offset: int, buffers: list[memoryview], alignment: tuple[int, int]
 ) -> list[tuple[int, bool, list[memoryview]]]:
-    """Divide the request into parts `(offset, fit for direct I/O, buffers)`. Neighbours of one kind are one part."""
+    """Divide the request into `(offset, fit for direct I/O, buffers)`, and merge neighbours of the same kind."""
     address_step, offset_step = alignment
     runs: list[tuple[int, bool, list[memoryview]]] = []
     for buffer in buffers:
         head = -offset % offset_step
         middle = (buffer.nbytes - head) // offset_step * offset_step
-        # Offset and address must both be aligned, otherwise the kernel returns EINVAL.
+        # The kernel returns EINVAL unless offset and address are aligned.
         if middle < _DIRECT_MIN_BYTES or (address_of(buffer) + head) % address_step:
             head, middle = buffer.nbytes, 0
         for start, stop, direct in (

@@ -1,4 +1,4 @@
-"""Download of models into the local cache of their hub's library, for Penstock and other tools."""
+"""Downloads of models into the local cache of their hub's library, for Penstock and other tools."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class FillReport(Summarised):
     """The outcome of one `fill`."""
 
     uri: str
-    """The URI, pinned to the commit."""
     directory: str
     """The directory of the files. Other tools find it by the model's name."""
     num_files: int
     nbytes: int
     fetched_files: int
-    """Number of files written now. Each was checked against the hub's digest. The others existed already."""
+    """Number of files written by this call and verified against the hub's digests."""
     fetched_bytes: int
     wall_s: float
 
@@ -59,8 +58,8 @@ def fill(
 ) -> FillReport:
     """Write a repository's files to the local cache of its hub's library, where other tools find them.
 
-    Each file appears complete and checked against the hub's digest, or not at all. A later call fetches only the
-    missing files. The call waits for other processes that download the same model, even with the library's tools.
+    Each file appears complete and verified against the hub's digest, or not at all. The call waits for other processes
+    that download the same model, even with the library's tools.
 
     Args:
         uri: `org/name`, `hf://org/name@REVISION`, or a file, folder or glob in it.
@@ -84,9 +83,9 @@ def fill_weights(
     storage_options: Mapping[str, str] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> FillReport:
-    """Fill the cache with the files that a load of `uri` reads, and the small files next to them. Raises as `fill`.
+    """Fill the cache with the files that a load of `uri` reads, and the small files next to them.
 
-    Weights in other formats and subdirectories are left out, because engines do not need them.
+    Raises as `fill`. Weights in other formats and subdirectories are omitted, because engines do not need them.
     """
     text = texts_of(uri)[0]
     _storage(text)
@@ -109,7 +108,6 @@ def _fill(
     options: Mapping[str, str],
     on_bytes: Callable[[int, int], None] | None,
 ) -> FillReport:
-    """Fill the cache with the files of a URI for which `is_needed` returns True, or with all of them."""
     started = time.perf_counter()
     storage = _storage(uri)
     default = str(library().constants.DEFAULT_REVISION)
@@ -124,7 +122,7 @@ def _fill(
         total_bytes += sum(contents.files[name].nbytes for name in paths)
         download(
             {uri: paths[name] for uri, name in names.items()},
-            # The files need not go into a second cache.
+            # The hub's cache suffices, so bypass the chunk cache.
             settings=replace(settings, cache_dir=None),
             storage_options=options,
             on_file=lambda uri: publish(names[uri]),
@@ -153,7 +151,6 @@ def _fill(
 
 
 def _storage(uri: str) -> HuggingFaceStorage:
-    """Return the storage of a model hub. ConfigError if the URI is not on a hub."""
     storage = storage_for("hf") if uri.startswith("hf://") else None
     if not isinstance(storage, HuggingFaceStorage):
         hint = "use org/name or hf://; PENSTOCK_CACHE_DIR caches reads from any storage"

@@ -1,7 +1,4 @@
-"""JSON objects in files of other programs, with the extensions of Python's json module.
-
-For example `config.json` of Mamba 2 has `Infinity`, and editors on Windows write a byte order mark.
-"""
+"""JSON objects in files of other programs, such as `Infinity` in Mamba 2's `config.json` or a byte order mark."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def read_object(raw: bytes, uri: str, *, hint: str | None = None) -> dict[str, A
 
 
 def write_object(value: Mapping[str, Any], *, indent: int | None = 2, sort_keys: bool = False) -> bytes:
-    """Return a JSON object as UTF-8 text. TypeError if JSON cannot hold a value."""
+    """Return a JSON object as UTF-8 text. Raises TypeError if JSON cannot hold a value."""
     text = json.dumps(value, indent=indent, sort_keys=sort_keys, ensure_ascii=False)
     try:
         return text.encode()
@@ -43,7 +40,7 @@ def write_object(value: Mapping[str, Any], *, indent: int | None = 2, sort_keys:
 
 
 def strict(raw: bytes) -> bytes:
-    """Return JSON for strict decoders: without a byte order mark, and with null for NaN and infinity."""
+    """Return JSON for strict decoders, without a byte order mark and with null for NaN and infinity."""
     raw = raw.removeprefix(BOM)
     if b"NaN" not in raw and b"Infinity" not in raw:
         return raw

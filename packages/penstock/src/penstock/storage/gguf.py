@@ -1,13 +1,10 @@
 """The GGUF format: read headers of versions 2 and 3, write headers of version 3. All are little-endian.
 
-    "GGUF" | version | counts | metadata: key, type, value | tensors: name, dims, type, offset | bodies, each padded
-
 Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape
-`[..., bytes of a row]` with the blocks as they are in the file. The file's metadata states its type under `GGUF.types`,
-and `blocks_of` computes its shape in elements.
+`[..., bytes of a row]` with the file's blocks, and the metadata key `GGUF.types` states its type.
 
-The reader is as strict as llama.cpp: keys and tensor names are unique, and each body begins at the padded end of the
-body before it. Every count and length is checked against the file's size before memory is allocated for it.
+The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
+memory.
 """
 
 from __future__ import annotations
@@ -22,23 +19,16 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import FormatError, SourceTruncated
-from penstock.storage.safetensors import (
-    MAX_HEADER_BYTES,
-    MAX_METADATA_KEYS,
-    MAX_TENSORS,
-    Header,
-    clip,
-    table_nbytes,
-)
+from penstock.storage.safetensors import MAX_HEADER_BYTES, MAX_METADATA_KEYS, MAX_TENSORS, Header, clip, table_nbytes
 from penstock.storage.source import Source
-from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
+from penstock.types import MIB, DType, Manifest, TensorTable
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 
 GUESS_BYTES = MIB
-"""Bytes of the first read from a file. They cover the header of a part without a tokenizer, or with a small tokenizer.
-The header of Llama 3 has 7.8 MB. Each further read is four times as long as the bytes read so far."""
+"""Bytes of the first read from a file, enough for a header without a large tokenizer. The header of Llama 3 has 7.8 MB.
+Each further read is four times as long as the bytes read so far."""
 
 TYPES = "GGUF.types"
 """Key in the metadata of a `FileEntry` for the types of its quantised tensors, as a JSON object from name to type."""
@@ -46,21 +36,21 @@ TYPES = "GGUF.types"
 _RESERVED_PREFIX = "GGUF."
 _VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Alignment of bodies in bytes, unless the file states another. Files are written with this alignment."""
-# Longest name or key. Source: the format allows keys of 65535 bytes, and tensor names are shorter in practice.
+"""Alignment of bodies in written files, and in files that do not state another alignment."""
+# Maximum length of a key in the format.
 _MAX_NAME_BYTES = 65_535
 # Source: GGML_MAX_DIMS.
 _MAX_DIMS = 4
-# Strings are skipped one by one, at 0.3 us each. The largest tokenizers have 260,000 tokens and 510,000 merges.
+# Skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
 _MAX_STRINGS = 1 << 21
-# The manifest's metadata only describes longer values: a tokenizer has megabytes.
+# The manifest's metadata only describes longer values, because a tokenizer has megabytes.
 _MAX_TEXT_BYTES = 64 << 10
 _MAX_LIST = 64
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _INT64_MAX = 2**63 - 1
-# The fields after the rank of a tensor: dims, type, offset. The index is the rank.
+# Dims, type and offset of a tensor, indexed by rank.
 _INFOS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(_MAX_DIMS + 1))
 
 _STRING, _ARRAY = 8, 9
@@ -86,7 +76,7 @@ _INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """A quantised type. It stores each `elements` values of a row in `nbytes` bytes."""
+    """A quantised type, which stores each `elements` values of a row in `nbytes` bytes."""
 
     name: str
     elements: int
@@ -144,8 +134,8 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
         (41, "Q1_0", 128, 18),
     )
 }
-"""Quantised types by number. Source: enum ggml_type and the block structs of ggml; `gguf.constants` of gguf 0.19.
-For Q8_1 the byte count is from that package. ggml itself uses 36 bytes and never writes the type to files."""
+"""Quantised types by number. Source: enum ggml_type, and `gguf.constants` of gguf 0.19. ggml itself uses 36 bytes for
+Q8_1 and never writes the type to files."""
 
 BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
@@ -156,32 +146,30 @@ class Field:
 
     type: int
     value: Any
-    """A bool, int, float or str. An array is (element type, count, list), with None for the list of a long array."""
+    """A bool, int, float or str. An array is (element type, count, list), without the list if it is long."""
     raw: bytes
     """Key, type and value as encoded in the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GgufHeader(Header):
-    """The checked content of one GGUF file's header."""
+    """The checked header of one GGUF file."""
 
     fields: Mapping[str, Field]
     alignment: int
 
 
 class _Reader:
-    """A cursor over the first bytes of a source. It reads more of the source on demand."""
+    """A cursor over the start of a source, which is read on demand."""
 
     def __init__(self, source: Source, first: bytearray) -> None:
         self.data = first
         self.at = 0
         self._source = source
-        # Upper limit for every count and length in the header.
         self.nbytes = source.nbytes
         self.uri = source.uri
 
     def need(self, stop: int) -> None:
-        """Read until the first `stop` bytes are in `data`."""
         if stop <= len(self.data):
             return
         if stop > self.nbytes:
@@ -196,11 +184,10 @@ class _Reader:
         target = min(max(stop, 4 * len(self.data), GUESS_BYTES), self.nbytes, MAX_HEADER_BYTES)
         more = bytearray(target - len(self.data))
         self._source.readv(len(self.data), [memoryview(more)])
-        # Extend in place, because parsers keep a reference.
+        # Extend in place, because `skip_strings` and `_tensor_infos` keep a reference.
         self.data += more
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
         start, stop = self.at, self.at + count
         if stop > len(self.data):
             self.need(stop)
@@ -208,7 +195,6 @@ class _Reader:
         return bytes(self.data[start:stop])
 
     def number(self, form: struct.Struct) -> Any:
-        """Return the next number and move past it."""
         at = self.at
         if at + form.size > len(self.data):
             self.need(at + form.size)
@@ -216,7 +202,6 @@ class _Reader:
         return form.unpack_from(self.data, at)[0]
 
     def text(self, what: str, max_bytes: int) -> str:
-        """Return the next string and move past it."""
         nbytes = self.number(_U64)
         if nbytes > max_bytes:
             raise FormatError(f"{what} of {nbytes} bytes; at most {max_bytes} are read", uri=self.uri)
@@ -226,8 +211,8 @@ class _Reader:
             raise FormatError(f"{what} is not UTF-8: {error.reason} at byte {error.start}", uri=self.uri) from error
 
     def skip_strings(self, count: int) -> None:
-        """Move past `count` strings."""
-        # Use local names: tokenizers have half a million strings, and this loop is most of the time to open a file.
+        # Local names are faster. Tokenizers have half a million strings, and this loop is most of the time to open a
+        # file.
         at, data, here, unpack = self.at, self.data, len(self.data), _U64.unpack_from
         for _ in range(count):
             if at + 8 > here:
@@ -238,7 +223,6 @@ class _Reader:
         self.at = at
 
     def check_fits(self, count: int, each: int, what: str) -> None:
-        """Raise FormatError if the rest of the file is too short for `count` things of at least `each` bytes."""
         if count * each > self.nbytes - self.at:
             raise FormatError(f"{count} {what} in a file of {self.nbytes} bytes", uri=self.uri)
 
@@ -250,8 +234,8 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
         first: the bytes already read from its start.
 
     Raises:
-        FormatError: the header is malformed or inconsistent, or its version or byte order is not supported.
-        SourceTruncated: the file ends inside the header or before the end of the bodies that the header describes.
+        FormatError: the header is malformed or inconsistent, or its version or byte order is unsupported.
+        SourceTruncated: the file ends inside the header or before the end of the bodies.
     """
     reader = _Reader(source, first)
     uri = source.uri
@@ -268,7 +252,7 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
         raise FormatError(f"{num_tensors} tensors; at most {MAX_TENSORS} are read", uri=uri)
     if num_fields > MAX_METADATA_KEYS:
         raise FormatError(f"metadata of {num_fields} entries; at most {MAX_METADATA_KEYS} are read", uri=uri)
-    # Minimum size of an entry: lengths, a type and a value of one byte. A tensor without dims has 24 bytes.
+    # Minimum bytes of a metadata entry and of a tensor entry without dims.
     reader.check_fits(num_fields, 13, "entries of metadata")
     reader.check_fits(num_tensors, 24, "tensors")
     fields = _fields(reader, num_fields)
@@ -299,7 +283,6 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
 
 
 def _fields(reader: _Reader, count: int) -> dict[str, Field]:
-    """Return the file's metadata."""
     fields: dict[str, Field] = {}
     for _ in range(count):
         start = reader.at
@@ -309,18 +292,16 @@ def _fields(reader: _Reader, count: int) -> dict[str, Field]:
         if key.startswith(_RESERVED_PREFIX):
             raise FormatError(f"metadata key {clip(key)!r} has a prefix that is reserved for readers", uri=reader.uri)
         kind = reader.number(_U32)
-        value = _array(reader, key) if kind == _ARRAY else _value(reader, kind, key)
+        if kind == _ARRAY:
+            value: Any = _array(reader, key)
+        elif kind == _STRING:
+            value = reader.text(f"the value of {clip(key)!r}", MAX_HEADER_BYTES)
+        elif kind in _SCALARS:
+            value = reader.number(_SCALARS[kind])
+        else:
+            raise FormatError(f"metadata key {clip(key)!r} has the unknown type {kind}", uri=reader.uri)
         fields[key] = Field(type=kind, value=value, raw=bytes(memoryview(reader.data)[start : reader.at]))
     return fields
-
-
-def _value(reader: _Reader, kind: int, key: str) -> Any:
-    """Return the next value, which is not an array."""
-    if kind == _STRING:
-        return reader.text(f"the value of {clip(key)!r}", MAX_HEADER_BYTES)
-    if kind not in _SCALARS:
-        raise FormatError(f"metadata key {clip(key)!r} has the unknown type {kind}", uri=reader.uri)
-    return reader.number(_SCALARS[kind])
 
 
 def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
@@ -349,7 +330,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text: a string as it is, others as JSON. A long value is replaced by its type and length."""
+    """Return a value as text. A long value is replaced by its type and length."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value
@@ -360,11 +341,10 @@ def _text(field: Field) -> str:
 
 
 def _alignment(fields: Mapping[str, Field], uri: str) -> int:
-    """Return the alignment of bodies."""
     field = fields.get("general.alignment")
     if field is None:
         return ALIGNMENT
-    # llama.cpp accepts this type only.
+    # llama.cpp accepts only uint32.
     if field.type != 4 or field.value < 1 or field.value & (field.value - 1) or field.value > MIB:
         message = f"general.alignment {clip(field.value)} is not a uint32 that is a power of two up to {MIB}"
         raise FormatError(message, uri=uri)
@@ -372,7 +352,6 @@ def _alignment(fields: Mapping[str, Field], uri: str) -> int:
 
 
 def _tensor_infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[int], list[tuple[int, ...]], list[int]]:
-    """Return names, type numbers, shapes and offsets of the tensors. Only names and ranks are checked here."""
     names: dict[str, None] = {}
     numbers, shapes, offsets = [], [], []
     data = reader.data
@@ -390,7 +369,7 @@ def _tensor_infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[in
         form = _INFOS[rank]
         reader.need(at + 4 + form.size)
         *dims, number, offset = form.unpack_from(data, at + 4)
-        # The format writes the innermost dimension first.
+        # The format stores the innermost dimension first.
         shapes.append(tuple(reversed(dims)))
         numbers.append(number)
         offsets.append(offset)
@@ -409,14 +388,12 @@ def _table(
     nbytes: int,
     uri: str,
 ) -> TensorTable:
-    """Return the tensors as columns. Check each against its type, the tensor before it, and the file size."""
     dtypes, stored = [], []
     for name, number, shape in zip(names, numbers, shapes, strict=True):
         if number not in PLAIN and number not in BLOCK_TYPES:
             hint = "its type may be one that ggml has removed; make the file again with a current llama.cpp"
             raise FormatError(f"unknown type {number}", uri=uri, tensor=clip(name), hint=hint)
-        kind = BLOCK_TYPES.get(number)
-        if kind is None:
+        if (kind := BLOCK_TYPES.get(number)) is None:
             dtypes.append(PLAIN[number])
             stored.append(shape)
             continue
@@ -429,19 +406,19 @@ def _table(
     if sizes.size and sizes.min() < 0:
         row = int(sizes.argmin())
         raise FormatError(f"impossible shape {list(shapes[row])}", uri=uri, tensor=clip(names[row]))
-    data_nbytes = nbytes - data_offset
-    # Check each size against the file first, so that their sum cannot overflow.
-    if sizes.size and sizes.max() > max(data_nbytes, 0):
+    data_nbytes = max(nbytes - data_offset, 0)
+    # Check each size first, so that their sum cannot overflow.
+    if sizes.size and sizes.max() > data_nbytes:
         row = int(sizes.argmax())
         raise SourceTruncated(
-            f"tensor of {sizes[row]} bytes, but the file has {max(data_nbytes, 0)} after its header",
+            f"tensor of {sizes[row]} bytes, but the file has {data_nbytes} after its header",
             uri=uri,
             tensor=clip(names[row]),
             byte_range=(nbytes, data_offset + int(sizes[row])),
         )
     padded = -(-sizes // alignment) * alignment
     start = np.cumsum(padded) - padded
-    # Compare Python integers, because an offset from the file may need 64 unsigned bits.
+    # Compare Python integers, because an offset may need 64 unsigned bits.
     if start.tolist() != list(offsets):
         row = next(row for row, (a, b) in enumerate(zip(start.tolist(), offsets, strict=True)) if a != b)
         fault = f"offset {offsets[row]}, but the tensors before it end at {start[row]}, padded to {alignment}"
@@ -465,7 +442,7 @@ def _table(
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A tensor as a header lists it. `offset` counts from the first body, and `shape` is in elements."""
+    """A tensor in a header. `offset` counts from the first body, and `shape` is in elements."""
 
     name: str
     number: int
@@ -484,7 +461,7 @@ def number_field(key: str, value: int) -> bytes:
 
 
 def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
-    """Return the start of a file up to its first body: version 3, little-endian, padded.
+    """Return the padded start of a file, up to its first body.
 
     Args:
         fields: encoded metadata entries.
@@ -493,9 +470,8 @@ def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
     parts = [MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(infos), len(fields)), *fields]
     for info in infos:
         dims = info.shape[::-1]
-        parts.append(
-            _string(info.name) + _U32.pack(len(dims)) + _INFOS[len(dims)].pack(*dims, info.number, info.offset)
-        )
+        numbers = _INFOS[len(dims)].pack(*dims, info.number, info.offset)
+        parts.append(_string(info.name) + _U32.pack(len(dims)) + numbers)
     raw = b"".join(parts)
     return raw + bytes(-len(raw) % ALIGNMENT)
 
@@ -507,9 +483,6 @@ def _string(text: str) -> bytes:
 
 def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
     """Check that a split model has each of its parts exactly once, and all tensors.
-
-    Args:
-        headers: file names and headers of a weight set.
 
     Raises:
         FormatError: a part is missing, is a duplicate, or belongs to a different model.
@@ -541,7 +514,6 @@ def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
 
 
 def _part(header: GgufHeader, key: str, name: str, uri: str) -> int:
-    """Return an integer from the metadata, or 0 if the key is absent."""
     field = header.fields.get(key)
     if field is None:
         return 0
@@ -552,20 +524,14 @@ def _part(header: GgufHeader, key: str, name: str, uri: str) -> int:
 
 def blocks_of(manifest: Manifest) -> dict[str, GgufBlocks]:
     """Return the type and the shape in elements of every quantised GGUF tensor, by name."""
-    types = [_types(file) for file in manifest.files]
-    if not any(types):
-        return {}
+    types = [
+        {name: BY_NAME[kind] for name, kind in json.loads(file.metadata.get(TYPES, "{}")).items()}
+        for file in manifest.files
+    ]
     table = manifest.tensors
     found: dict[str, GgufBlocks] = {}
     for name, shape, file in zip(table.names, table.shapes, table.file_index.tolist(), strict=True):
-        kind = types[file].get(name)
-        if kind is not None:
+        if (kind := types[file].get(name)) is not None:
             elements = shape[-1] // kind.nbytes * kind.elements
             found[name] = GgufBlocks(type=kind.name, shape=(*shape[:-1], elements))
     return found
-
-
-def _types(file: FileEntry) -> dict[str, BlockType]:
-    """Return the types of a file's quantised tensors by tensor name."""
-    raw = file.metadata.get(TYPES)
-    return {} if raw is None else {name: BY_NAME[kind] for name, kind in json.loads(raw).items()}

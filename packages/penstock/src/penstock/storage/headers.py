@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors or GGUF file, chosen by the file's first bytes."""
+"""Read the header of a safetensors or GGUF file, chosen by the file's first bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
-
-`http.range_request` sends one request and checks its answer.
-"""
+"""Sources over HTTP(S), with ranged reads into the caller's buffers that resume at the last byte after a failure."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ S = TypeVar("S", bound="HttpSource")
 
 
 class HttpStorage:
-    """The storage for plain http:// and https:// URLs. It cannot list, because a URL names one file."""
+    """The storage for http:// and https:// URLs, each of which names one file."""
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
         """See `Storage.open`."""
@@ -52,18 +49,18 @@ class HttpStorage:
 
 
 class PlainOrigin:
-    """A URL from the user, and the target of its redirect until that target is refused.
+    """A URL from the user, or the target of its redirect until that target is refused.
 
     Args:
         uri: http:// or https://, optionally with user and password.
         options: `bearer_token`, or `username` and `password`. They are sent only to the URL's own host.
-        cookie: a token in the form `name=value`, sent only there too.
+        cookie: a token in the form `name=value`, sent only to the URL's own host.
     """
 
     def __init__(self, uri: str, options: Mapping[str, str], *, cookie: str = "") -> None:
         try:
             self._user_url = urlsplit(uri)
-            # A port is parsed when it is read. Read it here, so that a bad port is a ConfigError.
+            # Parse the port, so that a bad port is a ConfigError.
             _ = self._user_url.port
         except ValueError as error:
             raise ConfigError(f"{clean(uri)} is not a URL: {error}") from error
@@ -98,13 +95,13 @@ class PlainOrigin:
         """See `Origin.renew`. The target of a redirect may have expired."""
         if url == self._user_url or status not in {400, 401, 403, 404, 410}:
             return False
-        # Another thread may have followed a new redirect. Keep that.
+        # Keep a redirect that another thread has followed.
         if self._current == url:
             self._current = self._user_url
         return True
 
     def is_redirected(self, url: SplitResult) -> bool:
-        """See `Origin.is_redirected`. If the user named a local service, redirects to local services are allowed."""
+        """See `Origin.is_redirected`. A local service of the user may redirect to local services."""
         return url.netloc != self._user_url.netloc and not is_local_service(self._user_url.hostname or "")
 
     def moved(self, url: SplitResult, location: str) -> str | None:
@@ -118,7 +115,7 @@ class PlainOrigin:
             return "the server redirects to a URL that is not http(s)"
         if url.scheme == "https" and target.scheme == "http":
             return "the server redirects from https to http"
-        # Keep the target: following the redirect for every range would double the requests.
+        # Following the redirect for every range would double the requests.
         self._current = target._replace(netloc=target.netloc.rpartition("@")[2], fragment="")
         return None
 
@@ -128,7 +125,7 @@ class HttpSource:
 
     Args:
         uri: name for errors, without secrets.
-        seen: validators from the first answer.
+        seen: validators from the first response.
         settings: `retries`, `stall_s`, `ca_file`.
         trusted: certificates. None uses `network.bundles`.
     """
@@ -158,8 +155,9 @@ class HttpSource:
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. One ranged request fills all `buffers`. After a failure the rest is requested again.
 
-        If the server answers with a shorter range, request all bytes to the object's end: servers that limit ranges
-        often send whole objects. If that answer is short too, request the rest range by range.
+        If the response is shorter than the range, the next request asks for all bytes to the object's end, because
+        servers
+        that limit ranges often send whole objects. If that response is short too, the rest is requested range by range.
         """
         stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
@@ -191,7 +189,7 @@ class HttpSource:
                             del left[0]
                 patience.progress()
             except RequestFailed as failed:
-                # Bytes arrived, so this is a new failure, with all retries and another renewal.
+                # Bytes arrived, so this is a new failure with all retries and another renewal.
                 if offset > before:
                     patience.progress()
                     renewed = False
@@ -217,7 +215,7 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     """Open a plain http(s) URL.
 
     Args:
-        uri: the URL. User and password in it are sent but never shown.
+        uri: the URL. Its user and password are sent but never shown.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: `bearer_token`, or `username` and `password`.
 
@@ -236,22 +234,22 @@ def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, se
     try:
         return make(_probe(uri, origin, pool, settings))
     finally:
-        # By now the source holds the pool itself.
+        # The source holds its own reference to the pool.
         pool.drop()
 
 
 def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
-    """Return status, headers and body of an answer that is not an object, such as a hub's listing.
+    """Return status, headers and body of a response that is not an object, such as a hub's listing.
 
-    The body of a refusal is left out. Temporary refusals are repeated, as for an object.
+    The body of a refusal is empty. The request is retried after temporary refusals.
 
     Args:
         limit: maximum size of the body in bytes.
         settings: `retries`, `stall_s`, `ca_file`.
 
     Raises:
-        FormatError: the answer is too long or compressed.
-        SourceUnavailable, SourceStalled: the server did not answer.
+        FormatError: the response is too long or compressed.
+        SourceUnavailable, SourceStalled: the server did not respond.
     """
     pool, patience = _hold_pool(settings, bundles(settings)), Patience(uri, settings)
     try:
@@ -268,7 +266,7 @@ def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[in
 
 
 def _probe(uri: str, origin: Origin, pool: Pool, settings: Settings) -> Validators:
-    """Return the validators of the object, by a GET of its first byte. Signed URLs often allow no HEAD."""
+    """Return the object's validators by a GET of its first byte, because signed URLs often allow no HEAD."""
     patience, renewed = Patience(uri, settings), False
     while True:
         try:
@@ -278,7 +276,7 @@ def _probe(uri: str, origin: Origin, pool: Pool, settings: Settings) -> Validato
                     continue
                 seen = exchange.first_seen()
                 if exchange.reply.status == 206:
-                    # Reading the answer to its end lets the first range use the connection again.
+                    # Reading the response to its end lets the first range reuse the connection.
                     exchange.readinto(memoryview(bytearray(1)))
                 return seen
         except RequestFailed as failed:
@@ -286,7 +284,7 @@ def _probe(uri: str, origin: Origin, pool: Pool, settings: Settings) -> Validato
 
 
 def clean(uri: str) -> str:
-    """Return `uri` without user, query and fragment, for messages. URIs of object stores have none of these."""
+    """Return `uri` without user, query and fragment, for messages. URIs of object stores have no such parts."""
     if not uri.lower().startswith(("http://", "https://")):
         return uri
     scheme, _, rest = uri.partition("://")

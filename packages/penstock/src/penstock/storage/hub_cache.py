@@ -1,12 +1,7 @@
-"""Writes files of a Hugging Face repository into the local cache that huggingface_hub shares with other tools.
+"""Write files of a Hugging Face repository into the local cache that huggingface_hub shares with other tools.
 
-`hugging_face` lists the files of a commit, and `download` copies them.
-
-    copy --> blobs/ETAG.*.incomplete --checked, renamed--> blobs/ETAG     each under the library's lock
-    then     snapshots/COMMIT/FILE -> blobs/ETAG                          for all files
-    then     refs/REVISION = COMMIT                                       for offline readers
-
-Links and reference are written last. After a crash the cache has whole blobs and no snapshot that looks complete.
+Blobs are written first, each under the library's lock, then the symlinks of the snapshot, then the reference. After a
+crash the cache has complete blobs and no snapshot that looks complete.
 """
 
 from __future__ import annotations
@@ -31,19 +26,19 @@ from penstock.storage.write import typed
 logger = log_named(__name__)
 
 Copy = Callable[[Mapping[str, Path], Callable[[str], None]], None]
-"""Copies files by name to paths. It calls the function with each name once the file is complete and checked."""
+"""Copies files by name to paths. Calls the function with each name whose file is complete and verified."""
 
-# Most locks held at once. Each is an open file, and a data set may have a hundred thousand files.
+# Maximum number of open lock files. A data set may have a hundred thousand files.
 _AT_ONCE = 64
-# Time for one attempt to lock. A file whose lock is held by another process is fetched last.
+# Seconds for one attempt to lock. Files that another process has locked are fetched last.
 _NO_WAIT_S = 0.01
-# The writer of an incomplete blob this old has failed.
+# Seconds after which the writer of an incomplete blob has failed.
 _ABANDONED_S = 3600.0
 _GIT = "git:"
 
 
 class HubCache:
-    """A repository's directory in the local cache. Nothing is read or written before `fill`.
+    """A repository's directory in the local cache.
 
     Args:
         stall_s: longest wait, in seconds, for a file of another process that does not grow.
@@ -54,7 +49,7 @@ class HubCache:
 
     def __init__(self, contents: Contents, *, stall_s: float) -> None:
         self._hub = library()
-        # The revision comes from the URI and becomes a file name.
+        # The revision from the URI becomes a file name.
         if contents.revision.startswith("/") or {"", ".", ".."} & set(contents.revision.split("/")):
             raise ConfigError(f"no branch or tag can be called {contents.revision[:200]!r}", uri=contents.uri)
         self._contents = contents
@@ -72,7 +67,7 @@ class HubCache:
             DiskFull, DestinationError: the cache cannot be written.
             FormatError: the hub states no digest for a file.
             IntegrityError: a file differs from the hub's digest.
-            PenstockError: `copy` failed. No file of the commit has become visible then.
+            PenstockError: `copy` failed. No file of the commit is visible then.
         """
         with typed(self._root):
             self._locks.mkdir(parents=True, exist_ok=True)
@@ -81,7 +76,7 @@ class HubCache:
         missing: dict[str, str] = {}
         for name in self._contents.files:
             etag = self._etag(name)
-            # `exists` may raise, because the name may be too long for the file system.
+            # `exists` raises if the name is too long for the file system.
             with typed(self.snapshot / name):
                 if not (self.snapshot / name).exists():
                     missing.setdefault(etag, name)
@@ -90,7 +85,7 @@ class HubCache:
         while left:
             batch, left = left[:_AT_ONCE], left[_AT_ONCE:]
             busy = self._fetch(batch, copy, written, wait=False)
-            # Other processes are writing these files, so wait for one file at a time.
+            # Other processes write these files, so wait for one file at a time.
             for blob in busy:
                 self._fetch([blob], copy, written, wait=True)
         new = set(written)
@@ -102,7 +97,7 @@ class HubCache:
     def _fetch(
         self, blobs: Iterable[tuple[str, str]], copy: Copy, written: list[str], *, wait: bool
     ) -> list[tuple[str, str]]:
-        """Write missing blobs under their locks. Return blobs whose lock another process holds."""
+        """Write missing blobs under their locks. Return the blobs that another process has locked."""
         busy, partial = [], {}
         with ExitStack() as locks:
             held: dict[str, ExitStack] = {}
@@ -114,7 +109,7 @@ class HubCache:
                     busy.append((etag, name))
                     continue
                 held[name] = lock
-                # Check again, because another process may have written it during the wait.
+                # Another process may have written the blob during the wait.
                 if self._blob(etag).exists():
                     continue
                 self._remove_abandoned(etag)
@@ -126,7 +121,6 @@ class HubCache:
                 with typed(self._blob(etag)):
                     os.replace(partial[name], self._blob(etag))
                 written.append(etag)
-                # Another process may be waiting for this file.
                 held[name].close()
 
             try:
@@ -138,10 +132,11 @@ class HubCache:
         return busy
 
     def _locked(self, lock: ExitStack, etag: str, *, wait: bool) -> bool:
-        """Take the library's lock for a blob. Without `wait`, return False if another process holds it.
+        """Acquire the library's lock for a blob. Without `wait`, return False if another process holds the lock.
 
-        With `wait`, return True without the lock once the other process has written nothing for `stall_s` seconds. By
-        the library's rules, a lock only saves a second transfer.
+        With `wait`, continue without the lock once the other process has written nothing for `stall_s` seconds. The
+        lock only
+        avoids a second transfer.
         """
         from filelock import Timeout
 
@@ -153,7 +148,7 @@ class HubCache:
                 try:
                     lock.enter_context(self._hub.utils.WeakFileLock(path, timeout=wait_s))
                     return True
-                # Timeout is an OSError too, but no failure of the file system.
+                # Timeout is an OSError, but not an error of the file system.
                 except Timeout:
                     if not wait:
                         return False
@@ -169,7 +164,6 @@ class HubCache:
                 return True
 
     def _growth(self, etag: str) -> list[tuple[str, int, int]]:
-        """Return values that change while another process writes a blob."""
         states = []
         for path in self._incomplete(etag):
             with contextlib.suppress(OSError):
@@ -181,14 +175,13 @@ class HubCache:
         return (self._repository / "blobs").glob(f"{etag}.*.incomplete")
 
     def _remove_abandoned(self, etag: str) -> None:
-        """Remove incomplete blobs of killed processes. Locks may be broken, so age decides."""
+        # Locks may be stale, so age decides.
         for path in self._incomplete(etag):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     path.unlink()
 
     def _link(self, written: set[str]) -> None:
-        """Make the files of the commit visible, as links to blobs or, if links are not supported, as files."""
         has_links = self._hub.file_download.are_symlinks_supported(self._root)
         etags = {name: self._etag(name) for name in self._contents.files}
         last = {etag: name for name, etag in etags.items()}
@@ -198,12 +191,12 @@ class HubCache:
                 if target.exists():
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
-                # This also replaces a link to a blob that was removed.
+                # The rename also replaces a symlink to a removed blob.
                 new = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
                 try:
                     if has_links:
                         new.symlink_to(os.path.relpath(blob, target.parent))
-                    # As in the library: an existing blob is copied, and a new blob is moved.
+                    # The library also copies an existing blob and moves a new one.
                     elif etag in written and last[etag] == name:
                         os.replace(blob, new)
                     else:
@@ -213,7 +206,6 @@ class HubCache:
                     new.unlink(missing_ok=True)
 
     def _refer(self) -> None:
-        """Set the branch or tag to the commit."""
         path, commit = self._repository / "refs" / self._contents.revision, self._contents.commit
         with typed(path):
             if path.exists() and path.read_text() == commit:
@@ -230,7 +222,6 @@ class HubCache:
         return self._repository / "blobs" / name
 
     def _etag(self, name: str) -> str:
-        """Return the name of a file's blob. FormatError if the hub states no digest."""
         file = self._contents.files[name]
         etag = file.sha256 or file.identity.removeprefix(_GIT)
         if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", etag):
@@ -239,16 +230,14 @@ class HubCache:
         return etag
 
     def _path(self, name: str, etag: str) -> Path:
-        """Return the path of a blob's bytes, which is in the snapshot if the file system has no links."""
         blob = self._blob(etag)
         return blob if blob.exists() else self.snapshot / name
 
 
 def _check_git_id(path: Path, file: RepositoryFile, uri: str) -> None:
-    """Check a file without a SHA-256 against git's id of its content. IntegrityError if it differs."""
     if file.sha256 is not None:
         return
-    # Source: git-hash-object(1). Such files are small, because hubs keep large files outside git.
+    # Source: git-hash-object(1). Hubs store large files outside git, so these files are small.
     digest = hashlib.sha1(b"blob %d\0" % file.nbytes, usedforsecurity=False)
     with typed(path), path.open("rb") as content:
         while piece := content.read(1 << 20):

@@ -1,8 +1,7 @@
 """The Hugging Face hub as storage: `hf://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
-`repository` has the parts that hubs share, and `hub_cache` writes the cache. Tokens, endpoints and the cache are those
-of huggingface_hub, set by `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `HF_HOME`. Its client limits neither the size
-nor the time of an answer, so this module sends its own requests.
+Tokens, endpoints and the cache are those of huggingface_hub. This module sends its own requests, because the library
+limits neither the size nor the time of a response.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from penstock.storage.files import FileSource
 from penstock.storage.http import PlainOrigin
 from penstock.storage.repository import COMMIT, RepositoryAddress, RepositoryFile, RepositoryStorage, ask_hub, file_of
 
-# Names of the shards of one model. Source: save_torch_state_dict of huggingface_hub.
+# Source: save_torch_state_dict of huggingface_hub.
 _SHARD = re.compile(r"(?P<model>.*)-\d+-of-(?P<total>\d{1,6})(?P<suffix>\.\w+)")
 _SIGN_IN = "HF_TOKEN, or `hf auth login`"
 _NO_ANSWER = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache"
@@ -54,14 +53,14 @@ class _Sibling(msgspec.Struct):
 
 
 class _Info(msgspec.Struct):
-    """The hub's answer about a revision of a repository."""
+    """The hub's response about a revision of a repository."""
 
     sha: str | None = None
     siblings: list[_Sibling] | None = None
 
 
 class HuggingFaceStorage(RepositoryStorage):
-    """The storage for hf://. Its pinned revisions are commits; see `RepositoryStorage`."""
+    """The storage for hf://. Its pinned revisions are commits."""
 
     scheme = "hf"
     sign_in = _SIGN_IN
@@ -80,9 +79,9 @@ class HuggingFaceStorage(RepositoryStorage):
             return commit, files
         token = _token(options)
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
-        # Cache by token: a user must not see listings of repositories that only another user may see.
+        # The key has the token, because another user may see more repositories.
         key = (api.endpoint, where.kind, where.name, token or "")
-        # Only commits are cached, because other revisions move.
+        # Other revisions move and are not cached.
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
@@ -108,7 +107,7 @@ class HuggingFaceStorage(RepositoryStorage):
 
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`."""
-        # Unwrap the function: `penstock_hf.patched_libraries` wraps it to find files outside the cache too.
+        # `penstock_hf.patched_libraries` wraps the function to find files outside the cache too.
         look_up = inspect.unwrap(library().try_to_load_from_cache)
         found = look_up(where.name, where.path, revision=revision, repo_type=where.kind)
         return FileSource.open(found) if isinstance(found, str) else None
@@ -129,13 +128,13 @@ class HuggingFaceStorage(RepositoryStorage):
         return Path(library().constants.HF_HOME)
 
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Raise NotFound if the hub is offline and the local cache has only a part of a model."""
+        """Raise NotFound if the hub is offline and the local cache has an incomplete model."""
         if library().constants.HF_HUB_OFFLINE:
             _require_all_shards(paths, where.at(revision, where.path))
 
 
 def typed_error(error: BaseException) -> PenstockError | None:
-    """Return Penstock's error for an error from huggingface_hub that names a URL, otherwise None."""
+    """Return Penstock's error for an error of huggingface_hub that names a URL, otherwise None."""
     errors = library().errors
     if not isinstance(error, errors.HfHubHTTPError):
         return None
@@ -147,7 +146,7 @@ def typed_error(error: BaseException) -> PenstockError | None:
 
 
 def library() -> Any:
-    """Return huggingface_hub. MissingExtra if it is not installed."""
+    """Return huggingface_hub. Raises MissingExtra if it is not installed."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -160,9 +159,9 @@ def library() -> Any:
 
 
 def _token(options: Mapping[str, str]) -> str | None:
-    """Return the token to send, from the caller or from huggingface_hub, unless its user forbids implicit tokens."""
+    """Return the token from the caller or from huggingface_hub, unless its user forbids implicit tokens."""
     token = options.get("token")
-    # An empty token means that none is sent, like `token=False` in the library.
+    # An empty token disables tokens, like `token=False` in the library.
     if token is not None:
         return token or None
     hub = library()
@@ -170,7 +169,6 @@ def _token(options: Mapping[str, str]) -> str | None:
 
 
 def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, RepositoryFile]]:
-    """Return the commit of a revision and its files from the local cache. NotFound if they are absent."""
     hub = library()
     try:
         root = Path(
@@ -193,10 +191,7 @@ def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, Reposit
 
 
 def _require_all_shards(paths: Sequence[str], uri: str) -> None:
-    """Raise NotFound if the local cache lacks some of a model's shards.
-
-    The index may be missing too, and then the shards present would be loaded as the whole model.
-    """
+    """Raise NotFound if the cache lacks shards, because without an index it would look complete."""
     shards = Counter(match.group("model", "total", "suffix") for match in map(_SHARD.fullmatch, paths) if match)
     for (_, total, suffix), count in shards.items():
         if count != int(total):
@@ -205,7 +200,6 @@ def _require_all_shards(paths: Sequence[str], uri: str) -> None:
 
 
 def _require_name(where: RepositoryAddress, uri: str) -> None:
-    """Raise ConfigError if the hub does not allow this name."""
     hub = library()
     try:
         hub.utils.validate_repo_id(where.name)
@@ -225,7 +219,7 @@ def _refusal(
         return PermissionDenied("the repository is gated", uri=uri, hint=hint)
     if code == "RevisionNotFound":
         return NotFound("the repository has no such revision", uri=uri, hint="name a branch, a tag or a full commit")
-    # The hub answers 401 for an absent repository if the caller sent no token.
+    # The hub replies 401 for an absent repository if the caller sent no token.
     is_hidden = status == 401 and message != "Invalid credentials in Authorization header"
     if code == "RepoNotFound" or is_hidden:
         hint = "check the name; a private repository needs HF_TOKEN, or `hf auth login`"

@@ -1,7 +1,7 @@
-"""io_uring by system calls: many reads at once by the kernel's workers, without a Python thread for each.
+"""io_uring by system calls: many concurrent reads without a Python thread for each.
 
 A dozen Python threads that read from the page cache spend a third of their time waiting for the GIL. Layouts and
-numbers are from include/uapi/linux/io_uring.h. `engine.fetch_ring` waits for the reads.
+numbers are from include/uapi/linux/io_uring.h.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import struct
 import sys
 from typing import Any
 
-# The numbers are the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
+# Same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _OP_READ = 22
-# Always use a worker. A read from the page cache would otherwise run inside the submitting call.
+# Always use a worker, because a read from the page cache would otherwise run in the submitting call.
 _SQE_ASYNC = 0x10
 _ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 8
 # Available since Linux 5.15.
@@ -26,30 +26,29 @@ _REGISTER_MAX_WORKERS = 19
 _FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
 _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
-# Offsets in struct io_uring_params: features, sq_off, cq_off.
+# Size of struct io_uring_params, and its offsets of features, sq_off and cq_off.
 _PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
-# MAX_RW_COUNT: the kernel shortens larger reads to this size. Source: include/linux/fs.h.
+# MAX_RW_COUNT, to which the kernel shortens larger reads. Source: include/linux/fs.h.
 _MAX_READ_BYTES = 0x7FFFF000
 _SQE = struct.Struct("<BBHiQQIIQQQQ")
 _CQE = struct.Struct("<QiI")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-# The same call without releasing the GIL, which takes a switch interval to get back from a busy thread. Only submits.
+# Keeps the GIL, which is slow to get back from a busy thread.
 _libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
 _libc_holding_gil.syscall.restype = ctypes.c_long
 
 
 def _entered(result: int) -> int:
-    """Check the result of io_uring_enter. Raise OSError unless the call only had to be repeated."""
-    # EAGAIN and EBUSY: the kernel is short of memory, or completions must be reaped first.
+    # EAGAIN and EBUSY mean that the kernel is short of memory or that completions must be reaped first.
     if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
         raise OSError(code, "io_uring_enter")
     return result
 
 
 def refusal() -> str:
-    """Return why this system has no usable io_uring, or ""."""
+    """Return why this system has no usable io_uring, or an empty string."""
     if sys.platform != "linux":
         return "io_uring exists only on Linux"
     if platform.machine() != "x86_64":
@@ -62,7 +61,7 @@ class Uring:
     """A ring of reads in flight, for use by one thread.
 
     Attributes:
-        limits_workers: whether the kernel can limit its workers (since 5.15). Otherwise it works on all reads at once.
+        limits_workers: whether the kernel can limit its workers (since 5.15).
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class Uring:
         self._words = memoryview(rings).cast("I")
         sq = struct.unpack_from("<7I", params, _SQ_AT)
         cq = struct.unpack_from("<6I", params, _CQ_AT)
-        # Offsets in the ring as indices of 32-bit words. The masks never change, so read their values now.
+        # Offsets are indices of 32-bit words. The masks never change, so read their values now.
         self._sq_tail = sq[1] // 4
         self._sq_mask = self._words[sq[2] // 4]
         self._sq_array = sq[6] // 4
         self._cq_head = cq[0] // 4
         self._cq_tail = cq[1] // 4
         self._cq_mask = self._words[cq[2] // 4]
-        # This offset is in bytes, because completions are unpacked from it.
+        # This offset is in bytes, for `unpack_from`.
         self._cqes = cq[5]
         self._tail = 0
         self._unsubmitted = 0
@@ -98,12 +97,12 @@ class Uring:
 
         Args:
             entries: maximum number of reads in flight.
-            num_workers: maximum number of reads that the kernel processes at once. Others wait for a worker.
+            num_workers: maximum number of reads that the kernel processes at once.
 
         Raises:
             OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
         """
-        # The kernel returns its features and the offsets of the rings' words in this struct.
+        # The kernel returns its features and the offsets of the rings in this struct.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
         fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
@@ -129,54 +128,51 @@ class Uring:
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
         """Queue a read from a file to memory, which `wait` submits. At most `entries` may be in flight.
 
-        The memory and the descriptor must stay valid until `wait` has returned the token. Like read(2), the read may
-        be short, and the caller then queues the rest.
+        Memory and descriptor must stay valid until `wait` has returned the token. The read may be short.
         """
         index = self._tail & self._sq_mask
-        # The length of an entry has 32 bits.
         nbytes = min(nbytes, _MAX_READ_BYTES)
         _SQE.pack_into(
             self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
         )
         self._words[self._sq_array + index] = index
-        # Ring indices are 32-bit counters that overflow. The mask converts them to slots.
+        # Ring indices are 32-bit counters that overflow.
         self._tail = (self._tail + 1) & 0xFFFFFFFF
         # Store the tail last. x86 keeps the order of stores, so the kernel sees a complete entry.
         self._words[self._sq_tail] = self._tail
         self._unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Submit queued reads. If no read is complete, wait for one or for the timeout.
+        """Submit queued reads. If no read is complete, wait for a completion or the timeout.
 
         Returns:
             Completed reads as (token, result). The result is the number of bytes read, or a negative errno.
 
         Raises:
-            OSError: the ring failed. Reads in flight may continue, but their completions cannot be received.
+            OSError: the ring failed. Reads in flight may continue, but their completions are lost.
         """
         is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
         if is_complete and not self._unsubmitted:
             return self._reap()
         if is_complete:
-            # Submitting does not block (min_complete 0, all reads use workers), so keep the GIL.
+            # Submitting does not block, because min_complete is 0 and all reads use workers, so keep the GIL.
             done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
         else:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
-            # Pass the timeout as an argument, which needs Linux 5.11.
+            # A timeout argument needs Linux 5.11.
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
             done = _libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes)
         self._unsubmitted -= max(0, _entered(int(done)))
         return self._reap()
 
     def _reap(self) -> list[tuple[int, int]]:
-        """Remove and return all completions."""
         completed = []
         head, tail = self._words[self._cq_head], self._words[self._cq_tail]
         while head != tail:
             token, result, _ = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)
             completed.append((token, result))
             head = (head + 1) & 0xFFFFFFFF
-        # Store the head last, because the kernel may overwrite the entries from now on.
+        # Store the head last, because the kernel may then overwrite the entries.
         self._words[self._cq_head] = head
         return completed
 
@@ -184,7 +180,7 @@ class Uring:
         """Free the ring. Idempotent. No read may be in flight."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            # Release the view first, because an mmap with a view cannot be closed.
+            # An mmap with a view cannot be closed.
             self._words.release()
             self._rings.close()
             self._sqes.close()

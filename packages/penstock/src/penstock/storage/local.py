@@ -1,7 +1,6 @@
-"""Files of this host: opening regular files, detecting changes, and system calls that Python's `os` lacks.
+"""Local files: open them, detect changes, and call system calls that Python's `os` lacks.
 
-The calls return which pages are cached, how direct I/O must be aligned, and whether there is space. On systems other
-than Linux they return "unknown".
+On systems other than Linux the calls return "unknown".
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ PAGE_BYTES = mmap.PAGESIZE
 # Maximum number of buffers for readv(2) or writev(2). Source: UIO_MAXIOV, include/uapi/linux/uio.h.
 MAX_BUFFERS = 1024
 
-# The kernel's clock for file times, for which Python has no name. Source: clock_gettime(2).
+# The kernel's clock for file times. Source: clock_gettime(2).
 _COARSE_CLOCK = getattr(time, "CLOCK_REALTIME_COARSE", 5)
-# The kernel's step of forced readahead. One call is also limited by read_ahead_kb. Source: mm/readahead.c.
+# The kernel's step of forced readahead. Source: mm/readahead.c.
 _WILLNEED_BYTES = 2 * MIB
-# Maximum seconds to wait for writes to end. A file that is written to for longer is no finished checkpoint.
+# Maximum seconds to wait for writes to finish.
 _SETTLE_S = 1.0
 # Pause between two checks of the clock, whose tick is 1 to 10 ms (CONFIG_HZ).
 _TICK_S = 0.001
@@ -71,7 +70,7 @@ class FileState:
         """Return whether the file was not written to between the two states."""
         if self.identity != other.identity:
             return False
-        # A chmod or a new hard link changes ctime but no bytes. Consider ctime only without such a change.
+        # A chmod or a new hard link changes ctime but no bytes.
         return self.ctime_ns == other.ctime_ns or self.access != other.access
 
 
@@ -84,7 +83,7 @@ class LocalFile:
 
     Raises:
         NotFound, PermissionDenied: there is no such file, or it may not be read.
-        SourceUnavailable: it is a directory, pipe, socket or device, or it cannot be opened.
+        SourceUnavailable: it is a directory, FIFO, socket or device, or it cannot be opened.
         SourceChanged: it was written to for `_SETTLE_S`.
     """
 
@@ -92,7 +91,6 @@ class LocalFile:
         self._fd = fd
         self.state = state
         self.uri = path
-        # Make the path absolute, because the process may change its working directory.
         self._path = os.path.abspath(path)
         self.nbytes = self.state.nbytes
         self.identity = self.state.identity
@@ -105,13 +103,13 @@ class LocalFile:
         return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
-        """Raise if the open file was modified. Its path may name another file by now. One system call.
+        """Raise if the open file was modified, with one system call. Its path may name another file.
 
         Raises:
             SourceChanged: the file was written to.
             SourceTruncated: the file is shorter.
         """
-        # This is called after every read, so compare three fields first.
+        # This runs after every read, so compare three fields first.
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -120,7 +118,7 @@ class LocalFile:
             self._require_unchanged(None)
 
     def check_unchanged(self) -> None:
-        """Raise unless the path still names the opened file, unmodified. Two system calls.
+        """Raise unless the path still names the opened file, unmodified.
 
         Raises:
             SourceChanged: the file was modified, replaced or removed.
@@ -129,7 +127,6 @@ class LocalFile:
         self._require_unchanged(self._path)
 
     def _require_unchanged(self, path: str | None) -> None:
-        """Raise if the open file has changed, or if `path` is given and names another file."""
         try:
             current = state_of(os.fstat(self._fd))
             now = current if path is None else state_of(os.stat(path))
@@ -138,7 +135,7 @@ class LocalFile:
         except OSError as error:
             raise typed_error(error, self.uri, None) from error
         before = self.state
-        # Check for a truncation first, because this error names the missing bytes.
+        # Check for a truncation first, because its error names the missing bytes.
         if current.nbytes < before.nbytes:
             message = f"the file had {before.nbytes} bytes when it was opened, and now has {current.nbytes}"
             raise SourceTruncated(message, uri=self.uri, byte_range=(current.nbytes, before.nbytes))
@@ -148,23 +145,22 @@ class LocalFile:
             raise SourceChanged("the file was replaced after it was opened", uri=self.uri)
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the kernel to read a range into the page cache, without waiting."""
-        # Page faults that read 2 MiB folios (MADV_HUGEPAGE) take a tenth of the CPU. But in a virtual machine, getting
-        # large free blocks back from the host takes three times as long as the disk.
-        # Source: benchmarks/results/cpu2_202611/files.md.
+        """Start to read a range into the page cache."""
+        # MADV_HUGEPAGE takes a tenth of the CPU. But in a virtual machine, getting large free blocks from the host
+        # takes three times as long as the disk. Source: benchmarks/results/cpu2_202611/files.md.
         for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
             os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """See `Source.close`."""
-        # Clear the attribute first, so that a second call cannot close a descriptor that was assigned again.
+        # Clear the attribute first, so that a second call cannot close a reused descriptor.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
         if self._fd >= 0:
-            # Defer signals, because Python ignores what a finalizer raises, and Ctrl-C would be lost.
+            # Python ignores exceptions of a finalizer, so Ctrl-C would be lost.
             with interrupts.defer_in_finalizer():
                 self.close()
 
@@ -182,16 +178,14 @@ def state_of(result: os.stat_result) -> FileState:
 
 
 def _open_regular(path: str) -> tuple[int, FileState]:
-    """Open a regular file for reading, once all writes to it have ended."""
     try:
-        # O_NONBLOCK does not affect regular files, but opening a pipe without a writer would hang.
+        # Without O_NONBLOCK, opening a FIFO without a writer would hang.
         fd = descriptors.opened(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), path)
     except PenstockError:
         raise
     except OSError as error:
         raise typed_error(error, path, None) from error
     try:
-        # Use the descriptor, because the path may name another file by now.
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             kind = "directory" if stat.S_ISDIR(mode) else "pipe, socket or device"
@@ -203,18 +197,18 @@ def _open_regular(path: str) -> tuple[int, FileState]:
 
 
 def _settled(fd: int, path: str) -> FileState:
-    """Return the file's state at a time from which any later write changes it."""
+    """Return the file's state at a time after which any write changes the state."""
     deadline = time.monotonic() + _SETTLE_S
     before = state_of(os.fstat(fd))
     while True:
-        # A write sets the times at its start, so a long write may be in progress and never change them again. SEEK_DATA
-        # waits for the inode's lock, which a write holds (ext4, btrfs, tmpfs; on XFS reads themselves wait). It fails
-        # with ENXIO for an empty file and with EINVAL if the file system lacks it.
+        # A write sets the times at its start, so a long write may never change them again. SEEK_DATA waits for the
+        # inode's lock, which a write holds (ext4, btrfs, tmpfs; on XFS reads themselves wait). It fails with ENXIO for
+        # an empty file and with EINVAL if the file system lacks it.
         with contextlib.suppress(OSError):
             os.lseek(fd, 0, os.SEEK_DATA)
         state = state_of(os.fstat(fd))
-        # A second write in the same tick of the kernel's clock would not change the times, so wait for the next tick. A
-        # time far in the future comes from another clock (a file server's), and cannot be waited for.
+        # A second write in the same tick of the kernel's clock would not change the times. A time far in the future
+        # comes from the clock of a file server.
         ahead_ns = state.ctime_ns - time.clock_gettime_ns(_COARSE_CLOCK)
         if state == before and not 0 <= ahead_ns < 1_000_000_000:
             return state
@@ -244,7 +238,7 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
             left -= len(part)
         file.require_unmodified()
     except PenstockError:
-        # Keep typed errors: NotFound and PermissionDenied are OSErrors too.
+        # NotFound and PermissionDenied are OSErrors too.
         raise
     except OSError as error:
         raise typed_error(error, path, None) from error
@@ -255,7 +249,7 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
 
 def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) -> SourceError:
     """Map an OSError of a local file to a SourceError."""
-    # Paths that cannot exist count as absent: a loop of links, a name that is too long, a file as parent.
+    # Paths that cannot exist count as absent.
     if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}:
         return NotFound("there is no such file", uri=uri, byte_range=byte_range)
     if error.errno in {errno.EACCES, errno.EPERM}:
@@ -264,24 +258,24 @@ def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) ->
 
 
 _LINUX = sys.platform == "linux"
-# The number is the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
+# Same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
 _SYS_CACHESTAT = 451
-# Source: include/uapi/linux/stat.h, Linux 6.1: the mask, and the offset of dio_mem_align and dio_offset_align.
+# STATX_DIOALIGN, and the offset of dio_mem_align and dio_offset_align. Source: include/uapi/linux/stat.h, Linux 6.1.
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _STATX_DIOALIGN_AT = 0x98
 _AT_EMPTY_PATH = 0x1000
-# Bytes reserved by one call. This takes 0.3 s in tmpfs, which allocates the pages.
+# Bytes reserved by one call, which takes 0.3 s in tmpfs because it allocates the pages.
 _RESERVED_BYTES = GIB
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 if _LINUX:
-    # Without argtypes, ctypes passes 32-bit integers and silently truncates offsets above 4 GiB.
+    # Without argtypes, ctypes truncates offsets above 4 GiB.
     _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _TwoWords = ctypes.c_uint64 * 2
 _FiveWords = ctypes.c_uint64 * 5
-# struct statfs has 120 bytes on 64-bit systems. Its first word is the type of the file system.
+# struct statfs has 120 bytes on 64-bit systems and begins with the type of the file system.
 _StatFs = ctypes.c_uint64 * 32
 # TMPFS_MAGIC and RAMFS_MAGIC. Source: include/uapi/linux/magic.h.
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
@@ -290,14 +284,12 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
     """Return the number of pages of a range that are in the page cache, without blocking or starting I/O.
 
-    None if the kernel does not tell: before Linux 6.5, on hugetlbfs, or (since 6.15) for a file that the caller
-    neither owns nor may write.
-
-    Cost: one system call, about 3 us, plus 10 ns per cached folio.
+    None before Linux 6.5, on hugetlbfs, or (since 6.15) for a file that the caller neither owns nor may write. One call
+    takes about 3 us, plus 10 ns per cached folio.
     """
     if not _LINUX:
         return None
-    # struct cachestat has cached, dirty, under writeback, evicted and recently evicted pages. Only the first is used.
+    # struct cachestat begins with the number of cached pages.
     answer = _FiveWords()
     byte_range = _TwoWords(offset, nbytes)
     if _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, ctypes.byref(byte_range), ctypes.byref(answer), 0):
@@ -306,7 +298,7 @@ def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def is_in_memory(fd: int) -> bool:
-    """Return whether a file is in a tmpfs or ramfs, and thus only in memory."""
+    """Return whether a file is in a tmpfs or ramfs."""
     if not _LINUX:
         return False
     answer = _StatFs()
@@ -319,7 +311,7 @@ def num_pages(offset: int, nbytes: int) -> int:
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """Return the (address, offset) alignment for direct I/O. (0, 0) if the file has none, None if unknown."""
+    """Return the (address, offset) alignment for direct I/O. (0, 0) if unsupported, None if unknown."""
     statx = getattr(_libc, "statx", None) if _LINUX else None
     if statx is None:
         return None
@@ -327,7 +319,7 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
     if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return None
     mask: int = struct.unpack_from("=I", answer, 0)[0]
-    # A kernel may have statx without this field. The mask says which fields it set.
+    # A kernel may have statx without this field.
     if not mask & _STATX_DIOALIGN:
         return None
     address, offset = struct.unpack_from("=II", answer, _STATX_DIOALIGN_AT)
@@ -342,16 +334,15 @@ def address_of(buffer: memoryview) -> int:
 def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -> None:
     """Extend a file to at least `nbytes` and reserve space for all of it, until `is_over` returns True.
 
-    On a file system that cannot reserve space (NFS before 4.2, ZFS, ramfs), only the length is set.
+    Only the length is set if the file system cannot reserve space (NFS before 4.2, ZFS, ramfs).
 
     Raises:
         OSError: there is not enough space. A part may be reserved.
     """
     for at in range(0, nbytes, _RESERVED_BYTES):
-        # Check for every GiB, because one call for the whole file would take seconds in tmpfs.
         if is_over():
             return
-        # Do not use `posix_fallocate` of the C library, which writes every page if the file system lacks fallocate.
+        # `posix_fallocate` would write every page if the file system lacks fallocate.
         code = _fallocate(fd, at, min(_RESERVED_BYTES, nbytes - at))
         if code in {errno.EOPNOTSUPP, errno.ENOSYS}:
             os.ftruncate(fd, max(nbytes, os.fstat(fd).st_size))
@@ -360,13 +351,13 @@ def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -
             raise OSError(code, os.strerror(code))
 
 
+# Source: include/uapi/linux/fcntl.h and fs.h.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-"""Source: Linux, include/uapi/linux/fcntl.h and fs.h; rename(2)."""
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two names in a file system atomically. OSError EINVAL if the file system cannot do that."""
+    """Exchange two names in a file system atomically. OSError EINVAL if the file system lacks this operation."""
     if not _LINUX or not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
@@ -375,11 +366,10 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _fallocate(fd: int, offset: int, nbytes: int) -> int:
-    """Call fallocate(2). Return 0 or an errno."""
     if not _LINUX:
         return errno.ENOSYS
     while _libc.fallocate(fd, 0, offset, nbytes):
-        # A signal interrupts a long fallocate. The reserved part stays, so repeat the call.
+        # A signal interrupts a long fallocate, which keeps the reserved part.
         if (code := ctypes.get_errno()) != errno.EINTR:
             return code
     return 0

@@ -1,9 +1,4 @@
-"""Find the files that a URI stands for: names, index and manifest.
-
-`weight_set` reads their content.
-
-    directory --has an index?--> its shards, otherwise every *.safetensors --> Location(files, weight_map, sidecar_uri)
-"""
+"""Find the files that a URI names: weights, index and manifest. `weight_set` reads their content."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ from penstock.storage.safetensors import parse_index
 from penstock.waits import Threads
 
 SIDECAR = "penstock.manifest"
-"""Name of the manifest in a directory of files. The manifest of a single file is `<file>.penstock.manifest`."""
+"""Name of the manifest in a directory. The manifest of a single file is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
 GGUF_SUFFIX = ".gguf"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -69,11 +64,11 @@ PUBLISHED = (
     "hf_quant_config.json",
     "adapter_config.json",
 )
-"""Small files of model repositories, under the names that transformers, its processors, PEFT and Mistral use."""
+"""Small files of model repositories, as transformers, its processors, PEFT and Mistral name them."""
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _LOOKUPS = 8
-"""Number of small files that are looked up at once."""
-# `llama-gguf-split` names the parts of a model so.
+"""Number of concurrent lookups of small files."""
+# Source: `llama-gguf-split`.
 _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 Uri = str | os.PathLike[str]
@@ -82,40 +77,41 @@ Uris = Uri | Sequence[Uri]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Files that are one weight set."""
+    """Files that form one weight set."""
 
     uri: str
-    """The URI from the user, without secrets. For messages."""
+    """The URI from the user, without secrets."""
     files: tuple[tuple[str, str], ...]
-    """Pairs of a name relative to the place and a URI, sorted by name."""
+    """Pairs of a relative name and a URI, sorted by name."""
     weight_map: Mapping[str, str] | None
     """File name of each tensor. None if no index is used."""
     index_uri: str | None
     sidecar_uri: str | None
-    """Where the manifest is or would be. None if there is no such place. Files of one directory share its manifest."""
+    """URI of the manifest, whether it exists or not. None if no manifest is possible."""
     index_bytes: int = 0
-    """Size of the index in bytes, if it was read."""
 
 
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set, without reading them.
 
     A directory's files are the shards of `model.safetensors.index.json` or of its only other index. Without an index
-    they are all its `*.safetensors` except those that `alternatives` leaves out: hidden files, and adapters, variants
-    and `consolidated*` next to the model. Subdirectories do not count. A directory without safetensors may have one
-    GGUF model. Any part of a split GGUF model stands for all its parts.
+    they
+    are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `alternatives`.
+    Subdirectories
+    do not count. A directory without safetensors may have one GGUF model. Any part of a split GGUF model stands for all
+    its parts.
 
     Raises:
-        NotFound: the place does not exist, or has no weight files.
+        NotFound: the URI does not exist, or has no weight files.
         FormatError: the index is malformed, or names files outside its directory.
-        UnsafeFormat: there are pickled weights only.
+        UnsafeFormat: there are only pickled weights.
         ConfigError: one directory has several GGUF models or several variants.
     """
-    # Resolve the revision once for all files: the branch may move, and files of two commits must not be mixed.
+    # Resolve the revision once, because the branch may move and files of two commits must not be mixed.
     named = texts_of(uri)
     with _explains_name(uri):
         texts = [pinned(text, settings=settings, storage_options=storage_options) for text in named]
-    # A list of one file has the same manifest and name as the file.
+    # A list of one file is treated like the file.
     if len(texts) != 1:
         return _locate_list(texts)
     place = texts[0]
@@ -141,7 +137,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
                 return _locate_directory(place, directory_prefix(place), settings, storage_options)
             raise
         if listed == [place] and place.endswith(_FILES):
-            # The same holds for a file such as `model[1].safetensors`.
+            # `model[1].safetensors` may be the name of a file.
             return _locate_files(place, _parts(place), _sidecar_of(place))
         return _locate_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
     return _locate_directory(place, prefix, settings, storage_options)
@@ -169,7 +165,7 @@ def _explains_name(uri: Uris) -> Iterator[None]:
 def format_hint(
     hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
 ) -> Iterator[None]:
-    """Set this hint on a FormatError raised in the block that has no hint."""
+    """Set this hint on a FormatError without a hint that is raised in the block."""
     try:
         yield
     except FormatError as error:
@@ -178,21 +174,20 @@ def format_hint(
 
 
 def require_local(uri: Uri) -> None:
-    """Raise unless a local place exists. Runs before torch is imported, opens no file and asks no remote storage.
+    """Raise unless a local path exists. This opens no file, and skips remote URIs.
 
     Raises:
-        NotFound: the place does not exist or has no weight files.
+        NotFound: the path does not exist or has no weight files.
         UnsafeFormat, ConfigError: see `resolve`.
         PermissionDenied, SourceUnavailable: see `list_uris`.
     """
     place = _text(uri)
-    # Asking a remote place costs a round trip, and reading it will report the same.
     if is_remote(place):
         return
     if _is_file(place) or place.endswith(INDEX_SUFFIX):
         if not os.path.exists(place):
             with contextlib.suppress(NotFound):
-                # Raises PermissionDenied if a directory above it cannot be searched.
+                # Raises PermissionDenied if a parent directory cannot be searched.
                 list_uris(place, settings=Settings.read())
             raise _nothing_at(place)
         return
@@ -206,8 +201,6 @@ def require_local(uri: Uri) -> None:
 
 
 def _locate_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
-    """Return the weight set of a directory or prefix."""
-    # HTTP has no listing.
     if _is_http(place):
         return _locate_published(place, prefix, settings, options)
     try:
@@ -220,7 +213,7 @@ def _locate_directory(place: str, prefix: str, settings: Settings, options: Mapp
     except NotFound as error:
         if not is_remote(place):
             raise _nothing_at(place) from error
-        # The URI may name an object without a known suffix. Only a listing distinguishes it from a prefix.
+        # The URI may name an object without a known suffix.
         if list_uris(place, settings=settings, storage_options=options) != [place]:
             raise
         return _locate_files(place, [place], _sidecar_of(place))
@@ -234,26 +227,25 @@ def _locate_directory(place: str, prefix: str, settings: Settings, options: Mapp
 
 
 def _nothing_at(path: str) -> NotFound:
-    """Return the error for a local path that does not exist or has no weight files."""
     if os.path.isdir(path):
         if os.path.isdir(os.path.join(path, "snapshots")):
             name = os.path.basename(path.rstrip("/")).removeprefix("models--").replace("--", "/", 1)
             hint = f"this is the cache of a repository: give {name}, or {path.rstrip('/')}/snapshots/COMMIT"
             return NotFound("the directory has no weights itself, only snapshots", uri=path, hint=hint)
         return NotFound(f"the directory has no *{SUFFIX} or *{GGUF_SUFFIX}", uri=path, hint=_USE_WEIGHT_FILES)
-    # `s3:/bucket` is a valid path, but probably a typing error.
+    # `s3:/bucket` is a valid path, but probably a typo.
     scheme, _, rest = path.partition(":/")
     slashes = f"write two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
     return NotFound("no such file or directory", uri=path, hint=slashes)
 
 
 def _locate_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
-    """Return the weight set of a place that cannot be listed, by the two usual names of checkpoints."""
+    """Return the weight set at a URI that cannot be listed, by the two usual names of checkpoints."""
     index = f"{prefix}{_INDEX}"
     try:
         raw = read_small(index, settings=settings, storage_options=options)
     except PermissionDenied:
-        # Stores answer this for an absent object if the user may not list.
+        # Stores reply 403 for an absent object if the user may not list.
         raw = None
     if raw is not None:
         return _locate_index(place, index, raw, prefix)
@@ -263,8 +255,7 @@ def _locate_published(place: str, prefix: str, settings: Settings, options: Mapp
 def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
     """Return the files that `uri` names, as `list_uris` does. Also accept the URL of an HTTP directory.
 
-    HTTP has no listing. The result then has the weights that `resolve` finds, the index, the manifest, and small files
-    with the names that model repositories use.
+    HTTP has no listing, so only the weights, the index, the manifest and small files with usual names are found.
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: see `list_uris`.
@@ -272,7 +263,6 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     """
     if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX):
         return list_uris(uri, settings=settings, storage_options=storage_options)
-    # The URL of a small file names itself.
     if os.path.splitext(uri.partition("?")[0])[1] in _SMALL_SUFFIXES:
         return list_uris(uri, settings=settings, storage_options=storage_options)
     place = resolve(uri, settings=settings, storage_options=storage_options)
@@ -282,7 +272,7 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         try:
             open_source(f"{prefix}{name}", settings=settings, storage_options=storage_options).close()
         except (NotFound, PermissionDenied):
-            # Stores answer 403 for an absent object if the user may not list.
+            # Stores reply 403 for an absent object if the user may not list.
             return False
         return True
 
@@ -298,7 +288,7 @@ def directory_prefix(uri: str) -> str:
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Return where the manifest of `uri` is: in the directory, or next to the single file.
+    """Return the URI of the manifest of `uri`, in the directory or next to the single file.
 
     Raises:
         ConfigError: `uri` is a glob over directories or a URL with a query, which have no manifest.
@@ -313,7 +303,7 @@ def sidecar_uri(uri: Uri) -> str:
 
 
 def signature_uri(uri: Uri) -> str:
-    """Return where the detached signature of the manifest of `uri` is."""
+    """Return the URI of the detached signature of the manifest of `uri`."""
     return f"{sidecar_uri(uri)}.sig"
 
 
@@ -321,25 +311,24 @@ def display(uri: str) -> str:
     """Return `uri` without the user and query of a URL, which may hold secrets."""
     if not _is_http(uri):
         return uri
-    # Imported on first use: a load of local files needs no HTTP.
+    # Loads of local files need no HTTP.
     from penstock.storage.http import clean
 
     return clean(uri)
 
 
 def texts_of(uri: Uris) -> list[str]:
-    """Return each path or URI as text, without `file://`. ConfigError: see `text_of`."""
+    """Return each path or URI as text, without `file://`. Raises as `text_of`."""
     several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
     return [_text(entry) for entry in several]
 
 
 def _text(uri: object) -> str:
-    """Return a path or URI as text, without `file://`. The name of a repository becomes its hf:// URI."""
+    """Return a path or URI as text. The name of a repository becomes its hf:// URI."""
     text = text_of(uri)
     if is_remote(text):
         return text
-    # Engines prefer a path too. `models/llama` is a mistyped path if a directory `models` exists, and so is a name that
-    # ends like a weight file.
+    # `models/llama` is a mistyped path if a directory `models` exists, and so is the name of a weight file.
     is_name = _REPOSITORY.fullmatch(text) and not text.endswith((*_FILES, INDEX_SUFFIX))
     if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
@@ -347,7 +336,7 @@ def _text(uri: object) -> str:
 
 
 def model_name(uri: str) -> str:
-    """Return the default name of a weight set: the last part of its path. ConfigError for a glob."""
+    """Return the default name of a weight set, the last part of its path. Raises ConfigError for a glob."""
     last = PurePosixPath(urlsplit(uri).path or uri).name
     if (part := _PART.fullmatch(last)) is not None:
         last = part["model"]
@@ -359,13 +348,12 @@ def model_name(uri: str) -> str:
 
 
 def _is_http(uri: str) -> bool:
-    """Return whether `uri` is a plain URL. HTTP has no listing and no globs, and a query may hold secrets."""
     return uri.startswith(("http://", "https://"))
 
 
 def _is_glob(uri: str) -> bool:
-    """Return whether `uri` is a glob. A URL never is (`?` begins a query), nor a local path that exists."""
-    # With a slash at its end `uri` names a directory, which globs do not match.
+    """Return whether `uri` is a glob. A URL is not, because `?` begins a query, nor is a local path that exists."""
+    # Globs do not match directories.
     if _is_http(uri) or not glob.has_magic(uri) or (is_remote(uri) and uri.endswith("/")):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
@@ -376,13 +364,13 @@ def _is_file(uri: str) -> bool:
     if _is_glob(uri):
         return False
     if not is_remote(uri):
-        # An absent path with a weight suffix also counts, so that the error is about a missing file.
+        # An absent path with a weight suffix counts too, for a better error.
         return os.path.isfile(local_path(uri)) or (uri.endswith(_FILES) and not os.path.isdir(local_path(uri)))
     return uri.partition("?")[0].endswith(_FILES) if _is_http(uri) else uri.endswith(_FILES)
 
 
 def _prefix_of(uri: str) -> str | None:
-    """Return the common prefix of `uri`'s files, "" or up to a slash. None for a glob over directories."""
+    """Return the common prefix of the files, empty or up to a slash. None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix.rstrip("/")) else prefix
@@ -390,22 +378,20 @@ def _prefix_of(uri: str) -> str | None:
 
 
 def _is_child(uri: str, prefix: str | None) -> bool:
-    """Return whether `uri` is directly in the place and not in a subdirectory."""
     return prefix is None or "/" not in uri.removeprefix(prefix)
 
 
 def _sidecar_of(file: str) -> str | None:
-    """Return where a single file's manifest is, named after the first part. None for a URL with a query."""
     return None if _is_http(file) and "?" in file else f"{_parts(file)[0]}.{SIDECAR}"
 
 
 def is_part(name: str) -> bool:
-    """Return whether a file's name marks it as one part of a split GGUF model."""
+    """Return whether a file name denotes a part of a split GGUF model."""
     return _PART.fullmatch(name) is not None
 
 
 def _parts(file: str) -> list[str]:
-    """Return all parts of a split GGUF model by the name of one part, or only `file` if it is not split."""
+    """Return all parts of the split GGUF model that `file` belongs to, or only `file`."""
     part = _PART.fullmatch(file)
     if part is None or not int(part["number"]) <= int(part["count"]) or "00000" in (part["number"], part["count"]):
         return [file]
@@ -413,9 +399,9 @@ def _parts(file: str) -> list[str]:
 
 
 def _sidecar_of_only_file(file: str) -> str | None:
-    """Return the manifest of the directory in which `file` is the only model, unless the file has its own manifest.
+    """Return the manifest of the directory in which `file` is the only model.
 
-    Engines search a model directory themselves and pass the file of a model that has only one.
+    Engines search a directory themselves and pass the file of a model that has only one.
     """
     if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
@@ -425,18 +411,17 @@ def _sidecar_of_only_file(file: str) -> str | None:
     try:
         names = os.listdir(prefix or ".")
     except PermissionError:
-        # Without a listing the manifest may cover more files.
+        # The manifest may cover more files than this one.
         return None
     try:
         only = [f"{prefix}{name}" for name in _weights(names, file, "")]
     except ConfigError:
-        # The directory has several GGUF models, and its manifest covers none of them.
+        # The directory's manifest covers no single GGUF model.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
 
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    """Return the weight files among `uris`. NotFound if there are none, UnsafeFormat if all are pickled."""
     here = [name for name in uris if _is_child(name, prefix)]
     # Some systems write MODEL.SAFETENSORS.
     files = [name for name in here if name.lower().endswith(SUFFIX)]
@@ -456,17 +441,17 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
             raise pickled.refusal(unsafe, display(place))
         raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} found", uri=display(place), hint=_USE_WEIGHT_FILES)
     models = {tuple(_parts(file)) for file in files}
-    # Repositories hold one model in many types, and no rule says which is meant.
+    # Repositories hold one model in many types, and no rule chooses between them.
     if prefix is not None and len(models) > 1:
         names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
         message = f"there are {len(models)} GGUF models: {names}{', ...' if len(models) > 8 else ''}"
         raise ConfigError(message, uri=display(place), hint="name one of these files")
-    # Return all parts of a split model, so that a part missing from the listing is reported.
+    # List all parts of a split model, so that a missing part raises an error.
     return [part for model in sorted(models) for part in model]
 
 
 def left_out(uri: str, taken: Collection[str]) -> list[str]:
-    """Return the safetensors files of a local directory that its weight set leaves out. Empty for other places."""
+    """Return the safetensors files of a local directory that are not in its weight set. Empty for other URIs."""
     path = local_path(uri) if not is_remote(uri) else ""
     if not os.path.isdir(path):
         return []
@@ -475,20 +460,18 @@ def left_out(uri: str, taken: Collection[str]) -> list[str]:
 
 
 def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
-    """Return the index to use, or None to use all files."""
     indexes = [name for name in uris if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
         return named[0]
     weights = [name for name in uris if name.lower().endswith(SUFFIX) and _is_child(name, prefix)]
     indexes = weight_files(indexes, also=weights, uri=display(prefix))
-    # No rule says which of several indexes with unusual names is meant, so use none.
+    # No rule chooses between several indexes with unusual names.
     return indexes[0] if len(indexes) == 1 else None
 
 
 @format_hint()
 def _locate_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
-    """Return the weight set of an index."""
     weight_map = parse_index(raw, uri=display(index))
     shards = sorted(set(weight_map.values()))
     return Location(
@@ -502,14 +485,12 @@ def _locate_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
 
 
 def _locate_files(place: str, uris: Sequence[str], sidecar: str | None) -> Location:
-    """Return the weight set of files without an index."""
     return Location(
         uri=display(place), files=_names_and_uris(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar
     )
 
 
 def _locate_list(uris: Sequence[str]) -> Location:
-    """Return the weight set of a list of files."""
     if not uris:
         raise ConfigError("an empty list of files")
     seen: set[str] = set()
@@ -524,7 +505,7 @@ def _locate_list(uris: Sequence[str]) -> Location:
 
 
 def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Name each file by its last path part. If these clash, use the path below the shared directory."""
+    """Name each file by its last path segment. If names clash, use the path below the common directory."""
     names = [(uri.partition("?")[0] if _is_http(uri) else uri).rpartition("/")[2] for uri in uris]
     if len(set(names)) < len(names):
         parts = [uri.split("/") for uri in uris]

@@ -1,9 +1,4 @@
-"""Manifests as bytes: the sidecar next to the weights, and its Ed25519 signature.
-
-`weight_set.build` makes manifests. Bytes that claim to be a manifest are checked before they are used.
-
-    magic | msgpack: leaf bytes, revision, files, body (names, dtypes, shapes; sorted by name), places, leaves
-"""
+"""Manifests as bytes, next to the weights, and their Ed25519 signatures. Decoding checks all of the content."""
 
 from __future__ import annotations
 
@@ -22,10 +17,11 @@ from penstock.storage.safetensors import MAX_RANK, table_nbytes
 from penstock.types import GIB, I64, U64, DType, FileEntry, Manifest, TensorTable
 
 MAGIC = b"penstock manifest 1\n"
-# Blocks of `Sidecar.body`: dtypes in use, each row's dtype, ranks, dims, name lengths, names (`digest.leaf.canonical`).
+# Blocks of `Sidecar.body`, see `digest.leaf.canonical`: dtypes in use, each row's dtype, ranks, dims, name lengths,
+# names.
 _NUM_BLOCKS = 6
 _DTYPES = {dtype.value.encode(): dtype for dtype in DType}
-# Revision of a manifest without digests: a digest of the headers alone.
+# Revision of a manifest without digests, which covers the headers alone.
 _HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
@@ -47,7 +43,7 @@ class Sidecar(msgspec.Struct, forbid_unknown_fields=True):
     file_index: bytes
     """One int64 for each row."""
     offset: bytes
-    """One int64 for each row, counted from the start of its file."""
+    """One int64 for each row, in bytes from the start of the file."""
     leaves: bytes | None
     """One uint64 for each leaf, in the order of the rows. None without digests."""
 
@@ -58,7 +54,7 @@ _SIDECAR = msgspec.msgpack.Decoder(Sidecar)
 def encode(manifest: Manifest) -> bytes:
     """Encode a manifest. Equal manifests have equal bytes."""
     table = manifest.tensors
-    # Sort by name, so that a copy of the weights in other shards has the same revision.
+    # Sort by name, so that a copy in other shards has the same revision.
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
     leaves = leaves_of(manifest, order)
@@ -78,7 +74,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
-    """Decode a sidecar, and check its types, leaf size and revision, but not its rows.
+    """Decode a manifest, and check its types, leaf size and revision, but not its rows.
 
     Raises:
         FormatError: the bytes are not a manifest.
@@ -87,13 +83,13 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
     if not raw.startswith(MAGIC):
         raise FormatError("the file is not a penstock manifest", uri=uri)
     try:
-        # Use a view, because a manifest may have a gigabyte, and a slice would copy it.
+        # Use a view, because a slice would copy a manifest of a gigabyte.
         sidecar = _SIDECAR.decode(memoryview(raw)[len(MAGIC) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"malformed manifest: {error}", uri=uri) from error
     except RecursionError as error:
         raise FormatError("the manifest is nested too deep", uri=uri) from error
-    # A leaf is digested at once, so each reader allocates this much memory.
+    # Each reader allocates the memory of a leaf.
     if not 1 <= sidecar.leaf_bytes <= GIB:
         raise FormatError(f"the manifest has leaves of {sidecar.leaf_bytes} bytes", uri=uri)
     if sidecar.leaves is None:
@@ -114,7 +110,7 @@ def decode(raw: bytes, *, uri: str) -> Manifest:
     """Decode a manifest and check all of it. Rows are sorted by name.
 
     Raises:
-        FormatError: the manifest is malformed or contradicts itself. Names the tensor at fault, if there is one.
+        FormatError: the manifest is malformed or contradicts itself.
         IntegrityError: the revision does not match the content.
     """
     return unpack(read_sidecar(raw, uri=uri), uri=uri)
@@ -123,7 +119,7 @@ def decode(raw: bytes, *, uri: str) -> Manifest:
 def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     """Return the manifest of a sidecar after checking its rows. Raises as `decode`."""
     names, dtypes, shapes = _parse_body(sidecar.body, uri)
-    # Sizes follow from dtype and shape, so a manifest cannot state false ones.
+    # Sizes follow from dtype and shape, so a manifest cannot state false sizes.
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:
         raise FormatError("the manifest has an impossible shape", uri=uri, tensor=names[int(nbytes.argmin())][:200])
@@ -131,7 +127,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     offset = _column(sidecar.offset, len(names), "offset", uri)
     if any(file.nbytes < 0 for file in sidecar.files):
         raise FormatError("the manifest has a file of negative size", uri=uri)
-    # Limit sizes to int64, because msgpack has integers up to 2^64.
+    # msgpack has integers up to 2^64.
     sizes = np.array([min(file.nbytes, 2**63 - 1) for file in sidecar.files] or [0], np.int64)
     wrong = (file_index < 0) | (file_index >= len(sidecar.files))
     # Subtract, because offset + nbytes could overflow in a hostile manifest.
@@ -142,7 +138,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     leaves = None
     if sidecar.leaves is not None:
         leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
-        # Sum in floats: hostile sizes could overflow int64, and real counts are far below 2^53.
+        # Hostile sizes could overflow int64, and real counts are far below 2^53.
         expected = leaf.num_leaves(nbytes, sidecar.leaf_bytes).sum(dtype=np.float64)
         if expected != leaves.size:
             message = f"the manifest has {leaves.size} leaves, but its tensors have {expected:.0f}"
@@ -162,8 +158,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
 
 
 def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ...], tuple[tuple[int, ...], ...]]:
-    """Return names, dtypes and shapes from `digest.leaf.canonical` bytes."""
-    # Check the lengths of all blocks before any values become Python objects.
+    # Check all lengths before any values become Python objects.
     used, codes, ranks, dims, lengths, text = _split_blocks(body, uri)
     in_use = used.split(b"\n") if used else []
     dtypes = [_DTYPES.get(name) for name in in_use]
@@ -179,15 +174,17 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
         raise FormatError("the dtypes of the manifest must be the sorted set of its rows' dtypes", uri=uri)
     if len(dims) != 8 * sum(ranks):
         raise FormatError("the ranks and dims of the manifest differ", uri=uri)
-    # The lengths of a manifest that fits into memory cannot overflow int64.
+    # Lengths of a manifest in memory cannot overflow int64.
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(lengths, "<u4"), dtype=np.int64)))
     if int(ends[-1]) != len(text):
         raise FormatError("the names of the manifest do not match their lengths", uri=uri)
     try:
-        names = _names(text, ends)
+        # In ASCII, byte offsets are character offsets, so decode once and slice.
+        whole = text.decode() if text.isascii() else None
+        spans = pairwise(ends.tolist())
+        names = tuple(text[a:b].decode() if whole is None else whole[a:b] for a, b in spans)
     except UnicodeDecodeError as error:
         raise FormatError("the manifest has a name that is not UTF-8", uri=uri) from error
-    # Strictly rising names are sorted and unique.
     if any(a >= b for a, b in pairwise(names)):
         raise FormatError("the names of the manifest must be sorted and unique", uri=uri)
     flat: list[int] = np.frombuffer(dims, "<i8").tolist()
@@ -196,17 +193,7 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
     return names, tuple(dtypes[code] for code in codes), shapes  # type: ignore[misc]  # None was refused
 
 
-def _names(text: bytes, ends: I64) -> tuple[str, ...]:
-    """Split the block of names."""
-    if text.isascii():
-        # In ASCII, byte offsets are character offsets, so decode once and slice.
-        whole = text.decode()
-        return tuple(whole[a:b] for a, b in pairwise(ends.tolist()))
-    return tuple(text[a:b].decode() for a, b in pairwise(ends.tolist()))
-
-
 def _split_blocks(body: bytes, uri: str) -> list[bytes]:
-    """Return the blocks of a body. Each begins with its length in 8 bytes."""
     blocks = []
     at = 0
     for _ in range(_NUM_BLOCKS):
@@ -221,7 +208,6 @@ def _split_blocks(body: bytes, uri: str) -> list[bytes]:
 
 
 def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
-    """Return a column of int64 in this machine's byte order."""
     if len(raw) != 8 * num_rows:
         raise FormatError(f"column {name} of the manifest has {len(raw)} bytes for {num_rows} rows", uri=uri)
     return np.frombuffer(raw, "<i8").astype(np.int64)

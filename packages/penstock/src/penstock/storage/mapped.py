@@ -1,8 +1,7 @@
 """Local files mapped into memory, for zero-copy use on the CPU.
 
-A `Mapping` is a range of the process's address space, a `MappedRange` has the bytes of one view in it, and a
-`MappedFile` returns views. Each is freed after the objects that use it. A release may happen in a finalizer, between
-any two instructions of any thread. It runs in C code wherever a signal could otherwise be lost.
+A `Mapping` is a range of the address space, and a `MappedRange` has the bytes of one view in it. Finalizers free both,
+in C code wherever a signal could otherwise be lost.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from penstock.storage.local import PAGE_BYTES, FileState, LocalFile, num_pages, 
 from penstock.types import MIB
 
 _LINUX = sys.platform == "linux"
-# Size on x86-64, and on aarch64 with 4 KiB pages.
+# On x86-64, and on aarch64 with 4 KiB pages.
 _HUGE_PAGE_BYTES = 2 * MIB
-# Available since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
+# Since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
 _MADV_POPULATE_READ = 22
-# Flags missing in Python 3.11's mmap. MAP_NORESERVE allows files larger than memory. MAP_FIXED replaces a mapping.
-# Source: include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
+# Flags that Python 3.11's mmap lacks. MAP_NORESERVE allows files larger than memory. Source:
+# include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000 if _LINUX else 0x40
@@ -45,10 +44,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class MappedFile(LocalFile):
     """A local file whose ranges are mapped instead of read, for zero-copy use on the CPU.
 
-    The mappings are private, so the caller's writes never reach the file, and they outlive `close`. The owner of the
-    file must avoid two dangers. Bytes changed in place are visible in pages that the caller has not written. Touching a
-    page that a truncation removed ends the process with SIGBUS (`prefetch` and `check_unchanged` raise instead).
-    Replacing the file by rename is safe.
+    The mappings are private, so the caller's writes never reach the file, and they outlive `close`. Bytes changed in
+    place
+    are visible in pages that the caller has not written. Touching a page that a truncation removed kills the process
+    with
+    SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: see `LocalFile`.
@@ -58,13 +58,13 @@ class MappedFile(LocalFile):
     def __init__(self, path: str, fd: int, state: FileState) -> None:
         super().__init__(path, fd, state)
         self._lock = threading.Lock()
-        # One mapping of the whole file, so that its 2 MiB pages serve every view. Its views keep it alive.
+        # One mapping of the whole file serves every view with its 2 MiB pages.
         self._whole: weakref.ref[Mapping] | None = None
-        # Its views. They never overlap, so all three lists are in file order.
+        # Views of the whole mapping. They never overlap, so all three lists are in file order.
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._views: list[weakref.ref[MappedRange]] = []
-        # Whether a range was ever absent from the page cache; see `prefetch`.
+        # Whether a range was ever absent from the page cache.
         self._cold = False
 
     @classmethod
@@ -83,11 +83,13 @@ class MappedFile(LocalFile):
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable, private view of `[offset, offset + nbytes)`, with format "B".
 
-        The memoryview keeps its range. Once it and all objects made from it are gone, its pages are freed. The end of
-        the last view unmaps the file. A second view of the same bytes gets a separate mapping.
+        Its pages are freed once the memoryview and all objects made from it are gone. A second view of the same bytes
+        gets a
+        separate mapping.
 
-        Cost: about 10 us, without reading. Each gap left by dropped views and each second view is one of the process's
-            vm.max_map_count mappings (65,530 by default). A gap of 2 MiB or more takes up to three.
+        A view takes about 10 us. Each gap left by a dropped view, and each second view, takes one to three of the
+        process's
+        vm.max_map_count mappings (65,530 by default).
 
         Raises:
             SourceTruncated: the range is outside the file.
@@ -99,21 +101,21 @@ class MappedFile(LocalFile):
         if offset < 0 or nbytes < 0 or stop > self.nbytes:
             raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         if not nbytes:
-            # mmap(2) does not accept a length of 0.
+            # mmap(2) rejects a length of 0.
             return memoryview(bytearray())
         with self._lock:
             at = self._place(offset, stop)
             if at is None:
                 start = offset - offset % PAGE_BYTES
                 part = MappedRange(self._map(start, stop - start), offset - start, nbytes)
-                # Check after mapping, because a write between a check and the mapping would be missed.
+                # Check after mapping, because an earlier check would miss a write in between.
                 self.require_unmodified()
                 return part.bytes()
             mapping, index = at
             part = MappedRange(mapping, offset, nbytes)
             self._starts.insert(index, offset)
             self._stops.insert(index, stop)
-            # Use a weak reference, so that a view ends with the caller's last reference.
+            # Only the caller's references keep a view alive.
             self._views.insert(index, weakref.ref(part))
         self.require_unmodified()
         return part.bytes()
@@ -121,8 +123,7 @@ class MappedFile(LocalFile):
     def prefetch(self, offset: int, nbytes: int) -> None:
         """Read the range into the page cache, and into the page tables of its live views. Thread-safe.
 
-        Gaps between views are skipped, and only the first of overlapping views is filled. Without a view, only the
-        page cache is filled. Call this for chunks of 8 MiB from two to four threads.
+        Gaps between views are skipped. Call this for chunks of 8 MiB from two to four threads.
         Source: benchmarks/results/cpu2_202611/files.md.
 
         Raises:
@@ -131,24 +132,33 @@ class MappedFile(LocalFile):
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
             return
-        # Keep this state: readahead runs ahead of the caller, and its pages count as cached before they arrive.
+        # Keep this state, because pages count as cached before readahead has filled them.
         cold = self._cold = self._cold or not self._is_cached(offset, stop)
-        parts = self._live(offset, stop) or ([self._scratch(offset, stop)] if cold else [])
+        parts = self._live(offset, stop)
+        if cold and not parts:
+            start = offset - offset % PAGE_BYTES
+            parts = [(MappedRange(self._map(start, stop - start), 0, stop - start), start)]
         for part, base in parts:
             start = max(offset - base, 0)
             nbytes = min(stop - base, part.nbytes) - start
             if cold:
                 self.read_ahead(base + start, nbytes)
-            self._populate(part, start, nbytes, base)
+            try:
+                part.populate(start, nbytes)
+            except OSError as error:
+                # A truncated file also causes EFAULT, so check for a change first.
+                self.require_unmodified()
+                raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
             if cold:
-                self._touch(part, start, nbytes)
+                # Touching a page that a truncation removed would kill the process.
+                self.require_unmodified()
+                # In a virtual machine, the first use of a page by the CPU faults again in the host. Reading one byte of
+                # each page overlaps this with the disk. Source: benchmarks/results/cpu2_202611/files.md.
+                np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
         self.require_unmodified()
 
     def is_ready(self) -> bool:
-        """Return whether the whole file is in the page cache, so that prefetching would gain nothing.
-
-        Cost: one system call and 10 ns per cached folio, without reading.
-        """
+        """Return whether the whole file is in the page cache, so that prefetching would gain nothing."""
         return not self.nbytes or self._is_cached(0, self.nbytes)
 
     def _is_cached(self, start: int, stop: int) -> bool:
@@ -176,49 +186,26 @@ class MappedFile(LocalFile):
                 # There may be enough address space for the view alone.
                 return None
             self._whole = weakref.ref(whole)
-            # Views keep their mapping alive, so no view is left.
-            self._starts = []
-            self._stops = []
-            self._views = []
+            # Views keep their mapping alive, so no view remains.
+            self._starts, self._stops, self._views = [], [], []
         index = bisect.bisect_left(self._starts, stop)
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
     def _live(self, offset: int, stop: int) -> list[tuple[MappedRange, int]]:
-        """Return the live ranges that overlap with the given range, and their file offsets."""
+        """Return the live views that overlap with the given range, and their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
             parts = [(self._views[i](), self._starts[i]) for i in range(first, last)]
-        # Entries of dropped views stay: their pages are gone, so the range must not be used again.
+        # Entries of dropped views stay, because their addresses must not be used again.
         return [(part, base) for part, base in parts if part is not None]
-
-    def _scratch(self, offset: int, stop: int) -> tuple[MappedRange, int]:
-        """Map the range for one call. Return it with its file offset."""
-        start = offset - offset % PAGE_BYTES
-        return MappedRange(self._map(start, stop - start), 0, stop - start), start
-
-    def _populate(self, part: MappedRange, start: int, nbytes: int, base: int) -> None:
-        try:
-            part.populate(start, nbytes)
-        except OSError as error:
-            # A truncated file also causes EFAULT. Then report the change instead of the failed read.
-            self.require_unmodified()
-            raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
-
-    def _touch(self, part: MappedRange, start: int, nbytes: int) -> None:
-        """Read one byte of each page."""
-        # In a virtual machine, the first use of a page by the CPU faults again in the host. Here this overlaps with the
-        # disk. Source: benchmarks/results/cpu2_202611/files.md.
-        # Check first, because touching a page that a truncation removed ends the process with SIGBUS.
-        self.require_unmodified()
-        np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
 
 
 class Mapping:
     """A private, writable mapping of a file's range. It is unmapped with its last reference.
 
     Raises:
-        OSError: from mmap(2). ENOMEM if there are vm.max_map_count mappings or no address space is left, ENODEV if the
-            file system cannot map files.
+        OSError: from mmap(2). ENOMEM if no mapping or address space is left, ENODEV if the file system cannot map
+            files.
     """
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
@@ -231,9 +218,8 @@ class Mapping:
     @classmethod
     def map(cls, fd: int, offset: int, nbytes: int) -> Mapping:
         """Map a range of an open file. Raises as the class describes."""
-        # An mmap of the file itself would hold a duplicate descriptor. Instead reserve addresses with an anonymous mmap
-        # and map the file over them. C code unmaps the reservation when it is dropped. With a direct call of mmap(2), a
-        # signal could arrive before Python stores the address, or in a finalizer, and the mapping would never be freed.
+        # Map the file over an anonymous reservation, which C code unmaps. An mmap of the file would hold a duplicate
+        # descriptor. With a direct call of mmap(2), a signal could arrive before Python stores the address.
         slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
@@ -260,9 +246,9 @@ class _FreeOnDrop(weakref.ref["MappedRange"]):
 
 
 class MappedRange:
-    """Bytes of a mapping with one owner. When the last reference goes, their pages are freed.
+    """Bytes of a mapping with one owner. Their pages are freed with the last reference.
 
-    numpy uses `__array_interface__`, so an array or memoryview of this object keeps it alive.
+    An array or memoryview of this object keeps it alive.
     """
 
     __slots__ = ("__weakref__", "_free_on_drop", "_mapping", "address", "nbytes")
@@ -273,10 +259,8 @@ class MappedRange:
         self.nbytes = nbytes
         first, length = mapping.pages(start, nbytes)
         if length:
-            # The callback is mmap(2) itself, which ignores its seventh argument, the reference. A Python function in a
-            # finalizer could be interrupted by a signal handler, whose exception Python drops. Ctrl-C would be lost and
-            # the pages kept. The addresses stay reserved. An object keeps its weak references until their callbacks
-            # have run. If the garbage collector drops both together, the pages are freed with the mapping.
+            # The callback is mmap(2) itself, which ignores its seventh argument, the reference. A signal handler could
+            # interrupt a Python finalizer, and Python would drop its exception. The addresses stay reserved.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
             self._free_on_drop = _FreeOnDrop(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
 
@@ -293,14 +277,14 @@ class MappedRange:
         """Read a range and map its pages, without copying.
 
         Returns:
-            False without effect if the kernel lacks the call (before Linux 5.14).
+            False without effect before Linux 5.14.
 
         Raises:
             OSError: EFAULT if the file is too short or the device failed, or ENOMEM.
         """
         if not _LINUX:
             return False
-        # madvise(2) needs an aligned address. This adds at most one page.
+        # madvise(2) needs an aligned address.
         head = (self.address + start) % PAGE_BYTES
         if _libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
             return True
@@ -311,6 +295,5 @@ class MappedRange:
 
 
 def _os_error() -> OSError:
-    """Return the error of the last C call in this thread."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

@@ -1,11 +1,8 @@
 """The ModelScope hub as storage: `ms://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
-`repository` has the parts that hubs share. Tokens, endpoints and the cache are those of the modelscope library, set by
-`MODELSCOPE_API_TOKEN`, `MODELSCOPE_ENDPOINT` and `MODELSCOPE_CACHE`. This module sends its own requests, see
-`_Listing`.
-
-The library does not return the commit of a branch. A pinned revision is therefore the branch and a digest of its
-listing, `master~3f2a...`. The listing has the SHA-256 of every file. A changed listing raises SourceChanged.
+Tokens, endpoints and the cache are those of the modelscope library. The library does not return the commit of a branch,
+so a pinned revision is the branch and a digest of its listing, `master~3f2a...`. The listing has the SHA-256 of every
+file. A changed listing raises SourceChanged.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ logger = log_named(__name__)
 _DEFAULT_REVISION = "master"
 _NO_ANSWER = "check the network and MODELSCOPE_ENDPOINT"
 _SIGN_IN = "MODELSCOPE_API_TOKEN, or `modelscope login`"
-# Not allowed in git's names of branches and tags. Source: git-check-ref-format(1).
+# git does not allow this character in names of branches and tags. Source: git-check-ref-format(1).
 _MARK = "~"
-# Length of the digest in a pinned revision. 64 bits distinguish the states of a branch.
+# Hexadecimal digits of the digest in a pinned revision.
 _DIGEST_LETTERS = 16
 
 
@@ -65,7 +62,7 @@ class ModelScopeStorage(RepositoryStorage):
         uri = where.at(revision, "")
         with _mapped(uri, where):
             hub = _hub(where, options)
-            # Cache by token: a user must not see listings of repositories that only another user may see.
+            # The key has the token, because another user may see more repositories.
             key = (hub.legacy.endpoint, where.kind, where.name, hub.legacy.token or "")
             if where.revision is not None and (found := self.listed(*key, where.revision)):
                 return where.revision, found
@@ -88,8 +85,8 @@ class ModelScopeStorage(RepositoryStorage):
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`.
 
-        The cache names branches and not contents. So a file is checked once per process against the SHA-256 in the
-        listing, which costs one read. A file with other content is ignored.
+        The cache names branches and not contents, so each file is compared once per process with the SHA-256 in the
+        listing.
         """
         name = revision.partition(_MARK)[0]
         library = _library()
@@ -144,28 +141,24 @@ class _ListedFile(msgspec.Struct):
 
 
 class _FileList(msgspec.Struct):
-    """The inner part of an answer about files."""
-
     Files: list[_ListedFile] | None = None
 
 
 class _Answer(msgspec.Struct):
-    """The hub's answer about the files at a revision."""
-
     Data: _FileList | list[_ListedFile] | None = None
 
 
-# Most files of a model in one answer. The hub does not say when it left some out. Source: modelscope_hub,
+# Maximum number of files of a model in one response, which does not say that it is incomplete. Source: modelscope_hub,
 # `REPO_FILES_TRUNCATION_LIMIT`.
 _MAX_FILES = 3000
-# Files of a data set in one answer. Source: modelscope_hub, `list_dataset_files_paginated`.
+# Files of a data set in one response. Source: modelscope_hub, `list_dataset_files_paginated`.
 _PAGE = 200
-# Most requests for one listing. Reason: this allows 200,000 files in a data set.
+# Maximum number of requests for one listing, which allows 200,000 files in a data set.
 _MAX_REQUESTS = 1000
 
 
 class _Listing:
-    """The requests to list one revision. The library's own requests would send the token to any port of the host."""
+    """Requests that list one revision. The library's own requests would send the token to any port of the host."""
 
     def __init__(self, endpoint: str, token: str, where: RepositoryAddress, revision: str, settings: Settings) -> None:
         listing = "tree" if where.kind == "dataset" else "files"
@@ -178,7 +171,7 @@ class _Listing:
         self._num_requests = 0
 
     def entries(self) -> list[_ListedFile]:
-        """Return all files and directories. Raises as `RepositoryStorage.list_revision`."""
+        """Return all files and directories."""
         return self._pages() if self._where.kind == "dataset" else self._below("")
 
     def _pages(self) -> list[_ListedFile]:
@@ -186,12 +179,12 @@ class _Listing:
         while True:
             page = self._ask(Recursive="True", PageNumber=str(len(found) // _PAGE + 1), PageSize=str(_PAGE))
             found += page
-            # A longer page also ends the loop, because its page numbers would never end.
+            # A longer page also ends the loop, because such page numbers would never end.
             if len(page) != _PAGE:
                 return found
 
     def _below(self, root: str) -> list[_ListedFile]:
-        """Return all entries below a directory, by one request or by one for each directory in it."""
+        """Return all entries below a directory, by one request or by one for each subdirectory."""
         named = {"Root": root} if root else {}
         found = self._ask(Recursive="True", **named)
         if len(found) < _MAX_FILES:
@@ -209,12 +202,7 @@ class _Listing:
         url = f"{self._url}?{urlencode({'Revision': self._revision, **parameters})}"
         try:
             status, _, answer = ask_hub(
-                url,
-                _Answer,
-                token=self._token,
-                cookie=_cookie(self._token),
-                uri=self._uri,
-                settings=self._settings,
+                url, _Answer, token=self._token, cookie=_cookie(self._token), uri=self._uri, settings=self._settings
             )
         except SourceUnavailable as error:
             message = f"the hub does not answer: {error.message}"
@@ -231,7 +219,6 @@ def _cookie(token: str) -> str:
 
 
 def _refusal(status: int, uri: str) -> PenstockError:
-    """Return the error for a refusal."""
     if status in {401, 403}:
         hint = f"the repository may be private or gated: use a token that may read it ({_SIGN_IN})"
         return PermissionDenied(f"the hub answered HTTP {status}", uri=uri, hint=hint)
@@ -242,7 +229,6 @@ def _refusal(status: int, uri: str) -> PenstockError:
 
 
 def _library() -> Any:
-    """Return modelscope_hub, the library of modelscope for its hub. MissingExtra if it is not installed."""
     try:
         import modelscope_hub
         import modelscope_hub.errors
@@ -251,17 +237,17 @@ def _library() -> Any:
     return modelscope_hub
 
 
-# Clients by endpoint and token. Each has connections.
+# Clients with their connections, by endpoint and token.
 _hubs: dict[tuple[str, str], Any] = {}
 
 
 def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
     """Return the library's client for the site that has the repository."""
     library = _library()
-    # Make a new configuration, because the environment may have changed since the last one.
+    # The environment may have changed since the last call.
     config = library.HubConfig(endpoint=options.get("endpoint"), token=options.get("token"))
     hub = library.HubApi(config=config)
-    # Choose the one of the hub's two sites that has the repository, unless the user named a site.
+    # The hub has two sites.
     endpoint = hub.resolve_endpoint_for_read(where.name, repo_type=where.kind)
     key = (endpoint, hub.legacy.token or "")
     if key not in _hubs:
@@ -270,7 +256,6 @@ def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
 
 
 def _sha256_of(source: FileSource) -> str:
-    """Return the SHA-256 of a local file."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(8 * MIB))
     for start in range(0, source.nbytes, piece.nbytes):
         part = piece[: source.nbytes - start]
@@ -281,7 +266,7 @@ def _sha256_of(source: FileSource) -> str:
 
 @contextmanager
 def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
-    """Map the library's errors to typed errors. The library itself has retried."""
+    """Map the library's errors to typed errors."""
     errors = _library().errors
     try:
         yield
@@ -300,5 +285,5 @@ def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
         message = f"the hub does not answer: {type(error).__name__}: {error}"[:300]
         raise SourceUnavailable(message, uri=uri, hint=_NO_ANSWER) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # The library parses answers without checks.
+        # The library parses responses without checks.
         raise FormatError(f"the hub's answer about {where.name} is malformed: {error}"[:300], uri=uri) from error

@@ -1,8 +1,7 @@
-"""Files on network file systems (NFS, SMB, FUSE and others): recognise them, and read them by large reads.
+"""Files on network file systems (NFS, SMB, FUSE), read by large reads.
 
-Page faults of a mapped file become requests of 4 to 128 KiB, one by one, and each costs a round trip to the server. A
-`NetworkFile` asks the kernel to start a whole read before it waits for the first bytes. Reads go through the page
-cache, so that the next program finds the file in memory.
+Page faults of a mapped file become requests of 4 to 128 KiB, each with a round trip to the server. A `NetworkFile` asks
+the kernel to start a whole read before it waits for the first bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.errors import SourceTruncated
 from penstock.storage.local import MAX_BUFFERS, LocalFile, num_pages, resident_pages, typed_error
 from penstock.storage.source import span, take
 
-# Source: include/uapi/linux/magic.h and each file system's own header (statfs(2) lists most of them).
+# Source: include/uapi/linux/magic.h and statfs(2).
 _MAGIC = {
     0x6969: "NFS",
     0x517B: "SMB",
@@ -40,14 +39,13 @@ _MAGIC = {
     0xBACBACBC: "VMware shared folder",
 }
 
-# 128 KiB is the default read_ahead_kb of NFS and FUSE mounts. For a longer range, one posix_fadvise(WILLNEED) starts to
-# read only the beginning. Source: force_page_cache_ra, mm/readahead.c.
+# Default read_ahead_kb of NFS and FUSE mounts. One posix_fadvise(WILLNEED) starts no more than this. Source:
+# force_page_cache_ra, mm/readahead.c.
 _WILLNEED_BYTES = 128 << 10
 
 _LINUX = sys.platform == "linux"
-# Without use_errno, because only success counts.
 _libc: Any = ctypes.CDLL(None)
-# 15 words, because struct statfs has 120 bytes where a long has 64 bits. Source: statfs(2).
+# struct statfs has 120 bytes where a long has 64 bits. Source: statfs(2).
 _Statfs = ctypes.c_ulong * 15
 _HAS_STATFS = _LINUX and ctypes.sizeof(ctypes.c_ulong) == 8
 
@@ -55,28 +53,23 @@ _HAS_STATFS = _LINUX and ctypes.sizeof(ctypes.c_ulong) == 8
 def network_file_system(path: str) -> str:
     """Return the name of the network file system that holds `path`, or "" if it is local or unknown.
 
-    FUSE counts as a network, because a page fault there costs at least a round trip to another process.
-
-    Cost: one system call, 3 us. It blocks if the server of the mount does not answer.
+    FUSE counts as a network, because a page fault costs a round trip to another process. The call blocks if the server
+    of
+    the mount does not respond.
     """
     if not _HAS_STATFS:
         return ""
     result = _Statfs()
     if _libc.statfs(os.fsencode(path), result) != 0:
         return ""
-    # Some kernels' headers declare the magic number as signed, so use only its low 32 bits.
+    # Some kernels declare the magic number as signed.
     return _MAGIC.get(result[0] & 0xFFFFFFFF, "")
 
 
 class NetworkFile(LocalFile):
-    """A file on a network file system as a `Source`.
-
-    Raises:
-        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: see `LocalFile`.
-    """
+    """A file on a network file system as a `Source`. Raises as `LocalFile`."""
 
     received_bytes = 0
-    """See `Counting`."""
 
     def is_cached(self) -> bool:
         """Return whether the whole file is in the page cache. False if unknown."""
@@ -87,7 +80,11 @@ class NetworkFile(LocalFile):
         stop, left = span(self, offset, buffers)
         start = offset
         try:
-            self._read_ahead(start, stop - start)
+            if stop - start > _WILLNEED_BYTES:
+                # A file system may refuse the advice, and the read still works.
+                with contextlib.suppress(OSError):
+                    for at in range(start, stop, _WILLNEED_BYTES):
+                        os.posix_fadvise(self._fd, at, _WILLNEED_BYTES, os.POSIX_FADV_WILLNEED)
             while left:
                 nbytes = os.preadv(self._fd, left[:MAX_BUFFERS], start)
                 if not nbytes:
@@ -101,10 +98,3 @@ class NetworkFile(LocalFile):
             raise typed_error(error, self.uri, (offset, stop)) from error
         self.require_unmodified()
         return "network-file"
-
-    def _read_ahead(self, offset: int, nbytes: int) -> None:
-        """Start to read a range into the page cache, unless a single step covers it."""
-        # A file system may refuse the advice, and the read still works.
-        with contextlib.suppress(OSError):
-            for start in range(offset, offset + nbytes if nbytes > _WILLNEED_BYTES else offset, _WILLNEED_BYTES):
-                os.posix_fadvise(self._fd, start, _WILLNEED_BYTES, os.POSIX_FADV_WILLNEED)

@@ -1,7 +1,6 @@
 """Obstore stores for s3://, gs:// and az:// URIs, with the usual credentials of each cloud, and their errors.
 
-`objects` reads and writes through these stores. Stores are cached by all of their options, so connections and
-credentials are shared by every object in a bucket.
+Stores are cached by all of their options, so the objects of a bucket share connections and credentials.
 """
 
 from __future__ import annotations
@@ -46,21 +45,18 @@ Store = S3Store | GCSStore | AzureStore
 
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
-# Number of cached stores, with their connections and credentials. A process reads from fewer buckets at a time.
 _STORES = 32
-# Addresses of instance metadata, the last place that is asked for credentials. In an error, they mean there are none.
+# Addresses of instance metadata, the last source of credentials. An error that names them means no credentials.
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
-# Marks a failed TLS handshake in an error's text. Source: rustls, `Error::InvalidCertificate`.
+# Text of a failed TLS handshake. Source: rustls, `Error::InvalidCertificate`.
 _CERTIFICATE = "InvalidCertificate("
-# Deadline of a whole short answer, such as a page of a listing, as a multiple of `stall_s`.
+# Deadline of a whole short response, as a multiple of `stall_s`.
 _WHOLE_ANSWER = 2
-# The main options by scheme, for hints.
 _MAIN_OPTIONS = {
     "s3": "access_key_id, secret_access_key, session_token, endpoint, region, profile, skip_signature",
     "gs": "service_account_path, application_credentials, base_url, skip_signature",
     "az": "account_name, account_key, sas_key, endpoint, skip_signature",
 }
-# How to set credentials, by scheme.
 _CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options (access_key_id...); "
     "skip_signature=true reads public buckets",
@@ -69,15 +65,15 @@ _CREDENTIAL_HINTS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_KEY), or storage_options "
     "(account_name...); az://container@account.blob.core.windows.net/ names the account too",
 }
-# Seconds that obstore keeps an idle connection. Its default of 90 would hold descriptors long after a load.
+# Seconds that obstore keeps an idle connection. Its default is 90.
 _IDLE_S = 15.0
-# Texts for the kinds of obstore's HTTP errors. Source: `HttpErrorKind` of the object_store crate.
+# Source: `HttpErrorKind` of the object_store crate.
 _KINDS = {
     "Timeout": "no answer in time",
     "Interrupted": "the connection was closed during an answer",
     "Connect": "the server cannot be reached",
 }
-# Texts for obstore's errors about response headers. Source: `header::Error` of the object_store crate.
+# Source: `header::Error` of the object_store crate.
 _HEADERS = {
     "MissingContentLength": "the answer has no Content-Length",
     "MissingLastModified": "the answer has no Last-Modified",
@@ -88,7 +84,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Settings of obstore's HTTP client: certificates, timeout, retries, and a proxy with its list of exclusions."""
+    """Settings of obstore's HTTP client. `proxy` is an address and a list of exclusions."""
 
     trusted: tuple[Bundle, ...]
     stall_s: float
@@ -102,17 +98,16 @@ class ObjectKey:
 
     uri: str
     store: Store
-    """Store for short answers. Each answer has a deadline as a whole."""
+    """Store for short responses, each with a deadline."""
     streaming: Callable[[], Store]
-    """Returns the store for reading and writing large objects."""
+    """Return the store for reading and writing large objects."""
     root: str
     key: str
     anonymous: bool
-    """Whether requests are sent without credentials."""
     unsignable: str | None
     """Why reads cannot use signed URLs, or None if they can."""
     trusted: tuple[Bundle, ...]
-    """Certificates trusted by reads with signed URLs."""
+    """Certificates for reads with signed URLs."""
 
 
 def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -> ObjectKey:
@@ -121,8 +116,9 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
         settings: `retries`, `stall_s` and `ca_file`.
-        options: options under the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
-            `profile` for s3. They take precedence over the environment.
+        options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
+            `profile`
+            for s3. They take precedence over the environment.
 
     Raises:
         ConfigError: the URI or an option is wrong.
@@ -163,7 +159,6 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     try:
         store = _store(*arguments)
     except PenstockError:
-        # Keep MissingExtra: it must not become a plain ConfigError.
         raise
     except exceptions.UnknownConfigurationKeyError as error:
         raise ConfigError(_brief(error), uri=uri, hint=f"the main options are {_MAIN_OPTIONS[scheme]}") from error
@@ -193,7 +188,7 @@ def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Ma
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
     bucket = place.root.removesuffix("/").rpartition("/")[2]
-    # This store only signs and sends no requests.
+    # This store only signs URLs and sends no requests.
     client = Client(trusted=(), stall_s=settings.stall_s, retries=settings.retries, proxy=None)
     with mapped(place.uri):
         return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client, None)
@@ -204,11 +199,7 @@ _IN_HEADERS = ("access_key_id", "session_token", "security_token", "token", "reg
 
 
 def _check_values(named: Iterable[tuple[str, str]]) -> None:
-    """Refuse values on which obstore panics: an invalid endpoint URL, an invalid region, or a line break.
-
-    Raises:
-        ConfigError: see above. The message leaves out values that may contain a password.
-    """
+    """Reject values on which obstore panics. The ConfigError omits values that may contain a password."""
     for name, value in named:
         word = name.lower()
         if word.endswith(_IN_HEADERS) and re.search(r"[\x00-\x1f\x7f]", str(value)):
@@ -229,12 +220,11 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return options as a hashable value for the cache of `_store`."""
     return tuple(sorted(options.items()))
 
 
 def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return why reads cannot use signed URLs, or None. Some options need headers that a URL cannot carry."""
+    """Return why reads cannot use signed URLs, or None. Some options need headers."""
     names = {name.lower() for name in (*options, *environ)}
     for word in ("request_payer", "sse_customer_key", "s3_express"):
         if prefix == "AWS_" and any(word in name for name in names):
@@ -254,7 +244,6 @@ def _store(
     *,
     is_streaming: bool = False,
 ) -> Store:
-    """Return the cached store for these options, or make it."""
     config: dict[str, Any] = dict(options)
     stall_s = client.stall_s
     endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
@@ -262,8 +251,8 @@ def _store(
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        # Deadline of a whole answer. A large object may take hours, and `read_timeout` limits its silence. That limit
-        # alone would let a page of a listing arrive byte by byte without end.
+        # A large object may take hours, and `read_timeout` limits its silence. That limit alone would let a page of a
+        # listing arrive byte by byte.
         "timeout": timedelta(days=1) if is_streaming else timedelta(seconds=_WHOLE_ANSWER * stall_s),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
@@ -297,7 +286,6 @@ def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapp
     named = dict(options)
     if profile.region and not {"region", "default_region"} & given:
         named["region"] = profile.region
-    # The region determines the endpoints of AWS itself.
     if profile.endpoint and not {"endpoint", "endpoint_url", "endpoint_url_s3"} & given:
         _check_values([("endpoint_url", profile.endpoint)])
         named["endpoint"] = profile.endpoint
@@ -313,13 +301,11 @@ def _uses_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], envir
         return False
     if profile.is_named:
         return True
-    # In boto3's order a web identity comes before the profile files, and the instance's role after them. obstore uses
-    # both without a profile.
+    # boto3 tries a web identity before the profile files. obstore uses a web identity without a profile.
     return profile.gives_credentials and "web_identity_token_file" not in given
 
 
 def _profile_credentials(profile: str) -> S3CredentialProvider:
-    """Return the credentials of an AWS profile through boto3."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -352,14 +338,13 @@ def _proxy(endpoint: SplitResult) -> tuple[str, str] | None:
     proxy = proxy_of(endpoint)
     if proxy is not None:
         return proxy.url, exclusions()
-    # Without a proxy obstore would read the environment itself, and its rules differ from ours.
+    # Without a proxy obstore would read the environment, and its rules differ from ours.
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
 
 
 def _trusted(
     prefix: str, settings: Settings, environ: Mapping[str, str], profile: AwsProfile | None
 ) -> tuple[Bundle, ...]:
-    """Return the certificates that are trusted in addition to the system's."""
     trusted = bundles(settings)
     if prefix != "AWS_":
         return trusted
@@ -397,13 +382,9 @@ _first_pid: int | None = None
 
 
 def check_process() -> None:
-    """Raise if this process was forked after a store was used, because obstore's threads do not survive a fork.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raise ConfigError if this process was forked after a store was used. obstore's threads do not survive a fork."""
     global _first_pid
-    # Check at the first use instead of at the fork, so that a child without object stores works.
+    # A child that uses no object stores works.
     if _first_pid is None:
         _first_pid = os.getpid()
     elif _first_pid != os.getpid():
@@ -419,7 +400,7 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
     try:
         yield
     except PenstockError:
-        # NotFound and PermissionDenied are also OSErrors and must not be mapped twice.
+        # NotFound and PermissionDenied are OSErrors too.
         raise
     except FileNotFoundError as error:
         hint = "check the bucket, the key, and endpoint and region in storage_options"
@@ -441,18 +422,13 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
 
 
 def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
-    """Return the error for an HTTP status for which obstore has no error type. Listings never have one."""
+    """Return the error for an HTTP status for which obstore has no error type."""
     text = str(error)
     match = re.search(r"status code: (\d{3})", text)
     status = int(match[1]) if match else 0
     if any(place in text for place in _NO_CREDENTIALS):
-        return PermissionDenied(
-            "found no credentials",
-            uri=uri,
-            hint=_CREDENTIAL_HINTS.get(uri.partition("://")[0]),
-        )
-    # obstore has no types for these statuses, so search the text. S3 answers HEAD with 400 and no explanation if a
-    # token has expired or the bucket is in another region.
+        return PermissionDenied("found no credentials", uri=uri, hint=_CREDENTIAL_HINTS.get(uri.partition("://")[0]))
+    # S3 replies 400 to HEAD without an explanation if a token has expired or the bucket is in another region.
     if status in {400, 401, 403}:
         return PermissionDenied(_brief(error), uri=uri, hint="check the credentials, their permissions, and the region")
     if status == 404:
@@ -466,14 +442,14 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
         return SourceUnavailable(message, uri=uri, byte_range=byte_range, hint=CERTIFICATE_HINT)
     if "ProxyAuthRequired" in text or status == 407:
         return wrong_proxy_user()
-    # S3 answers 301 and 307 without a Location if the bucket is in another region.
+    # S3 replies 301 and 307 without a Location if the bucket is in another region.
     is_elsewhere = status in {301, 307} or "BareRedirect" in text
     region = "the bucket may be in another region: set AWS_REGION" if is_elsewhere else None
     return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=region)
 
 
 def _brief(error: Exception) -> str:
-    """Return one line for a message: status and code, or the first line without queries, which contain signatures."""
+    """Return one line without queries, which contain signatures."""
     text = str(error)
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:

@@ -1,7 +1,7 @@
 """Objects in S3, Google Cloud Storage and Azure: open, list, read and write them.
 
-Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. Where URLs cannot be signed, obstore
-reads with one copy, and the reported path says so. `object_stores` handles credentials and options.
+Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. For URLs that cannot be signed,
+obstore reads with one copy. `object_stores` handles credentials and options.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 FETCH_THREADS = 16
 """Default number of threads that read one remote checkpoint.
 
-Reason: a request waits for its first byte 20-200 ms, and one connection to S3 carries 85-90 MB/s.
+A request waits 20-200 ms for its first byte, and one connection to S3 carries 85-90 MB/s.
 Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
-# Minimum size of the pieces that obstore returns. Each piece costs a turn of the interpreter.
+# Minimum size of obstore's pieces, each of which acquires the GIL.
 _PIECE_BYTES = MIB
 
 MAX_SEEN_KEYS = 10_000_000
-"""Maximum number of keys that a listing inspects. Reason: S3 lists some 10,000 a second."""
+"""Maximum number of keys that a listing inspects. S3 lists some 10,000 a second."""
 MAX_LISTED_KEYS = 1_000_000
-"""Maximum number of keys that a listing returns. Reason: the largest checkpoints have some thousand files."""
+"""Maximum number of keys that a listing returns. The largest checkpoints have some thousand files."""
 MAX_LISTED_BYTES = 256 * MIB
 """Maximum total length of these keys. An S3 key has at most 1,024 bytes."""
 
@@ -61,12 +61,12 @@ _LISTING = 20
 
 T = TypeVar("T")
 
-# Seconds that a signed URL is valid. It is renewed after half of that. Session credentials last longer.
+# Seconds that a signed URL is valid. It is renewed after half of that time.
 _SIGNED_S = 3600
 
-# Part size of an upload. Source: AWS, "Multipart upload limits": 5 MiB to 5 GiB, at most 10,000 parts. Allows 160 GB.
+# Part size of an upload. S3 allows 10,000 parts, hence 160 GB. Source: AWS, "Multipart upload limits".
 _PART_BYTES = 16 * MIB
-# Parts of one file uploaded at once.
+# Concurrent parts of one upload.
 _PARTS = 8
 
 
@@ -79,7 +79,7 @@ class SignedOrigin:
 
     def url(self) -> SplitResult:
         """See `Origin.url`."""
-        # URL and time are one attribute, read once, because another thread may renew them.
+        # URL and time are one attribute, because another thread may renew them.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
             signed = _signed(self._place.uri, self._place.store, self._place.key)
@@ -95,11 +95,11 @@ class SignedOrigin:
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`. The credentials may have been replaced since."""
+        """See `Origin.renew`. The credentials may have been replaced."""
         current = self._current
         if current is not None and current[0] == url:
             self._current = None
-        # S3 answers 400 if a session token has expired.
+        # S3 replies 400 if a session token has expired.
         return status in {400, 401, 403}
 
     def moved(self, url: SplitResult, location: str) -> str | None:
@@ -160,7 +160,7 @@ class StoreSource:
             try:
                 with mapped(self.uri, (offset, stop)):
                     pieces = self._pieces(offset, stop, piece_bytes)
-                    # A helper thread waits for the piece, because obstore's waits cannot be interrupted.
+                    # obstore's waits cannot be interrupted, so a helper thread waits.
                     while (piece := waits.in_helper(partial(next, pieces, None))) is not None:
                         offset += piece.nbytes
                         at = 0
@@ -169,8 +169,8 @@ class StoreSource:
                             at += buffer.nbytes
                 patience.progress()
             except (SourceUnavailable, SourceStalled) as error:
-                # obstore has retried. If the answer ends inside a large piece, the bytes of that piece are lost. Read
-                # small pieces from now on, so that every byte that arrives counts as progress.
+                # obstore has retried. If the response ends inside a large piece, the bytes of that piece are lost. With
+                # small pieces, every byte that arrives counts as progress.
                 piece_bytes = 1
                 if offset > before:
                     patience.progress()
@@ -179,10 +179,9 @@ class StoreSource:
         return "obstore"
 
     def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` in obstore's pieces. SourceChanged if the object has changed."""
         check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
-        # If-Match needs strong ETags (RFC 9110, 13.1.1), so a weak ETag would never match.
+        # If-Match needs strong ETags (RFC 9110, 13.1.1).
         if self.identity and not self.identity.startswith("W/"):
             options["if_match"] = self.identity
         result = obstore.get(self._place.streaming(), self._place.key, options=options)
@@ -196,11 +195,11 @@ class StoreSource:
             for piece in stream:
                 yield memoryview(piece)
         finally:
-            # The last reference to an answer keeps its connection open, and a traceback would hold one.
+            # A traceback would keep the response and its connection open.
             del result, stream
 
     def close(self) -> None:
-        """Do nothing: the store is shared and keeps its connections."""
+        """See `Source.close`. The shared store keeps its connections."""
 
 
 def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
@@ -224,15 +223,13 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     if origin is None:
         return StoreSource(place, meta, settings=settings, why=why)
     seen = Validators(
-        etag=meta["e_tag"] or "",
-        last_modified=format_datetime(meta["last_modified"], usegmt=True),
-        nbytes=meta["size"],
+        etag=meta["e_tag"] or "", last_modified=format_datetime(meta["last_modified"], usegmt=True), nbytes=meta["size"]
     )
     return HttpSource(uri, origin, seen, settings=settings, trusted=place.trusted)
 
 
 def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
-    """Return the URL to read `place` from and "", or None and the reason."""
+    """Return the origin of signed or plain URLs and "", or None and the reason."""
     if place.unsignable:
         return None, place.unsignable
     if place.anonymous:
@@ -245,7 +242,7 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
     origin = SignedOrigin(place)
     if place.root.startswith("s3"):
         return origin, ""
-    # Other stores can sign only with a key. A token or an instance's role is not enough.
+    # Other stores can sign only with a key, not with a token or an instance's role.
     try:
         waits.in_helper(partial(obstore.sign, place.store, "GET", place.key, timedelta(seconds=_SIGNED_S)))
     except BaseError as error:
@@ -254,11 +251,12 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
 
 
 def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the objects that `uri` names, sorted: one object, all directly under a prefix, or all matches of a glob.
+    """Return the sorted objects that `uri` names: one object, all directly under a prefix, or all matches of a glob.
 
     Args:
         uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
-            across segments).
+            across
+            segments).
 
     Raises:
         NotFound: no object matches.
@@ -268,10 +266,12 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
     key = place.key
-    # If an object and a prefix have the same name, use the object. A slash after the name selects the prefix.
-    if key and not key.endswith("/") and _exists(place):
-        return [uri]
-    # A key that ends in a slash is a prefix, because globs match objects only.
+    # An object takes precedence over a prefix with the same name. A trailing slash selects the prefix.
+    if key and not key.endswith("/"):
+        with contextlib.suppress(NotFound):
+            _ask(uri, obstore.head, place.store, key)
+            return [uri]
+    # Globs match objects only.
     glob = None if key.endswith("/") else GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
@@ -293,15 +293,13 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
 
 def _pages_below(place: ObjectKey, prefix: str) -> Iterator[list[str]]:
-    """Yield pages with all keys below a prefix. Each page has its own deadline."""
+    """Yield pages with all keys below a prefix, each with a separate deadline."""
     pages = _ask(place.uri, obstore.list, place.store, prefix or None, chunk_size=1000)
     while (page := _ask(place.uri, next, pages, None)) is not None:
         yield [meta["path"] for meta in page]
 
 
 def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
-    """Return the keys directly below a prefix. SourceStalled if the listing takes longer than `wait_s`."""
-
     async def ask() -> list[str]:
         # The synchronous call cannot be interrupted, and an endless listing would fill the memory.
         listing = obstore.list_with_delimiter_async(place.store, prefix or None)
@@ -315,7 +313,6 @@ def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
 
 
 def _check_limits(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
-    """Raise FormatError if a listing is too long."""
     for number, limit, what in (
         (num_seen, MAX_SEEN_KEYS, "keys are inspected"),
         (num_keys, MAX_LISTED_KEYS, "keys are returned"),
@@ -326,19 +323,10 @@ def _check_limits(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
             raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
 
 
-def _exists(place: ObjectKey) -> bool:
-    """Return whether an object with this key exists."""
-    try:
-        _ask(place.uri, obstore.head, place.store, place.key)
-    except NotFound:
-        return False
-    return True
-
-
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
     """Return a small object, or None if it does not exist.
 
-    If a user may read but not list a bucket, an absent object raises PermissionDenied.
+    An absent object raises PermissionDenied if the user may read but not list the bucket.
 
     Raises:
         FormatError: the object is larger than `MAX_SMALL_BYTES`.
@@ -352,22 +340,14 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Write a small object (a manifest, a signature) atomically.
-
-    Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
-    """
+    """Write a small object (a manifest, a signature) atomically. Raises as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
     # A single PUT is atomic. An interrupted multipart upload leaves parts that cost money but are not listed.
     _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
 
 
 def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Remove an object, if it exists.
-
-    Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
-    """
+    """Remove an object, if it exists. Raises as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
     with contextlib.suppress(NotFound), mapped(uri):
         obstore.delete(place.store, place.key)
@@ -376,41 +356,32 @@ def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str,
 def upload_file(
     uri: str, path: str | os.PathLike[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> None:
-    """Upload a local file of any size in parts.
-
-    Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
-    """
+    """Upload a local file of any size in parts. Raises as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
 
     def put() -> None:
         with open(path, "rb") as file:
             obstore.put(
-                place.streaming(),
-                place.key,
-                file,
-                use_multipart=True,
-                chunk_size=_PART_BYTES,
-                max_concurrency=_PARTS,
+                place.streaming(), place.key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS
             )
 
     _ask(uri, put)
 
 
 def _signed(uri: str, store: Store, key: str) -> str:
-    """Return a signed URL. Signing may need requests, for example for an instance's role."""
+    """Return a signed URL. Signing may send requests, for example for an instance's role."""
     return _ask(uri, obstore.sign, store, "GET", key, timedelta(seconds=_SIGNED_S))
 
 
 def _ask(uri: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call obstore in a helper thread and return the result, because its calls cannot be interrupted."""
+    """Call obstore in a helper thread, because its calls cannot be interrupted."""
     check_process()
     with mapped(uri):
         return waits.in_helper(partial(call, *args, **options))
 
 
 class ObjectStorage:
-    """The storage for s3://, gs:// and az:// URIs. It offers this module's functions as a `WritableStorage`."""
+    """The storage for s3://, gs:// and az:// URIs."""
 
     open = staticmethod(open_object)
     list = staticmethod(list_objects)

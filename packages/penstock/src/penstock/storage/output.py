@@ -1,8 +1,4 @@
-"""Writers of weight sets: tensors arrive in any order, and the set is published as a whole or not at all.
-
-OutputSet.create -> DST.penstock-KEY/ --write(file, offset, bytes)--> publish: sync, index, rename -> DST/
-                                                                      publish_remote: upload, index, manifest
-"""
+"""Writers of weight sets, whose tensors arrive in any order. A set is published as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -37,22 +33,22 @@ from penstock.waits import Threads
 log = log_named("penstock.storage")
 
 Content = bytes | Callable[[], bytes]
-"""Content of a small file, or a function that returns it at the time of writing."""
+"""Content of a small file, or a function that returns it when the file is written."""
 GGUF_FILE = "model.gguf"
 """File name of a result in GGUF format."""
 
-# The files belong to this writer. A link in their place would lead elsewhere.
+# A symlink in place of an output file would lead elsewhere.
 _OWN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 _DISK_WRITE_BYTES = 1 << 20
-"""Size of one write to a disk's page cache. For larger writes Linux takes memory in pieces of 2 MiB, which a virtual
-machine may have to get from its host first. Converting 4 GB to FP8 on ext4 then took twice as long.
-Source: benchmarks/results/cpu2_202611/convert.md."""
+"""Size of one write to a disk's page cache. For larger writes Linux allocates 2 MiB blocks, which a virtual machine may
+have to get from its host first. Converting 4 GB to FP8 on ext4 then took twice as long. Source:
+benchmarks/results/cpu2_202611/convert.md."""
 
 UPLOADING = "penstock.uploading"
 """Marker object under a prefix during an upload."""
 
-# Number of files uploaded at once, each in several parts. See `objects.upload_file`.
+# Number of concurrent uploads, each in several parts.
 _UPLOADS = 4
 
 
@@ -105,7 +101,7 @@ class OutputSet:
             entry = (self.name_of(row), table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
             entries[int(table.file_index[row])].append(entry)
         named = zip(entries, self.names, strict=True)
-        # Encode headers now, because their length gives the offset of the first body.
+        # The length of a header gives the offset of the first body.
         self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
         self.data_offset = [len(header) for header in self._headers]
 
@@ -120,7 +116,7 @@ class OutputSet:
         Raises:
             DiskFull: there is not enough space. A new directory is removed again.
         """
-        # An existing directory has bytes that a resumed job needs, so a full disk must not remove it.
+        # An existing directory has bytes that a resumed job needs.
         is_new = not self.directory.exists()
         try:
             self.make()
@@ -136,7 +132,7 @@ class OutputSet:
             self.directory.mkdir(parents=True, exist_ok=True)
             for name, header in zip(self.names, self._headers, strict=True):
                 (self.directory / name).parent.mkdir(exist_ok=True)
-                # No O_TRUNC: a resumed job needs the bytes that it wrote before.
+                # No O_TRUNC, because a resumed job needs the bytes that it wrote before.
                 fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
                 try:
                     os.pwrite(fd, header, 0)
@@ -144,32 +140,26 @@ class OutputSet:
                     os.close(fd)
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Reserve space for all bodies in the files of `make`, until `is_over` returns True. DiskFull: files stay.
+        """Reserve space for all bodies in the files of `make`, until `is_over` returns True. Raises DiskFull.
 
-        Cost: tmpfs takes 0.3 s for each GB of a file, because it allocates pages. Files are processed in parallel.
+        tmpfs takes 0.3 s for each GB of a file, because it allocates pages. Files are processed in parallel.
         """
-        # A container has fewer cores than its host, so use sched_getaffinity instead of cpu_count.
+        # A container has fewer cores than `cpu_count` returns.
         with self._typed(), Threads(len(os.sched_getaffinity(0)), "penstock-allocate") as pool:
-            self._check_space()
+            needed = 0
+            for name, nbytes in zip(self.names, self.file_nbytes, strict=True):
+                entry = (self.directory / name).stat()
+                # A file that was started may have reserved space or holes, so compare blocks.
+                if entry.st_size < nbytes:
+                    needed += max(0, nbytes - entry.st_blocks * 512)
+            require_space(self.directory, needed)
             for _ in pool.map(partial(self._allocate, is_over), self.names, self.file_nbytes):
                 pass
 
-    def _check_space(self) -> None:
-        """Raise DiskFull if the file system has less space than the files still need."""
-        needed = 0
-        for name, nbytes in zip(self.names, self.file_nbytes, strict=True):
-            entry = (self.directory / name).stat()
-            # Compare blocks: a file that was started may have reserved space or holes.
-            if entry.st_size < nbytes:
-                needed += max(0, nbytes - entry.st_blocks * 512)
-        require_space(self.directory, needed)
-
     def _typed(self, path: Path | None = None) -> contextlib.AbstractContextManager[None]:
-        """Map the OSError of a write to an error that states the size of the set."""
         return typed(path or self.directory, needed=sum(self.file_nbytes))
 
     def _allocate(self, is_over: Callable[[], bool], name: str, nbytes: int) -> None:
-        """Reserve space for a file. A file that already has its full length is left as it is."""
         fd = os.open(self.directory / name, os.O_RDWR | _OWN_FILE)
         try:
             if nbytes > os.fstat(fd).st_size:
@@ -187,21 +177,21 @@ class OutputSet:
             self._write_bytes = sys.maxsize
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset from the file's first body. Thread-safe. DiskFull, DestinationError."""
+        """Write bytes at an offset from the file's first body. Thread-safe. Raises DiskFull or DestinationError."""
         at = self.data_offset[file] + offset
         with self._typed(self.directory / self.names[file]):
-            # Writes may be short: Linux writes at most 2 GiB at once, and less on a full disk.
+            # Linux writes at most 2 GiB at once, and less on a full disk.
             while data.nbytes:
                 done = os.pwrite(self._fds[file], data[: self._write_bytes], at)
                 at, data = at + done, data[done:]
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Read bytes back from an offset as in `write`. DestinationError if the file is too short."""
+        """Read bytes back from an offset as in `write`. Raises DestinationError if the file is too short."""
         at = self.data_offset[file] + offset
         with typed(self.directory / self.names[file]):
             while into.nbytes:
                 done = os.preadv(self._fds[file], [into], at)
-                # The space was reserved, so another process must have truncated the file.
+                # The space was reserved, so another process truncated the file.
                 if not done:
                     raise DestinationError("an output file was truncated", uri=str(self.directory))
                 at, into = at + done, into[done:]
@@ -234,13 +224,13 @@ class OutputSet:
                 os.fsync(fd)
 
     def read_back(self, small: Mapping[str, Content]) -> None:
-        """Read the headers back with Penstock's reader, so that only a readable set replaces another one.
+        """Read the headers back, so that only a readable set replaces a previous set.
 
         Args:
             small: files to be published with the set. Manifests and weight files among them are also read.
 
         Raises:
-            DestinationError: a file differs from what was written.
+            DestinationError: a file differs from the bytes written.
         """
         rows: list[dict[str, Entry]] = [{} for _ in self.names]
         table = self.table
@@ -253,7 +243,7 @@ class OutputSet:
             # The table has no GGUF types to compare with.
             require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
         for name, content in small.items():
-            # The rest are copies of a source's files, without weights or manifests.
+            # The remaining files are copies of a source's files, without weights or manifests.
             if isinstance(content, bytes):
                 require_readable_bytes(self.directory / name, content)
 
@@ -262,7 +252,7 @@ class OutputSet:
 
         Args:
             small: content by file name. A name may contain directories.
-            replace: replace a weight set at `into` and remove the old one afterwards.
+            replace: replace a weight set at `into`, which is then removed.
 
         Raises:
             ConfigError: other files are at `into`.
@@ -279,7 +269,7 @@ class OutputSet:
                 while folder != self.directory:
                     folders.add(folder)
                     folder = folder.parent
-                # O_TRUNC: an earlier attempt may have left a longer file.
+                # An earlier attempt may have left a longer file.
                 fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OWN_FILE, 0o666)
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
@@ -290,7 +280,7 @@ class OutputSet:
                 _sync_directory(folder)
         self.read_back(small)
         with typed(into):
-            # Check again as late as possible. The lock excludes only other writers that use Penstock.
+            # Check again as late as possible, because the lock excludes only writers that use Penstock.
             with locked(self.directory.parent):
                 place = OutputPlace.at(into)
                 place.require_free(replace=replace)
@@ -309,7 +299,7 @@ class OutputSet:
             self._remove_old(place.path)
 
     def _remove_old(self, into: Path) -> None:
-        """Remove the replaced weight set, but keep it if other files were added since the check."""
+        """Remove the replaced weight set, but keep it if files were added after the check."""
         if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
             kept = into.with_name(f"{short_name(into)}.replaced-{secrets.token_hex(4)}")
             os.rename(self.directory, kept)
@@ -322,7 +312,7 @@ class OutputSet:
             exchange(self.directory, into)
             return
         except OSError as error:
-            # NFS and other file systems lack this call, and so do kernels before 3.15.
+            # NFS and kernels before 3.15 lack this call.
             if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
                 raise
             why = error.strerror
@@ -338,7 +328,7 @@ class OutputSet:
 
     def remove(self) -> None:
         """Remove the directory and all its files."""
-        # If a link was replaced, remove only the link.
+        # A replaced symlink is removed without its target.
         if self.directory.is_symlink():
             self.directory.unlink()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -356,7 +346,7 @@ class OutputRegion(OutputSet):
     The owner of the memory creates, shares and frees it.
     """
 
-    # Does not call the base constructor, which would encode a header. The memory has none.
+    # The base constructor would encode a header, which the memory does not have.
     def __init__(self, path: Path, table: TensorTable) -> None:
         self.directory = path
         self.table = table
@@ -384,7 +374,7 @@ def publish_remote(
     """Upload a set, its index and manifest last, and remove the local files.
 
     Args:
-        small: content of small files by name (manifest, configuration). The manifest is required.
+        small: content of small files by name, including the manifest.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: options of the store by obstore's names.
 
@@ -392,14 +382,14 @@ def publish_remote(
         ConfigError: a weight set or other files are already under the prefix.
         SourceUnavailable, PermissionDenied: the store failed. Without a manifest, the next upload may overwrite files.
     """
-    # Import on first use: obstore takes 100 ms, which conversions to local files do not need.
+    # obstore takes 100 ms to import.
     from penstock.storage.objects import remove_object, upload_file, write_small
 
     prefix = uri.rstrip("/")
     require_free_remote(prefix, settings=settings, storage_options=storage_options)
 
     out.read_back(small)
-    # Write the marker first, so that the next call may overwrite the files of an interrupted upload.
+    # The marker allows the next call to overwrite the files of an interrupted upload.
     write_small(f"{prefix}/{UPLOADING}", b"", settings=settings, storage_options=storage_options)
 
     def upload(name: str) -> None:
@@ -409,7 +399,7 @@ def publish_remote(
     with Threads(_UPLOADS, thread_name_prefix="penstock-upload") as pool:
         for done in [pool.submit(upload, name) for name in out.names]:
             done.result()
-    # Upload index and manifest last, so that readers who find them also find all files.
+    # Readers that find index and manifest must also find all files.
     last: dict[str, Content] = {**out.index(), SIDECAR: small[SIDECAR]}
     for name, content in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
         data = content if isinstance(content, bytes) else content()
@@ -417,13 +407,13 @@ def publish_remote(
     try:
         remove_object(f"{prefix}/{UPLOADING}", settings=settings, storage_options=storage_options)
     except SourceError as error:
-        # The set is complete, so this is no failure. Some users may write objects but not remove them.
+        # The set is complete. Some users may write objects but not remove them.
         log.warning("%s/%s stays, because it cannot be removed: %s", prefix, UPLOADING, error.message)
     out.remove()
 
 
 def _rank(name: str) -> int:
-    """Return when a file is moved into a directory that must stay. See `place.fill`."""
+    """Return when a file is moved into a directory that must stay, see `place.fill`."""
     if name == SIDECAR or name.endswith(INDEX_SUFFIX):
         return 0
     # The stamp moves last, because it marks the result as complete.
@@ -443,7 +433,7 @@ def require_free_remote(uri: str, *, settings: Settings, storage_options: Mappin
     hint = "remove it, or write to another prefix"
     if SIDECAR in there:
         raise ConfigError("the prefix already has a weight set", uri=prefix, hint=hint)
-    # Files of an interrupted upload may be overwritten. Other weights and configurations may not.
+    # Files of an interrupted upload may be overwritten.
     others = sorted(name for name in there if name.endswith((SUFFIX, GGUF_SUFFIX, ".json")))
     if others and UPLOADING not in there:
         message = f"the prefix already has files that Penstock did not write: {', '.join(others[:5])}"
@@ -451,7 +441,6 @@ def require_free_remote(uri: str, *, settings: Settings, storage_options: Mappin
 
 
 def _sync_directory(path: Path) -> None:
-    """Write a directory's entries to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,7 +1,5 @@
-"""Pickled weights: recognise and refuse them, and name the command that converts them.
-
-They are never read, because a pickle is a program that runs when it is read.
-"""
+"""Recognise pickled weights and refuse them, because reading a pickle runs code. The error names a command to
+convert."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import Sequence
 from penstock.errors import UnsafeFormat
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Files with these suffixes that are not weights. Source: transformers' Trainer and accelerate write them.
+# Other files with these suffixes, written by transformers' Trainer and accelerate.
 _OTHERS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
 # torch.save writes a zip archive. Before torch 1.6 it wrote a pickle of protocol 2.
 _MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -23,28 +21,27 @@ CONVERT = (
     "os.path.splitext(f)[0] + '.safetensors') for f in sys.argv[1:] "
     "for d in [torch.load(f, map_location='cpu', weights_only=True)]]"
 )
-"""Program for the command in the message. It clones tensors, since safetensors refuses tensors that share memory, such
-as tied weights."""
+"""Program that converts pickled weights. It clones tensors, because safetensors refuses tensors that share memory."""
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file's name is usual for pickled weights."""
+    """Return whether a file name is usual for pickled weights."""
     last = name.partition("?")[0].rpartition("/")[2]
     return last.endswith(_SUFFIXES) and not last.startswith(_OTHERS)
 
 
 def is_pickle(first: bytes | bytearray) -> bool:
     """Return whether a file begins like a pickle from torch."""
-    # A safetensors file begins with the length of its header, which may look like a magic, followed by JSON.
+    # The header length of a safetensors file may look like a pickle's magic, but JSON follows.
     is_safetensors = bytes(first[4:9]) == b"\0\0\0\0{"
     return bytes(first[:4]).startswith(_MAGICS) and not is_safetensors
 
 
 def refusal(files: Sequence[str], uri: str) -> UnsafeFormat:
-    """Return the error for files of pickled weights.
+    """Return the error for pickled weights.
 
     Args:
-        files: paths or URIs. Remote files are shown by their last part, because they must be downloaded first.
+        files: paths or URIs. Remote files must be downloaded first, so only their last segments are listed.
     """
     is_remote = any("://" in file for file in files)
     names = [file.partition("?")[0].rpartition("/")[2] if is_remote else file for file in files]

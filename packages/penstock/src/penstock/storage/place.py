@@ -1,9 +1,7 @@
-"""Local destinations: checks before the work starts, and a lock so that one process at a time writes to a place.
+"""Local destinations of weight sets: checks before the work starts, and locks against a second writer.
 
-OutputPlace.at(path)      resolves a path or link to an absolute path
-    .require_free()       refuses a source of the work, files of other programs, and places that cannot be replaced
-    .staging(token)       names a hidden staging directory next to the place, or in it if the place must stay
-DestinationClaim(...)     makes and locks the staging directory, or refuses a second writer
+`OutputPlace` resolves and checks a destination and names its staging directory. `DestinationClaim` makes and locks the
+staging directory.
 """
 
 from __future__ import annotations
@@ -17,21 +15,13 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from penstock.errors import (
-    MALFORMED,
-    ConfigError,
-    DestinationError,
-    FormatError,
-    IntegrityError,
-    NotFound,
-    SourceError,
-)
+from penstock.errors import MALFORMED, ConfigError, DestinationError, FormatError, IntegrityError, NotFound, SourceError
 from penstock.lifecycle import Closeable, release_after_fork
 from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.local import read_bounded
@@ -45,12 +35,12 @@ STAMP = "penstock.job"
 """File that a conversion writes into its result. It names the job and the files other than weights."""
 BUNDLES = "penstock-artifacts"
 """Name of the directory next to a model for bundles of compiled code."""
-# An empty volume has this directory, which its file system reserves.
+# An empty volume has this directory.
 _LOST_AND_FOUND = "lost+found"
 _LOCK = ".penstock-lock"
-# File with the names of the files that `fill` is moving into a place.
+# File with the names of the files that `fill` is moving.
 _MOVING = ".penstock-moving"
-# Longest wait for another process that checks or publishes in the same directory, which takes milliseconds.
+# Longest wait in seconds for another process that checks or publishes in the directory.
 _WAIT_S = 10.0
 _POLL_S = 0.01
 _MAX_NAMES = 5
@@ -62,10 +52,10 @@ class OutputPlace:
     """A local directory at which a weight set is published."""
 
     path: Path
-    """Absolute path. A link to an empty directory was resolved."""
+    """Absolute path. A symlink to an empty directory was resolved."""
     keeps_directory: bool
-    """True if the directory itself must stay, so that files are moved into it. A mount point must stay, and so must the
-    working directory and a directory whose parent cannot be written."""
+    """Whether the directory itself must stay and files are moved into it: a mount point, the working directory, or a
+    directory whose parent cannot be written."""
 
     @classmethod
     def at(cls, destination: str | os.PathLike[str]) -> OutputPlace:
@@ -77,7 +67,8 @@ class OutputPlace:
         """
         path = _resolve(destination)
         with typed(path):
-            # lstat raises for names that are too long and for loops of links. `lexists` would report them as absent.
+            # lstat raises for names that are too long and for loops of symlinks. `lexists` would report such names as
+            # absent.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.lstat(path)
             keeps_directory = False
@@ -87,10 +78,9 @@ class OutputPlace:
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise unless nothing is here, or only a weight set from Penstock that `replace` allows to be replaced.
+        """Raise unless the place is free, or has only a weight set from Penstock that `replace` allows to be replaced.
 
         Args:
-            replace: see `require_free`.
             sources: URIs that the work reads.
 
         Raises:
@@ -107,14 +97,13 @@ class OutputPlace:
 
 
 def _resolve(destination: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a destination. A link to an empty directory is resolved."""
     path = Path(local_path(text_of(destination)))
     # `.`, `..` and `/` have no name for a staging directory next to them.
     if path.name in {"", ".."}:
         return Path(os.path.realpath(path))
     path = path.absolute()
     with typed(path):
-        # A link to a weight set is itself replaced. The directory that it points to stays.
+        # A symlink to a weight set is itself replaced.
         if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
             return Path(os.path.realpath(path))
     return path
@@ -125,7 +114,7 @@ def _prefix(path: Path) -> str:
 
 
 def _reason_to_stay(path: Path) -> str:
-    """Return why a directory must stay, or "" if another directory may take its name."""
+    """Return why a directory must stay, or "" if another directory may get its name."""
     if _is_mount(path):
         return "it is a mount point"
     # The working directory may have been removed.
@@ -146,7 +135,7 @@ def _is_mount(path: Path) -> bool:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
         return False
-    # Source: proc_pid_mountinfo(5). The fifth field is the path, with spaces and such in octal.
+    # Source: proc_pid_mountinfo(5). The fifth field is the path, with octal escapes.
     points = (line.split(b" ")[4] for line in lines if line.count(b" ") > 4)
     return any(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), point) == real for point in points)
 
@@ -158,12 +147,10 @@ def _entries(path: Path) -> list[str]:
 
 
 def _is_staging(path: Path, name: str) -> bool:
-    """Return whether `name` in the place `path` is a staging directory of this user, or the journal for one."""
     return name.startswith(_prefix(path)) and (path / name).lstat().st_uid == os.geteuid()
 
 
 def _staging_in(where: Path, path: Path) -> Iterator[Path]:
-    """Yield this user's staging directories in `where` for the place `path`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(where) as entries:
         for entry in entries:
             if entry.name.startswith(_prefix(path)) and entry.is_dir(follow_symlinks=False):
@@ -187,7 +174,7 @@ def require_free(into: Path, *, replace: bool = False) -> None:
     if not any(name == SIDECAR or name.endswith((SUFFIX, GGUF_SUFFIX)) for name in names):
         message = "the destination exists and has no weight set, and only weight sets are replaced"
         raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
-    # Only the link itself is replaced, so the files that it points to stay.
+    # Only the symlink itself is replaced.
     if into.is_symlink():
         return
     if why := _reason_to_stay(into):
@@ -203,8 +190,6 @@ def require_free(into: Path, *, replace: bool = False) -> None:
 
 
 class _StampedFiles(msgspec.Struct):
-    """The field of `STAMP` with the files that a job wrote."""
-
     files: tuple[str, ...] = ()
 
 
@@ -219,23 +204,16 @@ def foreign(directory: Path) -> list[str]:
         place = "" if root == str(directory) else f"{os.path.relpath(root, directory)}/"
         for folder in list(folders):
             name = f"{place}{folder}"
-            is_link = os.path.islink(os.path.join(root, folder))
-            if is_link or not (
-                name == BUNDLES or name in written or any(one.startswith(f"{name}/") for one in written)
-            ):
-                # Do not descend: a link may lead anywhere, and a home directory has a million files.
+            is_known = name == BUNDLES or name in written or any(one.startswith(f"{name}/") for one in written)
+            if os.path.islink(os.path.join(root, folder)) or not is_known:
+                # Do not descend, because a symlink may lead anywhere and a home directory has a million files.
                 folders.remove(folder)
                 found.append(f"{name}/")
-        found += [f"{place}{file}" for file in files if not _is_written(f"{place}{file}", written)]
+        for name in (f"{place}{file}" for file in files):
+            is_bundle = name.startswith(f"{BUNDLES}/") and name.endswith(SUFFIX)
+            if not is_bundle and not {name, name.partition("/")[0]} & written:
+                found.append(name)
     return sorted(found)
-
-
-def _is_written(name: str, written: Collection[str]) -> bool:
-    return (
-        name in written
-        or name.partition("/")[0] in written
-        or (name.startswith(f"{BUNDLES}/") and name.endswith(SUFFIX))
-    )
 
 
 def _written(directory: Path) -> frozenset[str]:
@@ -252,9 +230,9 @@ def _written(directory: Path) -> frozenset[str]:
 
 
 def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError if a local source is in the destination, or if replacing the destination would damage it.
+    """Raise ConfigError if a local source is in the destination, or if `replace` would remove files of a source.
 
-    Links to directories and files are followed. Two mounts of a directory count as the same directory.
+    Symlinks are followed. Two mounts of a directory count as the same directory.
     """
     try:
         target = os.stat(into)
@@ -277,7 +255,7 @@ def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) 
                 message = f"the destination {'is' if is_target(real) else 'contains'} the source {real}"
                 hint = "write to another place, then replace the source yourself if you want to"
                 raise ConfigError(message, uri=str(into), hint=hint)
-        # Replacing removes the destination, whose files may belong to the source: an index can name shards in it.
+        # Files of the destination may belong to the source, because an index can name shards in it.
         real = Path(os.path.realpath(path))
         if replace and real_target.is_relative_to(real):
             hint = "write to a place outside the source"
@@ -285,7 +263,7 @@ def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) 
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yield the links in a directory, or all matches of a glob, since their files may be elsewhere."""
+    """Yield the symlinks in a directory, or all matches of a glob, because their files may be elsewhere."""
     if path.is_dir():
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             yield from [Path(entry.path) for entry in entries if entry.is_symlink()]
@@ -297,9 +275,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 class DestinationClaim(Closeable):
-    """A writer's locked staging directory. Closing it releases the lock.
-
-    The kernel releases the lock of a process that ends in any way.
+    """A writer's locked staging directory. Closing it or exiting the process releases the lock.
 
     Args:
         fd: descriptor of the locked file in `staging`.
@@ -322,7 +298,7 @@ class DestinationClaim(Closeable):
             place: destination of the result.
             staging: the directory from `place.staging`, or any directory for results that are uploaded.
             mode: mode of the directory, before the umask.
-            is_shared: allow other writers of the place at the same time. The last to publish decides.
+            is_shared: allow concurrent writers of the place. The last to publish decides.
 
         Raises:
             DestinationError: another process writes to this place, or the directory cannot be made or belongs to
@@ -339,7 +315,7 @@ class DestinationClaim(Closeable):
                             raise _busy(place)
                     with contextlib.suppress(FileExistsError):
                         staging.mkdir(mode)
-                        # `close` removes it if it stays empty.
+                        # `close` removes an empty directory.
                         new.insert(0, staging)
                     return cls(staging, _locked_folder(staging, place), new)
             except BaseException:
@@ -353,7 +329,7 @@ class DestinationClaim(Closeable):
         remove_empty(new)
 
     def let_go(self) -> None:
-        """In a forked child, close the descriptor, which would keep the lock alive."""
+        """Close the descriptor in a forked child, which would otherwise hold the lock."""
         self._release()
 
 
@@ -361,7 +337,6 @@ _claims = release_after_fork(DestinationClaim.let_go)
 
 
 def _locked_folder(staging: Path, place: Path) -> int:
-    """Lock a staging directory. Return the descriptor of the lock. Raises as `DestinationClaim.open`."""
     try:
         folder = os.open(staging, _FOLDER_FLAGS)
     except OSError as error:
@@ -410,7 +385,6 @@ def _lock_file(folder: int) -> int:
 
 
 def _is_locked(staging: Path) -> bool:
-    """Return whether a process is writing to a staging directory."""
     with contextlib.suppress(OSError):
         fd = os.open(staging / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -423,7 +397,7 @@ def _is_locked(staging: Path) -> bool:
 
 
 def remove_dead(place: OutputPlace, kind: str) -> None:
-    """Remove staging directories whose token begins with `kind` and whose writer has ended."""
+    """Remove staging directories whose token begins with `kind` and whose writer has exited."""
     staging = place.staging(kind)
     with typed(place.path):
         for other in list(_staging_in(staging.parent, place.path)):
@@ -433,7 +407,7 @@ def remove_dead(place: OutputPlace, kind: str) -> None:
 
 
 def lock_within(fd: int, wait_s: float) -> None:
-    """Lock an open file or directory. The lock ends with the descriptor.
+    """Lock an open file or directory. Closing the descriptor releases the lock.
 
     Raises:
         BlockingIOError: another process held the lock for `wait_s`.
@@ -453,10 +427,10 @@ def lock_within(fd: int, wait_s: float) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock for a moment, to check and change names in it.
+    """Hold a directory's lock while names in it are checked and changed.
 
     Raises:
-        DestinationError: another process has held it for too long.
+        DestinationError: another process has held the lock for too long.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -465,7 +439,7 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise _busy(directory) from error
         except OSError:
-            # NFS cannot lock directories. Two writers that start at the same moment may then refuse each other.
+            # NFS cannot lock directories. Two writers that start at the same moment may then reject each other.
             pass
         yield
     finally:
@@ -494,8 +468,8 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
     If the process is killed midway, the next call moves the files back by the list in the staging directory.
 
     Args:
-        order: returns the rank of a name. Low ranks move first. Moving manifest and index first makes a reader see an
-            incomplete set and not a smaller one.
+        order: returns the rank of a name. Low ranks move first. With manifest and index first, a reader never sees a
+            smaller set.
     """
     names = sorted((name for name in os.listdir(staging) if name != _LOCK), key=lambda name: (order(name), name))
     with open(staging / _MOVING, "xb") as file:
@@ -512,7 +486,7 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
 
 
 def _move_back(place: Path, staging: Path) -> None:
-    """Undo an interrupted `fill`, if there was one."""
+    """Undo an interrupted `fill`."""
     with contextlib.suppress(NotFound, FormatError, *MALFORMED):
         names = msgspec.json.decode(read_bounded(str(staging / _MOVING), MAX_SMALL_BYTES), type=list[str])
         for name in names:

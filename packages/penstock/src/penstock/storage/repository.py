@@ -1,10 +1,7 @@
-"""The common part of model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
+"""The common code of model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
 
-A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. `hugging_face` and `model_scope` implement the hubs. Manifests of
-repositories are kept next to the local cache of the hub's library.
-
-    hf://org/name --pin--> hf://org/name@COMMIT/file --open--> its file in the local cache, which can be mapped
-                                                     `-------> ranges over HTTP, without writing to disk
+A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. A pinned file is opened from the local cache of the hub's
+library, or streamed over HTTP without writing to disk. Manifests of repositories are stored next to that cache.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ _URI = re.compile(
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A revision that never moves."""
-# %2F stands for a slash in a revision, except in the hub's references to pull requests and conversions.
+# %2F is a slash in a revision, except in the hub's references to pull requests and conversions.
 _REVISION = re.compile(r"(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+)(?:/(?P<path>.*))?")
-# Number of cached listings. A commit never changes, and its listing takes a few hundred bytes a file.
+# Number of cached listings, each with a few hundred bytes a file.
 _LISTINGS = 64
 # Files that are written to the user's cache instead of the hub.
 _KEPT_LOCALLY = ("penstock.manifest", "penstock.manifest.sig")
@@ -74,7 +71,7 @@ class RepositoryAddress:
 
     def at(self, revision: str, path: str) -> str:
         """Return the URI of a file or directory at a revision."""
-        # Quoting changes branch names and leaves commits as they are.
+        # Quoting leaves commits as they are.
         return f"{self.repository}@{quote(revision, safe='~')}{f'/{path}' if path else ''}"
 
 
@@ -88,7 +85,6 @@ class Contents:
     """The repository's URI, pinned to the commit."""
     name: str
     kind: str
-    """`model`, `dataset` or `space`."""
     revision: str
     commit: str
     files: Mapping[str, RepositoryFile]
@@ -99,7 +95,7 @@ class Contents:
 
 
 def parse(uri: str, scheme: str) -> RepositoryAddress:
-    """Return the parts of a repository's URI. ConfigError if it is malformed."""
+    """Return the parts of a repository's URI. Raises ConfigError if it is malformed."""
     hint = f"write it as {scheme}://[datasets/]org/name[@revision][/file]"
     match = _URI.fullmatch(uri)
     if match is None or match["scheme"] != scheme:
@@ -117,7 +113,7 @@ def parse(uri: str, scheme: str) -> RepositoryAddress:
 
 
 MAX_LISTING_BYTES = 256 << 20
-"""Longest answer from a hub: a million files of 250 bytes each."""
+"""Maximum response of a hub, a million files of 250 bytes each."""
 
 A = TypeVar("A")
 
@@ -125,9 +121,9 @@ A = TypeVar("A")
 def ask_hub(
     url: str, kind: type[A], *, token: str, cookie: str = "", uri: str, settings: Settings
 ) -> tuple[int, Mapping[str, str], A | None]:
-    """Ask a hub about a repository. Return status, headers, and the answer, which is None after a refusal.
+    """Send a request to a hub. Return status, headers, and the response, which is None after a refusal.
 
-    Token and cookie are sent only to the host of `url`. Raises as `http.ask`. FormatError if the answer is malformed.
+    Token and cookie are sent only to the host of `url`. Raises as `http.ask`, and FormatError for a malformed response.
     """
     origin = PlainOrigin(url, {"bearer_token": token} if token else {}, cookie=cookie)
     status, headers, raw = ask(uri, origin, limit=MAX_LISTING_BYTES, settings=settings)
@@ -141,12 +137,12 @@ def ask_hub(
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:
-    """Return name and file of one entry in a hub's listing. FormatError if the entry is invalid."""
-    # Accept only names that git allows. Copying a repository turns the names from an untrusted hub into local paths.
+    """Return name and file of one entry in a hub's listing. Raises FormatError if the entry is invalid."""
+    # Accept only names that git allows, because names from an untrusted hub become local paths.
     if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")):
         raise FormatError(f"the hub lists the file name {str(name)[:200]!r}, which no repository can have", uri=uri)
     is_digest = sha256 is None or re.fullmatch("[0-9a-f]{64}", sha256) is not None
-    # Mirrors may list only names. The size is then taken from the answer, and no digest is checked.
+    # Mirrors may list only names. The size then comes from the response, and no digest is checked.
     is_name_alone = nbytes is None and sha256 is None
     if not is_digest or not (is_name_alone or (isinstance(nbytes, int) and nbytes >= 0)):
         raise FormatError(f"the hub's listing has no valid size or digest for {name[:200]!r}", uri=uri)
@@ -156,20 +152,19 @@ def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, u
 
 def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
     """Return the names of the files that a URI names. `below` includes files in subdirectories."""
-    # A file with this exact name takes precedence over a glob.
+    # A file or directory with this exact name takes precedence over a glob.
     if where.path in files:
         return [where.path]
     prefix = f"{where.path.rstrip('/')}/" if where.path else ""
     named = [path for path in files if path.startswith(prefix) and (below or "/" not in path.removeprefix(prefix))]
-    # So does a directory with this name.
     return named or list(filter(glob_pattern(where.path).fullmatch, files))
 
 
 class RepositoryStorage(ABC):
-    """The storage of a model hub. It is read-only, but keeps manifests of repositories in the user's cache.
+    """The storage of a model hub. It is read-only, but stores manifests of repositories in the user's cache.
 
-    `storage_options` are `token` and `endpoint`. They replace the values from the environment. An empty token sends no
-    token.
+    `storage_options` are `token` and `endpoint`, which replace the values from the environment. An empty token disables
+    tokens.
 
     Attributes:
         sign_in: how a user signs in to the hub, for hints.
@@ -181,23 +176,22 @@ class RepositoryStorage(ABC):
     def __init__(self) -> None:
         self._listings: OrderedDict[tuple[str, ...], Mapping[str, RepositoryFile]] = OrderedDict()
         self._lock = threading.Lock()
-        # Identities of cached files that this process has checked against the hub's digest.
+        # Identities of cached files that this process has compared with the hub's digest.
         self._compared: set[str] = set()
 
     @abstractmethod
     def list_revision(
         self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
-        """Return a revision that does not move, and its files, with one request, or without if it was listed before.
+        """Return a revision that does not move, and its files, with at most one request.
 
         Args:
             where: the repository. Its revision may move.
-            settings, options: see `Storage.open`.
             is_new: offline, read the local cache again, because another process may have filled it.
 
         Raises:
-            NotFound: the repository or revision does not exist, or is not in the cache and the hub may not be asked.
-            PermissionDenied, SourceUnavailable: the hub did not answer the request.
+            NotFound: the repository or revision does not exist, or is not in the cache of an offline process.
+            PermissionDenied, SourceUnavailable: the hub did not accept the request.
             MissingExtra: the hub's library is not installed.
         """
 
@@ -209,7 +203,7 @@ class RepositoryStorage(ABC):
     def origin_of(
         self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
     ) -> tuple[PlainOrigin, str, bool]:
-        """Return where to read a file, the web page of its repository, and whether a token is sent."""
+        """Return the origin of a file, the web page of its repository, and whether a token is sent."""
 
     @abstractmethod
     def home(self) -> Path:
@@ -263,7 +257,7 @@ class RepositoryStorage(ABC):
         )
 
     def trust(self, path: str) -> None:
-        """Record that this process has checked a file in the local cache against the hub's digest."""
+        """Record that this process has compared a file in the local cache with the hub's digest."""
         with closing(FileSource.open(path)) as source:
             self._compared.add(source.identity)
 
@@ -279,7 +273,7 @@ class RepositoryStorage(ABC):
         return [where.at(revision, path) for path in sorted(paths)]
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """See `Storage.read_small`. If the repository has no manifest, look in the user's cache."""
+        """See `Storage.read_small`. If the repository has no manifest, read the user's cache."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         if where.path in files:
@@ -300,10 +294,10 @@ class RepositoryStorage(ABC):
         return raw
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """Keep a repository's manifest or its signature in the user's cache, by revision.
+        """Store a repository's manifest or its signature in the user's cache, by revision.
 
         Raises:
-            ConfigError: the file is neither, and the hub is read-only.
+            ConfigError: other files cannot be written, because the hub is read-only.
             DestinationError: the cache cannot be written.
         """
         where = parse(uri, self.scheme)
@@ -349,7 +343,6 @@ class RepositoryStorage(ABC):
         settings: Settings,
         options: Mapping[str, str],
     ) -> Source:
-        """Open a file for streaming. The redirect to signed storage is followed, and again when it expires."""
         uri = where.at(revision, where.path)
         origin, page, has_token = self.origin_of(where, revision, options)
         try:
@@ -369,10 +362,9 @@ class RepositoryStorage(ABC):
 
 
 class ComparedFile(FileSource):
-    """A file in the local cache that this process has checked against the hub's digest."""
+    """A file in the local cache that this process has compared with the hub's digest."""
 
     is_checked = True
-    """See `Digested`."""
 
     def check_whole(self) -> bool:
         """See `Digested`."""
@@ -386,7 +378,7 @@ class HubSource(HashedReads, HttpSource):
         self, file: RepositoryFile, origin: PlainOrigin, seen: Validators, *, uri: str, settings: Settings
     ) -> None:
         super().__init__(uri, origin, seen, settings=settings)
-        # Without an identity from the hub, keep the server's ETag.
+        # Without an identity from the hub, use the server's ETag.
         if file.identity:
             self.identity = f"hf:{file.identity}"
         if file.sha256 is not None:

@@ -1,9 +1,7 @@
 """The safetensors format: read headers and index files, write headers.
 
-    8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
-
-The reader is as strict as the safetensors library. It also refuses duplicate keys, JSON that does not start with `{`,
-and deep nesting. It checks every number from the file against the file's size before it allocates memory for it.
+The reader is as strict as the safetensors library. It also rejects duplicate keys, JSON that does not start with `{`,
+and deep nesting. It checks every number against the file's size before it allocates memory.
 """
 
 from __future__ import annotations
@@ -28,27 +26,26 @@ from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 T = TypeVar("T")
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header. Source: the format's limit (`MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format")."""
+"""Maximum size of a header. Source: `MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format"."""
 
 MAX_TENSORS = 1 << 19
-"""Maximum number of tensors in one file: eight times the 60,000 of the largest mixture-of-experts checkpoint. A hostile
-header with this many is parsed in about a second. Source: measured on a 2-core machine, 2026-11."""
+"""Maximum number of tensors in one file, eight times the 60,000 of the largest mixture-of-experts checkpoint. Parsing
+takes about a second. Source: measured on a 2-core machine, 2026-11."""
 
 MAX_RANK = 64
-"""Maximum number of dimensions of a tensor. Source: NPY_MAXDIMS of NumPy 2, which no array library exceeds."""
+"""Maximum number of dimensions of a tensor. Source: NPY_MAXDIMS of NumPy 2."""
 
 MAX_METADATA_KEYS = 1 << 16
-"""Maximum number of entries in `__metadata__`. Writers use a handful, training tools some hundred. A hundred megabytes
-of empty entries would take six seconds (measured on a 2-core machine, 2026-11). This many take less than 0.1 s."""
+"""Maximum number of entries in `__metadata__`. Training tools write some hundred. A hundred megabytes of empty entries
+would take six seconds. Source: measured on a 2-core machine, 2026-11."""
 
 HEADER_GUESS_BYTES = 16 << 10
 """Bytes of the first read from a file. A longer header costs a second read of exactly the rest. This covers 130
-tensors, a shard of a dense model, in one round trip. With 1 MiB, 1,000 members would read 42 GB for 40 files.
-Source: 123 bytes an entry, measured on MoE names."""
+tensors, a shard of a dense model. With 1 MiB, 1,000 members would read 42 GB for 40 files."""
 
 _INT64_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-# Longer headers are counted before they are decoded. A shorter header cannot exceed the limits by much.
+# A shorter header cannot exceed the limits by much, so it is decoded without counting.
 _LARGE_BYTES = 16 * MIB
 
 
@@ -62,14 +59,13 @@ class Header:
     data_offset: int
     """Offset of the first body in bytes."""
     nbytes: int
-    """Size of the file in bytes."""
     digest: bytes
     """BLAKE3 of the JSON. For a GGUF file, of all bytes before the bodies."""
     read_nbytes: int = 0
     """Bytes that were read from the source for this header."""
 
 
-# gc=False saves the garbage collector's bookkeeping: a header has 60,000 of these, and they form no cycles.
+# A header has 60,000 of these structs, and they form no cycles.
 class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
@@ -98,10 +94,9 @@ _STRINGS = msgspec.json.Decoder(dict[str, str])
 _INDEX = msgspec.json.Decoder(_Index)
 
 _COPY_AGAIN = "the copy is not complete: copy it again"
-# Enough bytes to recognise another format.
 _SIGNATURE_BYTES = 32
 
-# Writers usually put a small `__metadata__` without escapes first. Finding it here saves a pass over the header.
+# Writers usually put a small `__metadata__` without escapes first. Finding it saves a pass over the header.
 _LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
 
 
@@ -128,7 +123,6 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
     if stop > source.nbytes:
         message = f"header of {header_bytes} bytes in a file of {source.nbytes}"
         raise FormatError(message, uri=source.uri, hint=_COPY_AGAIN)
-    # The length was checked against the file's size above, so it is safe to allocate.
     if stop > len(first):
         rest = bytearray(stop - len(first))
         source.readv(len(first), [memoryview(rest)])
@@ -138,7 +132,6 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
 
 
 def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatError:
-    """Return the error for a file that does not begin with a valid header length."""
     if first.startswith(b"version https://git-lfs"):
         hint = "get the file itself: run `git lfs pull` in its repository, or download it"
         message = f"this is a Git LFS pointer ({source.nbytes} bytes), not the weights"
@@ -173,7 +166,6 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     """Return the file's `__metadata__`, and the header with `null` in its place."""
-    # The metadata has another type than the entries. Splitting also lets strings be counted for each part.
     leading = _LEADING_METADATA.match(raw)
     # With an odd number of quotes, the closing brace is inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
@@ -198,9 +190,8 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
 
 
 def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
-    """Decode all entries of a header without metadata. FormatError names the tensor at fault, if there is one."""
     if len(rest) > _LARGE_BYTES:
-        # Count before decoding: Python objects for all entries of a hostile header would take gigabytes.
+        # Python objects for all entries of a hostile header would take gigabytes.
         objects = _count_byte(rest, b"{")
         if objects > MAX_TENSORS + 1:
             raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
@@ -211,9 +202,9 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
     except RecursionError as error:
         raise FormatError("JSON nested too deep", uri=uri) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec does not say which key failed. Decode a bad header again, entry by entry.
+        # msgspec does not say which key failed, so decode a bad header again by entries.
         _raise_for_entry(rest, error, uri)
-    # The default is not None, so None means that the key was there.
+    # A None value means that the key was present.
     has_metadata = entries.pop(_METADATA, entries) is None
     # Each tensor has five strings: its name, three keys and its dtype.
     if num_strings(rest) != 5 * len(entries) + has_metadata:
@@ -222,7 +213,6 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
 
 
 def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
-    """Raise FormatError for a header that did not decode. Name the tensor at fault, if there is one."""
     for name, raw in _decode(_RAW_ENTRIES, rest, uri=uri).items():
         if name == _METADATA and bytes(raw) == b"null":
             continue
@@ -230,13 +220,11 @@ def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
             _ENTRY.decode(raw)
         except msgspec.DecodeError as fault:
             raise FormatError(f"bad entry: {fault}", uri=uri, tensor=clip(name)) from fault
-    # All remaining entries are good, so the bad entry has a duplicate key.
+    # All remaining entries are valid, so the bad entry has a duplicate key.
     raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
 
 
 class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
-    """Size in bytes of a tensor by (dtype, shape), computed once each. -1 if no such tensor can exist."""
-
     def __missing__(self, kind: tuple[DType, tuple[int, ...]]) -> int:
         self[kind] = -1 if _shape_fault(*kind) else bits_to_bytes(math.prod(kind[1]), kind[0])
         return self[kind]
@@ -248,7 +236,7 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
         return f"dimension out of range in shape {clip(list(shape))}"
-    # Leave out zeros, as array libraries do for strides: [2**60, 2**60, 0] is empty but still no valid tensor.
+    # Array libraries also ignore zeros for strides, so [2**60, 2**60, 0] is empty but invalid.
     if math.prod(d for d in shape if d) * dtype.bits > _INT64_MAX:
         return f"shape {clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
@@ -266,8 +254,7 @@ def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> 
 
 
 def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
-    """Return the entries as columns in file order. Check each against its shape, its neighbours and the file size."""
-    # numpy checks columns. Checking 60,000 entries in a Python loop would take longer than decoding them.
+    # numpy checks columns, because a Python loop over 60,000 entries would take longer than decoding.
     names = tuple(entries)
     try:
         dtypes = [entry.dtype for entry in entries.values()]
@@ -284,7 +271,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
-        # msgspec checks only the types. A stop before its start also ends here, as a wrong number of bytes.
+        # A stop before its start also has a wrong number of bytes.
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
         fault = f"data_offsets are {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
@@ -300,7 +287,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
     if order is not None:
         table = table.take(order.tolist())
     end = _check_contiguous(table, uri)
-    # A file that is too short is an incomplete copy, so it gets a different error than a file that is too long.
+    # A file that is too short is an incomplete copy.
     if end > data_nbytes:
         raise SourceTruncated(
             f"the file has {data_offset + data_nbytes} bytes, but its header describes {data_offset + end}",
@@ -315,7 +302,6 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
 
 
 def _offsets(entries: dict[str, _TensorEntry], uri: str) -> tuple[I64, I64]:
-    """Return the offsets at which bodies start and stop, in bytes from the first body."""
     spans = [entry.data_offsets for entry in entries.values()]
     try:
         return (
@@ -323,20 +309,19 @@ def _offsets(entries: dict[str, _TensorEntry], uri: str) -> tuple[I64, I64]:
             np.fromiter([span.stop for span in spans], np.int64, len(spans)),
         )
     except OverflowError:
-        # JSON integers can be too large for numpy. Search for the entry only now, for the error.
+        # JSON integers can be too large for numpy.
         row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
         raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=clip(list(entries)[row])) from None
 
 
 def _file_order(start: I64, stop: I64) -> I64 | None:
-    """Return row numbers sorted by (start, stop). None if rows are already sorted, as all known writers leave them."""
     if bool(np.all(start[1:] >= start[:-1])) and bool(np.all(stop[1:] >= stop[:-1])):
         return None
     return np.lexsort((stop, start)).astype(np.int64)
 
 
 def _check_contiguous(table: TensorTable, uri: str) -> int:
-    """Return the total size of all bodies. FormatError unless they are contiguous from offset 0."""
+    """Return the total size of all bodies. Raises FormatError unless they are contiguous from offset 0."""
     stop = table.offset + table.nbytes
     expected = np.concatenate((np.zeros(1, np.int64), stop))
     wrong = np.flatnonzero(table.offset != expected[:-1])
@@ -358,7 +343,7 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
-    # `strict` is needed because `total_size` may be NaN, and because of byte order marks.
+    # `total_size` may be NaN, and the file may begin with a byte order mark.
     raw = strict(raw)
     _check_utf8(raw, uri=uri)
     raw_map = _decode(_INDEX, raw, uri=uri).weight_map
@@ -402,7 +387,6 @@ def encode_header(
 
     Args:
         entries: name, dtype, shape, start and stop of each body, in bytes from the first body.
-        metadata: the file's `__metadata__`.
 
     Raises:
         FormatError: the bytes of a tensor do not match its shape, or the header exceeds the format's limit.
@@ -425,21 +409,16 @@ def encode_header(
     return len(raw).to_bytes(8, "little") + raw
 
 
-# msgspec keeps the last of two equal keys. Walking all pairs in Python would cost five times the decoding, so the
-# strings are counted first: if a document has exactly as many strings as its decoded value, no key is a duplicate.
-# Only if the counts differ (unknown fields, nulls or duplicate keys) are the pairs walked.
+# msgspec keeps the last of two equal keys. If a document has as many strings as its decoded value, no key is a
+# duplicate. Otherwise the pairs are walked, which costs five times the decoding.
 
-# Longest document that is walked pair by pair. Python's json walks about 50 MB/s here, and a hostile header must be
-# refused in about a second. Source: measured on a 2-core machine, 2026-11.
+# Longest document that is walked. Python's json walks about 50 MB/s, and a hostile header must be rejected in about a
+# second. Source: measured on a 2-core machine, 2026-11.
 _WALK_LIMIT_BYTES = 32 * MIB
 
 
 def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: str) -> T:
-    """Decode `raw` with a typed decoder.
-
-    Raises:
-        FormatError: `raw` is not JSON or not UTF-8, has a wrong type, or is nested too deep.
-    """
+    """Decode `raw` with a typed decoder. Raises FormatError."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -459,26 +438,20 @@ def _check_utf8(raw: bytes, *, uri: str) -> None:
 
 
 def _count_byte(raw: bytes, byte: bytes) -> int:
-    """Count the occurrences of one byte."""
     # For frequent bytes numpy is five times faster than `bytes.count`.
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
 def num_strings(raw: bytes) -> int:
     """Return the number of strings in valid JSON, including keys."""
-    # Remove escaped backslashes and then escaped quotes. All quotes that remain open or close a string, because JSON
-    # has backslashes only inside strings.
+    # JSON has backslashes only inside strings. After the escapes are removed, each quote opens or closes a string.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     return _count_byte(raw, b'"') // 2
 
 
 def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
-    """Refuse JSON with a duplicate key in any object.
-
-    Raises:
-        FormatError: there is a duplicate key, or the JSON is nested too deep or longer than `_WALK_LIMIT_BYTES`.
-    """
+    """Raise FormatError for a duplicate key in any object."""
     if len(raw) > _WALK_LIMIT_BYTES:
         raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
 
@@ -498,18 +471,13 @@ def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
 
 
 def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
-    """Return `raw` with one of its values replaced by `null`.
-
-    Args:
-        value: a value that msgspec left undecoded. It points into `raw`.
-    """
+    """Return `raw` with `value`, which msgspec left undecoded, replaced by `null`."""
     # Use the address, because the same bytes may occur in the document twice.
     start = _address(memoryview(value)) - _address(memoryview(raw))
     return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]
 
 
 def _address(view: memoryview) -> int:
-    """Return the address of a view's first byte."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 

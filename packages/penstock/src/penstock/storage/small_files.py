@@ -1,7 +1,4 @@
-"""The small files of a model: configurations, vocabularies, templates and code, in its directory and in folders.
-
-`find_small_files` returns the files to copy with the weights, and why the others are not copied.
-"""
+"""Find the small files of a model to copy with its weights: configurations, vocabularies, templates and code."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _WEIGHTS = re.compile(
     r"(\.(data|gz|xz|zip|zst))?$"
 )
 _INDEX = re.compile(r"\.(safetensors|bin|h5|msgpack)\.index(\.[\w-]+)?\.json$")
-"""Names of indexes and their variants (`model.safetensors.index.fp16.json`). The result gets an index of its shards."""
+"""Names of indexes and their variants (`model.safetensors.index.fp16.json`)."""
 _DESCRIBES_WEIGHTS = re.compile(
     rf"(^|/)([^/]*\.)?({re.escape(SIDECAR)}(\.sig)?|penstock\.job)(/|$)|\.safetensors\.index(\.[\w-]+)?\.json$"
 )
@@ -43,23 +40,23 @@ _OTHER_FORMATS = re.compile(
 )
 """Folders with the model in another format, or with an earlier state."""
 _MODULES = "modules.json"
-"""The file in which sentence-transformers names the folders of a model's parts."""
+"""File in which sentence-transformers lists the folders of a model."""
 _MAX_BYTES = GIB
-"""Largest file that is copied. Vocabularies of 80 MiB are common, and no configuration is larger than this."""
+"""Maximum size of a copied file. Vocabularies of 80 MiB are common."""
 _MAX_FILES = 2000
-"""Most files in folders that are considered. Reason: a model has tens of them, and a data set has millions."""
+"""Maximum number of files in folders. A model has tens of them, and a data set has millions."""
 _TOO_MANY = f"the folders of the model have more than {_MAX_FILES} files"
 _SINGLE_FILE = "files next to a single file are not copied: convert its directory instead"
 _LOOKUPS = 8
-"""Number of remote files whose size is looked up at once."""
+"""Number of concurrent lookups of the sizes of remote files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFiles:
-    """The files of a place other than its weights, divided into those to copy and those to leave out."""
+    """The files next to a model's weights, divided into those to copy and those to omit."""
 
     files: Mapping[str, str]
-    """The files to copy: URI by name relative to the place."""
+    """The files to copy: URI by relative name."""
     left_out: Mapping[str, str]
     """Why each other file is not copied, by its URI without user and query."""
 
@@ -69,15 +66,11 @@ NO_SMALL_FILES = SmallFiles(files={}, left_out={})
 
 
 def find_small_files(
-    uri: str,
-    weights: Collection[str],
-    *,
-    settings: Settings,
-    storage_options: Mapping[str, str] | None = None,
+    uri: str, weights: Collection[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> SmallFiles:
-    """Find the small files of a model without reading them. For a single file or a glob, all are left out.
+    """Find the small files of a model without reading them. For a single file or a glob, no file is copied.
 
-    Hidden files are ignored. Links to files are followed, as for weights. Links to folders are not.
+    Hidden files are ignored. Symlinks to files are followed, and symlinks to folders are not.
 
     Args:
         uri: a directory, prefix or index.
@@ -112,7 +105,7 @@ def find_small_files(
 def _below(
     uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a place by name, and those that cannot belong to a model, with the reason."""
+    """Return the files below a URI by name, and why each other file cannot belong to a model."""
     if not is_remote(uri):
         path = local_path(uri)
         if not os.path.isdir(path):
@@ -128,7 +121,7 @@ def _below(
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     is_http = uri.startswith(("http://", "https://"))
     if listed == [uri] or (glob.has_magic(uri) and not is_http):
-        # Do not look for small files, which would cost requests.
+        # Looking for small files would cost requests.
         path = uri.partition("?")[0] if is_http else uri
         return {}, {f"{path.rpartition('/')[0]}/": _SINGLE_FILE}
     prefix, below = directory_prefix(uri), dict[str, str]()
@@ -141,7 +134,7 @@ def _below(
         try:
             listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
         except PenstockError as error:
-            # Some names are refused by every client, `a/../b` for example. The model's own files were listed before.
+            # Every client rejects some names, such as `a/../b`. The model's own files were listed before.
             below[prefix] = f"the folders cannot be listed: {error.message}"
     found, left_out = {}, below
     names = {file.removeprefix(prefix): file for file in listed}
@@ -158,24 +151,24 @@ def _below(
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether an object's name, used as a path, stays below the place."""
+    """Return whether an object's name, used as a path, stays below the directory."""
     return str(PurePosixPath(name)) == name and name[:1] != "/" and ".." not in name.split("/") and "\0" not in name
 
 
 def walk(
     root: str, *, follow_links: bool = False, max_below: int | None = _MAX_FILES
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a local directory by name, and the reasons for paths that are left out.
+    """Return the files below a local directory by name, and why paths are omitted.
 
-    Hidden files are ignored. The files of the directory itself are listed first.
+    Hidden files are ignored. The files of the directory itself come first.
 
     Args:
-        follow_links: also follow links to folders, visiting each folder once.
+        follow_links: also follow symlinks to folders, visiting each folder once.
         max_below: maximum number of entries in folders. None sets no limit.
     """
     found, left_out = dict[str, str](), dict[str, str]()
     level, num_below = [("", root)], 0
-    # A link may lead to a folder above itself.
+    # A symlink may lead to a parent folder.
     seen = {_identity(root)}
     while level:
         folders = []
@@ -211,11 +204,7 @@ def _printable(path: str) -> str:
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
-    """Yield the entries of a folder that are not hidden, each with the reason if it cannot be used, or "".
-
-    Raises:
-        PermissionDenied, SourceUnavailable: the folder cannot be listed.
-    """
+    """Yield the visible entries of a folder, each with the reason if it cannot be used, or ""."""
     try:
         with os.scandir(folder) as entries:
             listed = sorted((entry for entry in entries if entry.name[0] != "."), key=lambda entry: entry.name)
@@ -238,7 +227,7 @@ def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
 def _folders_of_model(
     modules: str | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> frozenset[str]:
-    """Return the folders that `modules.json` names. They are parts of the model even if they have weights."""
+    """Return the folders that `modules.json` lists. They belong to the model even if they have weights."""
     raw = None if modules is None else read_small(modules, settings=settings, storage_options=storage_options)
     if raw is None:
         return frozenset()
@@ -252,7 +241,7 @@ def _folders_of_model(
 
 
 def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset[str]:
-    """Return folders with a different model: they have weights and a configuration, or a manifest."""
+    """Return folders with a different model, which have weights and a configuration, or a manifest."""
     folders: dict[str, set[str]] = {}
     for name in found:
         folder, _, last = name.rpartition("/")
@@ -286,8 +275,6 @@ def _why_not(name: str, models: Collection[str]) -> str:
 def _too_large(
     files: Mapping[str, str], settings: Settings, storage_options: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return files that are too large for a configuration or tokenizer, by name, with the reason."""
-
     def size(file: str) -> int | None:
         try:
             if not is_remote(file):
@@ -299,10 +286,8 @@ def _too_large(
 
     with Threads(_LOOKUPS, thread_name_prefix="penstock-lookup") as pool:
         sizes = dict(zip(files, pool.map(size, files.values()), strict=True))
-    large = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None and nbytes > _MAX_BYTES}
-    return {
-        name: f"{bytes_text(nbytes)}, above the limit of {bytes_text(_MAX_BYTES)}" for name, nbytes in large.items()
-    }
+    limit = bytes_text(_MAX_BYTES)
+    return {name: f"{bytes_text(n)}, above the limit of {limit}" for name, n in sizes.items() if n and n > _MAX_BYTES}
 
 
 def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
@@ -316,14 +301,14 @@ def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mappi
     try:
         return read_small(where, settings=settings, storage_options=storage_options)
     except PermissionDenied:
-        # Stores answer this for an absent object if the user may not list.
+        # Stores reply 403 for an absent object if the user may not list.
         if is_remote(where):
             return None
         raise
 
 
 def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes:
-    """Return the content of a file from `find_small_files`. NotFound if it was removed. Raises as `read_small`."""
+    """Return the content of a file from `find_small_files`. Raises NotFound if it was removed."""
     raw = read_small(file, settings=settings, storage_options=storage_options)
     if raw is None:
         raise NotFound("the file was removed during the conversion", uri=display(file), hint="run it again")

@@ -1,8 +1,4 @@
-"""The protocols `Source` and `Storage`, the reference source in memory, and the registry of storages by scheme.
-
-register_storage("vault", VaultStorage)
-penstock.load("vault://models/llama", "cuda")
-"""
+"""The protocols `Source` and `Storage`, a source in memory, and the registry of storages by scheme."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from penstock.errors import ConfigError, FormatError, IntegrityError, SourceTrun
 from penstock.types import GIB
 
 MAX_SMALL_BYTES = GIB
-"""Largest index, manifest or signature. A manifest of this size describes 35 TB, with 8 bytes for each 256 KiB."""
+"""Maximum size of an index, manifest or signature. A manifest of this size describes 35 TB."""
 
 
 GLOB = re.compile(r"[*?[]")
@@ -52,8 +48,6 @@ class Source(Protocol):
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """Fill `buffers` in order with the bytes from `offset`. Any number of threads may call this at once.
 
-        The wait is limited by progress.
-
         Args:
             offset: bytes from the start of the source.
             buffers: writable and contiguous, with format "B". After an error their content is undefined.
@@ -65,12 +59,12 @@ class Source(Protocol):
             SourceTruncated: the source is shorter than `offset + sum of lengths`.
             SourceChanged: the source has changed since it was opened.
             SourceStalled: no byte arrived for `stall_s`.
-            SourceUnavailable, PermissionDenied, NotFound: the storage failed, after retries where those can help.
+            SourceUnavailable, PermissionDenied, NotFound: the storage failed, after retries where useful.
         """
         ...
 
     def close(self) -> None:
-        """Free descriptors and connections. Idempotent. Call it only when no `readv` is running."""
+        """Free descriptors and connections. Idempotent. No `readv` may be running."""
         ...
 
 
@@ -79,7 +73,7 @@ class Counting(Protocol):
     """A source that reports the progress of its reads."""
 
     received_bytes: int
-    """Bytes received from storage so far, over all reads. Concurrent updates may lose a few, but it never decreases."""
+    """Bytes received over all reads. Concurrent updates may lose a few, but the number never decreases."""
 
 
 @runtime_checkable
@@ -98,14 +92,15 @@ class Digested(Protocol):
     def check_whole(self) -> bool:
         """Check the digest while the content is read, once and completely, from now on. Return False without a digest.
 
-        The read that completes the content raises IntegrityError on a mismatch. Before this call, only a read from the
-        start is allowed, for example of a header.
+        The read that completes the content raises IntegrityError on a mismatch. Before this call, only reads from the
+        start
+        are allowed, for example of a header.
         """
         ...
 
 
 def require_checked(source: Digested) -> None:
-    """Raise IntegrityError if the digest was not checked. Call it once all bytes are read; see `Digested`."""
+    """Raise IntegrityError if all bytes were read but the digest was not checked, see `Digested`."""
     if not source.is_checked:
         raise IntegrityError(
             "the digest of the storage was not checked, because a part of the content arrived later than stall_s",
@@ -115,7 +110,7 @@ def require_checked(source: Digested) -> None:
 
 
 class MemorySource:
-    """The reference source, with bytes in memory."""
+    """A source in memory, as a reference."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, uri: str = "memory:") -> None:
         self._data = memoryview(data).cast("B")
@@ -150,8 +145,8 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def glob_pattern(key: str) -> re.Pattern[str]:
-    """Compile a glob for a whole key. A `**` segment crosses slashes, and other wildcards stay within their segment."""
-    # Stars of fnmatch would cross slashes. A glob must match in remote places as it does in directories.
+    """Compile a glob for a whole key. A `**` segment crosses slashes, and other wildcards do not."""
+    # Stars of fnmatch cross slashes, unlike globs of local directories.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -165,11 +160,7 @@ def glob_pattern(key: str) -> re.Pattern[str]:
 
 
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
-    """Return the end offset of a `readv`, and its buffers without the empty ones.
-
-    Raises:
-        SourceTruncated: the range is outside the source.
-    """
+    """Return the end offset of a `readv`, and its buffers without empty buffers. Raises SourceTruncated."""
     stop = offset + sum(buffer.nbytes for buffer in buffers)
     if offset < 0 or stop > source.nbytes:
         message = f"the range is outside the source, which has {source.nbytes} bytes"
@@ -178,10 +169,8 @@ def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[in
 
 
 ENTRY_POINTS = "penstock.storages"
-"""Entry point group in which an installed package names its storages by scheme.
-
-Reason: a call of `register_storage` does not reach the worker processes of a conversion.
-"""
+"""Entry point group in which an installed package lists its storages by scheme. Worker processes need it, because a
+call of `register_storage` does not reach them."""
 
 # Source: RFC 3986, section 3.1, in lower case.
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -200,11 +189,11 @@ class Storage(Protocol):
         ...
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
-        """Return the URIs that `uri` names, sorted: one object, all directly below a prefix, or all matches of a glob.
+        """Return the sorted URIs of one object, of all objects directly below a prefix, or of all matches of a glob.
 
         Raises:
-            NotFound: there are none.
-            PermissionDenied: the storage refuses to list. Callers then try the usual names of weight files.
+            NotFound: there are no objects.
+            PermissionDenied: the storage forbids listing. Callers then try the usual names of weight files.
         """
         ...
 
@@ -227,7 +216,7 @@ class PinningStorage(Protocol):
     """A storage in which URIs may name a moving revision."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
-        """Return the URI of the content that `uri` names now. Raises as `Storage.open`."""
+        """Return the URI of the present content of `uri`. Raises as `Storage.open`."""
         ...
 
 
@@ -250,7 +239,7 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
         hint = "write it in lower case and without ://; file is always a local path"
         raise ConfigError(f"cannot register a storage for {scheme!r}, which is not a URI scheme", hint=hint)
     with _lock:
-        # A module that registers itself may be imported twice.
+        # A module that registers a storage may be imported twice.
         if _factories.setdefault(scheme, factory) is not factory:
             message = f"cannot register a storage for {scheme}://, because one is registered already"
             raise ConfigError(message, hint="choose another scheme")
@@ -262,10 +251,10 @@ def registered_schemes() -> list[str]:
 
 
 def is_registered(scheme: str) -> bool:
-    """Return whether a storage has this scheme. Look for an installed package if none is registered."""
+    """Return whether a storage has this scheme, which an installed package may provide."""
     if scheme in _factories:
         return True
-    # Only unknown schemes reach this, and they end in an error, so the result is not cached.
+    # Only unknown schemes reach this code, and they end in an error, so the result is not cached.
     for entry in entry_points(ENTRY_POINTS, scheme):
         factory = load(entry)
         if not callable(factory):
@@ -276,7 +265,7 @@ def is_registered(scheme: str) -> bool:
 
 
 def storage_for(scheme: str) -> Storage:
-    """Return the storage for a registered scheme. Make it at the first use."""
+    """Return the storage for a registered scheme. It is made at the first use."""
     with _lock:
         factory = _factories[scheme]
         # Schemes with the same factory share a storage, as s3, gs and az do.
@@ -286,18 +275,13 @@ def storage_for(scheme: str) -> Storage:
 
 
 _SMALL_BYTES_PER_S = 64 << 10
-"""Slowest accepted rate for a header, an index or a manifest. Reason: a server that sends single bytes makes progress,
-but would take hours."""
+"""Minimum rate for a header, an index or a manifest. A server that sends single bytes would take hours."""
 
 
 class TimedReads:
-    """A source whose reads must end within twice `stall_s`, plus one second for each 64 KiB.
+    """A source whose reads have a deadline of twice `stall_s` plus one second for each 64 KiB.
 
     Used for small reads before the deadlines of a load begin. Closing it closes the source.
-
-    Args:
-        source: the source to read. Its own deadlines are by progress.
-        stall_s: seconds without a byte after which the source itself gives up.
     """
 
     def __init__(self, source: Source, stall_s: float) -> None:
@@ -306,7 +290,7 @@ class TimedReads:
         self.uri, self.nbytes, self.identity = source.uri, source.nbytes, source.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """Fill the buffers as `Source.readv`. SourceStalled after the deadline."""
+        """See `Source.readv`. Raises SourceStalled after the deadline."""
         wait_s = 2 * self._stall_s + sum(buffer.nbytes for buffer in buffers) / _SMALL_BYTES_PER_S
         with waits.limited(wait_s, uri=self.uri):
             return self._source.readv(offset, buffers)
@@ -320,7 +304,7 @@ def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
     """Read a small source and close it.
 
     Args:
-        stall_s: see `TimedReads`. None sets no deadline, for a source with its own.
+        stall_s: see `TimedReads`. None sets no deadline.
 
     Raises:
         FormatError: the source has more than `MAX_SMALL_BYTES`.
@@ -333,7 +317,7 @@ def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
         if source.nbytes > MAX_SMALL_BYTES:
             message = f"{source.nbytes} bytes are too many for an index or a manifest"
             raise FormatError(message, uri=source.uri)
-        # Allocate only after the check, because a server may claim any size.
+        # A server may claim any size, so allocate after the check.
         data = bytearray(source.nbytes)
         source.readv(0, [memoryview(data)])
         return bytes(data)

@@ -1,7 +1,4 @@
-"""Weight sets: open the files a URI names, check their headers against index and manifest, digest their bodies.
-
-`locate` finds the files and `manifest` encodes manifests.
-"""
+"""Weight sets: open the files that a URI names, check their headers against index and manifest, digest their bodies."""
 
 from __future__ import annotations
 
@@ -37,16 +34,7 @@ from penstock.storage.locate import (
     sidecar_uri,
     signature_uri,
 )
-from penstock.storage.manifest import (
-    Sidecar,
-    check_signature,
-    decode,
-    encode,
-    leaves_of,
-    read_sidecar,
-    sign,
-    unpack,
-)
+from penstock.storage.manifest import Sidecar, check_signature, decode, encode, leaves_of, read_sidecar, sign, unpack
 from penstock.storage.safetensors import Header, clip
 from penstock.storage.source import require_checked
 from penstock.types import I64, MIB, U64, FileEntry, Manifest, TensorTable
@@ -74,14 +62,13 @@ Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
 Rename = Callable[[str, Header], Header]
 """Takes the URI of a file and its header. Returns the header with new tensor names."""
 
-# Threads that fetch headers from an object store. Each waits tens of milliseconds for its first byte, and 16 threads
-# read the 100 shards of a large checkpoint in a few round trips. A load itself opens 32 connections.
+# Threads that fetch headers from an object store, each waiting tens of milliseconds for its first byte. 16 threads read
+# the 100 shards of a large checkpoint in a few round trips.
 _REMOTE_THREADS = 16
-# Up to this many local headers are read by the calling thread. Parsing holds the GIL, so threads make it slower (60,000
-# tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of a slow NFS
-# would add up.
+# Up to this many local headers are read in turn. Parsing holds the GIL, so threads are slower (60,000 tensors in 4
+# files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of NFS would add up.
 _FEW_FILES = 8
-# Threads that read headers from a file system. Parsing holds the GIL, so only the device's latency overlaps.
+# Threads that read headers from a file system. Only the device's latency overlaps.
 _LOCAL_THREADS = 4
 
 
@@ -94,12 +81,12 @@ class WeightSet(Closeable):
     sources: tuple[Source, ...]
     """The sources of `manifest.files`, in the same order."""
     why_unverified: str | None
-    """Why there are no leaves to verify against; None when there are."""
+    """Why there are no leaves for verification. None if there are leaves."""
     opening_bytes: int
     """Bytes of headers, index and manifest that opening read from storage."""
 
     def close(self) -> None:
-        """Close every source. Can be called again."""
+        """Close every source. Idempotent."""
         for source in self.sources:
             source.close()
 
@@ -129,7 +116,7 @@ def open_weights(
         storage_options: credentials and endpoints, by obstore's names.
         names: tensors to select. With an index, files without a selected tensor are not opened.
         with_manifest: whether to read the manifest. A caller that writes a new manifest passes False.
-        rename: returns a file's header with new tensor names. Used when several files hold parts of one tensor.
+        rename: returns a file's header with new tensor names, for files that hold shards of one tensor.
 
     Returns:
         Tensors in file order, files sorted by name. The caller closes the set.
@@ -137,7 +124,7 @@ def open_weights(
     Raises:
         FormatError: a header, the index or the manifest is malformed, or they contradict each other.
         IntegrityError: the manifest's revision does not match its content.
-        NotFound: the place does not exist, or a shard that the index names is missing.
+        NotFound: the URI does not exist, or a shard that the index names is missing.
         PlanError: `names` has a name without wildcards that no tensor has.
         SourceError: the storage failed.
     """
@@ -157,12 +144,12 @@ def open_place(
     names: Names = None,
     rename: Rename | None = None,
 ) -> WeightSet:
-    """Open the weights at a place that was resolved before, as `open_weights` does."""
+    """Open the weights at a resolved location, as `open_weights` does."""
     files = list(place.files)
     wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
         tensors = list(place.weight_map)
-        # A few tensors of a large model are in one or two shards. The index says which, before any file is opened.
+        # The index names the shards of a few tensors of a large model before any file is opened.
         wanted = {tensors[row] for row in _select(tensors, names, place.uri)}
         needed = {place.weight_map[name] for name in wanted}
         files = [file for file in files if file[0] in needed]
@@ -231,7 +218,7 @@ def _open_all(
         try:
             return read_small(place.sidecar_uri, settings=settings, storage_options=options)
         except PermissionDenied:
-            # A bucket that the user may read but not list answers "forbidden" for an absent object.
+            # Stores reply 403 for an absent object if the user may not list.
             if remote:
                 return None
             raise
@@ -240,7 +227,7 @@ def _open_all(
         return _open_in_turn(files, open_one), sidecar()
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
     with Threads(threads, thread_name_prefix="penstock-open") as pool:
-        # Read it together with the headers. Afterwards it would cost one more round trip to an object store.
+        # A later read would cost one more round trip to an object store.
         raw = pool.submit(sidecar)
         jobs = [pool.submit(open_one, file) for file in files]
         try:
@@ -248,20 +235,17 @@ def _open_all(
         except BaseException:
             pool.leave()
             for job in jobs:
-                # Files opened before another one failed must not stay open, or a caller that tries again runs out of
-                # descriptors. A callback is used because a file may still be opened after this call.
+                # Files must not stay open after an error. The callback covers files that are opened after this call.
                 job.add_done_callback(_close_opened)
             raise
 
 
 def _close_opened(job: Future[_Opened]) -> None:
-    """Close the file that a job opened, unless the job failed."""
     if not job.cancelled() and job.exception() is None:
         job.result().source.close()
 
 
 def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
-    """Open files one by one. If one fails, close the others."""
     opened: list[_Opened] = []
     try:
         for file in files:
@@ -292,13 +276,13 @@ def _resolve_duplicates(opened: Sequence[_Opened], weight_map: Mapping[str, str]
 
 
 def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
-    """Join the tables of all files. FormatError if two files hold the same name."""
+    """Join the tables of all files. Raises FormatError if two files hold the same name."""
     if len(tables) == 1:
         return tables[0]
     names = tuple(chain.from_iterable(table.names for table in tables))
     counts = [len(table) for table in tables]
     file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
-    # The set is cheap. The two files are searched only for the error message.
+    # Search for the two files only after an error.
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for name, file in zip(names, file_index.tolist(), strict=True):
@@ -345,7 +329,7 @@ def _check_index(
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]), hint=_OTHER_INDEX)
-    # Check the other direction for the opened shards only: with `names` some shards are not opened.
+    # Check the other direction for the opened shards only, because `names` may omit shards.
     opened = set(files)
     if wanted is not None or len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
@@ -357,11 +341,11 @@ def _check_index(
 
 
 def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
-    """Return the error for `verify=True` without digests. It is no IntegrityError because nothing was compared.
+    """Return the error for `verify=True` without digests.
 
     Args:
         why: why there are no digests, from `WeightSet.why_unverified`.
-        hint: another way for the user to go on, or "".
+        hint: an alternative for the user, or "".
     """
     how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
     return NotFound(f"verify=True, but {why}", uri=uri, hint=how)
@@ -370,7 +354,7 @@ def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> No
 def _manifest(
     opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Location
 ) -> tuple[Manifest, str | None]:
-    """Return the manifest of the opened files, and why it has no digests, or None if it has them."""
+    """Return the manifest of the opened files, and why it has no digests, or None if it has digests."""
     files = tuple(
         FileEntry(
             name=shard.name, nbytes=shard.source.nbytes, identity=shard.source.identity, metadata=shard.header.metadata
@@ -398,15 +382,15 @@ def _manifest(
     "penstock manifest URI --force"
 )
 def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Return the sidecar's leaves in the order of `table`. FormatError names the first difference from the headers."""
+    """Return the sidecar's leaves in the order of `table`. Raises FormatError for a difference from the headers."""
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
-    # Compare encoded bytes. They are usually equal, and then no row has to be unpacked.
+    # Encoded bytes are usually equal, and then no row has to be unpacked.
     same = sidecar.body == leaf.canonical(table, rows)
     same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
     same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
     same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
-    # `names` selects a part of the sidecar's rows. So does a file that shares its manifest with other files.
+    # `names`, or a file that shares its manifest with other files, selects some of the sidecar's rows.
     if not same:
         return _matched_leaves_of_part(unpack(sidecar, uri=uri), table, files, uri)
     if sidecar.leaves is None:
@@ -458,7 +442,6 @@ def _compare(actual: TensorTable, stated: TensorTable, places: I64, uri: str) ->
 
 
 def _select_rows(manifest: Manifest, rows: I64) -> Manifest:
-    """Return a manifest of these tensors only. The revision stays that of the whole set."""
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors.take(rows.tolist()),
@@ -484,7 +467,7 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     selected: set[int] = set()
     missing: list[str] = []
     for glob in globs:
-        # Try the literal name first: a tensor's name may contain brackets.
+        # A tensor's name may contain brackets, so try the literal name first.
         rows = [row_of[glob]] if glob in row_of else []
         if any(c in glob for c in "*?["):
             match = re.compile(fnmatch.translate(glob)).match
@@ -512,18 +495,18 @@ def build(
         weights: an open set with all of its tensors. Leaves of its manifest are ignored.
         leaf_bytes: bytes covered by each digest.
         threads: reader threads, each with a buffer of 8 MiB, or of one leaf if that is longer. 0 chooses by cores.
-        on_bytes: called with the number of bytes of each window read, by one thread at a time.
+        on_bytes: called with the size of each window read, by one thread at a time.
 
     Raises:
         ConfigError: `leaf_bytes` is not positive.
-        IntegrityError: a file differs from the digest that its storage states.
+        IntegrityError: a file differs from the digest of its storage.
         SourceError: see `Source.readv`.
     """
     if leaf_bytes <= 0:
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
     without_gaps = fills_files(manifest)
-    # Every byte is read here, so compare files with the storage's digests: a manifest must not certify damaged bytes.
+    # A manifest must not certify corrupt bytes, so check the storage's digests too.
     compared = [
         source for source in weights.sources if without_gaps and isinstance(source, Digested) and source.check_whole()
     ]
@@ -545,8 +528,7 @@ def build(
 def fills_files(manifest: Manifest) -> bool:
     """Return whether tensors fill every file from its header to its end, without padding.
 
-    True for safetensors. GGUF pads tensors, so a reader of all tensors skips some bytes of the file and cannot compare
-    the file's digest.
+    True for safetensors. A reader of all tensors skips the padding of GGUF, so it cannot check the file's digest.
     """
     table, count = manifest.tensors, len(manifest.files)
     first = np.array([file.nbytes for file in manifest.files], np.int64)
@@ -555,7 +537,7 @@ def fills_files(manifest: Manifest) -> bool:
     return bool((np.bincount(table.file_index, table.nbytes, minlength=count) == nbytes - first).all())
 
 
-# Bytes that a thread reads at once. Source: the chunk of a load, `Settings.chunk_bytes`.
+# Bytes of one read. Source: the chunk of a load, `Settings.chunk_bytes`.
 _WINDOW_BYTES = 8 * MIB
 
 _Piece = tuple[int, int, int]
@@ -580,11 +562,6 @@ def _digest_bodies(
     threads: int,
     on_bytes: Callable[[int], None] | None = None,
 ) -> U64:
-    """Return the leaf digests of all tensors, in the order of `table`.
-
-    Raises:
-        SourceError: see `Source.readv`. The other threads stop before their next window.
-    """
     counts = leaf.num_leaves(table.nbytes, leaf_bytes)
     leaves = np.zeros(int(counts.sum()), np.uint64)
     window_bytes = max(_WINDOW_BYTES // leaf_bytes, 1) * leaf_bytes
@@ -598,7 +575,7 @@ def _digest_bodies(
             return None if stop.is_set() else next(windows, None)
 
     def work() -> None:
-        # An anonymous mapping begins at a page, as direct I/O needs. A shared mapping would get no huge pages.
+        # Direct I/O needs page alignment. A shared mapping would get no huge pages.
         memory = mmap.mmap(-1, window_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -609,11 +586,11 @@ def _digest_bodies(
                 for start, nbytes, first in window.pieces:
                     leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
                 if on_bytes is not None:
-                    # Hold the lock, so that the caller's counter need not be thread-safe.
+                    # The lock allows a callback that is not thread-safe.
                     with lock:
                         on_bytes(window.nbytes)
         finally:
-            # After an error the other threads must not read on.
+            # After an error the other threads stop.
             stop.set()
 
     with Threads(threads, thread_name_prefix="penstock-digest") as pool:
@@ -627,7 +604,7 @@ def _digest_bodies(
 
 
 def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
-    """Yield ranges of files in order, at most `window_bytes` long. Neighbouring small tensors share a window."""
+    """Yield ranges of files in order. Neighbouring small tensors share a window."""
     order = np.lexsort((table.offset, table.file_index))
     columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
     file = start = stop = -1

@@ -1,4 +1,4 @@
-"""Writes to local file systems: typed errors, whole files, and directories that are removed after a failure."""
+"""Writes to local file systems, with typed errors and without partial files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_NAME_BYTES = 180
 
 @contextlib.contextmanager
 def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Map an OSError of the file system that is written to, to DiskFull or DestinationError.
+    """Map an OSError of a write to DiskFull or DestinationError.
 
     Args:
         path: the file or directory, for the message.
@@ -34,7 +34,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
     try:
         yield
     except PenstockError:
-        # Keep errors from reading. NotFound and PermissionDenied are OSErrors too.
+        # NotFound and PermissionDenied from reads are OSErrors too.
         raise
     except OSError as error:
         if error.errno in SHORTAGES:
@@ -42,7 +42,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
         if error.errno not in _FULL:
             raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
         facts = [] if needed is None else [f"{bytes_text(needed)} needed in total"]
-        # Free bytes mean nothing if a quota or a limit of the process is reached.
+        # Free space is irrelevant if a quota or a limit of the process is reached.
         if error.errno == errno.ENOSPC and (free := free_bytes(path)) is not None:
             facts.append(f"{bytes_text(free)} free")
         message = f"cannot write: {error.strerror}" + (f"; {', '.join(facts)}" if facts else "")
@@ -50,10 +50,9 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that this user may write to a path's file system, or None if it does not say."""
+    """Return the bytes that this user may write to a path's file system, or None if unknown."""
     while not path.exists() and path != path.parent:
         path = path.parent
-    # Some network and FUSE file systems report no size.
     with contextlib.suppress(OSError):
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize if state.f_blocks else None
@@ -62,10 +61,9 @@ def free_bytes(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[None]:
-    """Make a directory and its parents for the block. If it raises, remove new ones that are empty.
+    """Make a directory and its parents for the block. If the block raises, remove new empty directories.
 
-    Raises:
-        DestinationError, DiskFull: a directory cannot be made.
+    Raises DestinationError or DiskFull if a directory cannot be made.
     """
     with typed(path):
         new = [directory for directory in (path, *path.parents) if not directory.exists()]
@@ -79,9 +77,9 @@ def new_directory(path: Path) -> Iterator[None]:
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove the directories that are empty, in the given order: innermost first."""
+    """Remove the empty ones of these directories, innermost first."""
     for directory in directories:
-        # A directory may hold a file of another process by now, or may never have been made.
+        # Another process may have added a file.
         with contextlib.suppress(OSError):
             directory.rmdir()
 
@@ -90,7 +88,7 @@ def remove_empty(directories: Iterable[Path]) -> None:
 def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a file that gets the name `path` at the end of the block, complete and synced.
 
-    Until then it has a new random name, so that a link from another user is neither followed nor replaced.
+    Until then it has a random name, so that a symlink from another user is neither followed nor replaced.
 
     Raises:
         DestinationError, DiskFull: the file cannot be written. The previous file at `path` stays.

@@ -374,10 +374,7 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
     for dim, (a, b) in enumerate(zip(held.start, held.stop, strict=True)):
         for low, high in ((start[dim], min(a, stop[dim])), (max(b, start[dim]), stop[dim])):
             if low < high:
-                cut = Box(
-                    start=(*start[:dim], low, *start[dim + 1 :]),
-                    stop=(*stop[:dim], high, *stop[dim + 1 :]),
-                )
+                cut = Box(start=(*start[:dim], low, *start[dim + 1 :]), stop=(*stop[:dim], high, *stop[dim + 1 :]))
                 if cut.num_elements:
                     left.append(cut)
         start[dim], stop[dim] = max(start[dim], a), min(stop[dim], b)

@@ -66,12 +66,7 @@ def _place(base: tl.tensor, at: tl.tensor, row_in: tl.tensor, col_in: tl.tensor,
 
 @triton.jit
 def _floats(
-    address: tl.tensor,
-    at: tl.tensor,
-    row_in: tl.tensor,
-    col_in: tl.tensor,
-    SOURCE: tl.constexpr,
-    WIDE: tl.constexpr,
+    address: tl.tensor, at: tl.tensor, row_in: tl.tensor, col_in: tl.tensor, SOURCE: tl.constexpr, WIDE: tl.constexpr
 ) -> tl.tensor:
     """Return the values at these addresses in FP32 (FP64 unchanged), or 0 where masked. SOURCE is the name of the
     dtype."""
@@ -92,12 +87,7 @@ def _floats(
 
 @triton.jit
 def _keep(
-    address: tl.tensor,
-    at: tl.tensor,
-    values: tl.tensor,
-    row_in: tl.tensor,
-    col_in: tl.tensor,
-    WIDE: tl.constexpr,
+    address: tl.tensor, at: tl.tensor, values: tl.tensor, row_in: tl.tensor, col_in: tl.tensor, WIDE: tl.constexpr
 ) -> None:
     pointer, mask = _place(address.to(tl.pointer_type(values.dtype)), at, row_in, col_in, WIDE)
     tl.store(pointer, values, mask=mask)

@@ -122,11 +122,7 @@ def select(
 
 
 def reasons(
-    form: Format,
-    tensors: Sequence[Tensor],
-    *,
-    keep: Sequence[str] = KEEP,
-    only: Sequence[str] = ("*.weight",),
+    form: Format, tensors: Sequence[Tensor], *, keep: Sequence[str] = KEEP, only: Sequence[str] = ("*.weight",)
 ) -> dict[str, str]:
     """Return why each tensor is kept unchanged. An empty reason means that it is quantised. Arguments are those of
     `select`."""
