@@ -58,8 +58,6 @@ def test_reader_sees_generations_and_liveness(endpoint, page) -> None:
     assert not peer.is_alive()
     with pytest.raises(PeerLost):
         peer.check(slot, source, checksum_of(source))
-    peer.close()
-    peer.close()
 
 
 @contextmanager

@@ -221,23 +221,18 @@ class Origin(Protocol):
 
     def url(self) -> SplitResult:
         """Return the URL to read from, after signing and redirects."""
-        ...
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
         """Return the headers for `url`, without range and condition."""
-        ...
 
     def renew(self, url: SplitResult, status: int) -> bool:
         """Discard `url`, which was refused with `status`. Return False if a new URL cannot help."""
-        ...
 
     def moved(self, url: SplitResult, location: str) -> str | None:
         """Follow a redirect from `url`. Return None, or the reason to refuse it."""
-        ...
 
     def is_redirected(self, url: SplitResult) -> bool:
         """Return whether a server chose the host of `url` by a redirect."""
-        ...
 
 
 class RequestFailed(Exception):

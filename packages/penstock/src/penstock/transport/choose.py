@@ -1,10 +1,4 @@
-"""Registration of transports, the transports that this process has open, and the choice of a transport for a peer.
-
-register_transport(TransportKind(name="wire", open=WireTransport, reach="network", rank=35))
-
-open_links -> Links --register--> handles, whose descriptors peers get
-                   `--choose----> for each pair of regions: transport, peer's descriptor, reasons against nearer ones
-"""
+"""Registration of transports, the transports that this process has open, and the choice of a transport for a peer."""
 
 from __future__ import annotations
 
@@ -29,13 +23,8 @@ from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 
 ENTRY_POINTS = "penstock.transports"
-"""Group of entry points in which an installed package lists its transports. Each entry is a `TransportKind`.
-
-Both ends of a read need the transport, and members are often different processes from the one that registers it.
-"""
-
+"""Group of entry points in which an installed package lists its transports. Each entry is a `TransportKind`."""
 Reach = Literal["process", "host", "network"]
-
 _log = log_named("penstock.transport")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -57,40 +46,32 @@ class TransportSetup:
     is_named: bool = False
 
 
-def _always(setup: TransportSetup) -> str:
-    return ""
-
-
-def _any_peer(into: Handle, source: Descriptor) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
     """Registration of a transport: its name, how to open it, and which peers it can read.
 
     Attributes:
         name: name in descriptors, reports and `ConnectionSettings.transports`.
-        open: opens it for this process and is called once. It raises ConfigError or MissingExtra if this process cannot
-            have the transport. The message is shown to a user who asks for the reason.
+        open: opens the transport for this process and is called once. It raises ConfigError or MissingExtra if this
+            process cannot have the transport, with a message for the user.
         reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
             boot of one kernel, for one user and one runtime directory. Two containers are one host if both mount this
             directory.
-        rank: the transport with the lowest rank that both ends have is used. Penstock's transports have loopback 0,
-            cuda_ipc 10, shm 20, nixl 30 and http 40.
-        unless: returns the reason not to open it with this setup, or an empty string.
-        unless_peer: returns the reason not to read this memory of a peer into ours, given our handle and the peer's
-            descriptor, or an empty string. After a reason the next transport is tried, and reports show the reason. It
-            is called for each pair of regions before the first read, so it must be quick. It is the only place to
-            refuse one peer, since an error of `post_read` or `wait` ends the use of the peer with any transport.
+        rank: the transport with the lowest rank that both processes have is used. Penstock's transports have loopback
+            0, cuda_ipc 10, shm 20, nixl 30 and http 40.
+        unless: returns the reason not to open the transport with this setup, or an empty string.
+        unless_peer: returns the reason not to read this memory of a peer, given our handle and the peer's descriptor,
+            or an empty string. After a reason the next transport is tried. It must be quick, since it is called for
+            each pair of regions before the first read. An error of `post_read` or `wait` ends the use of the peer with
+            any transport.
     """
 
     name: str
     open: Callable[[TransportSetup], Transport]
     reach: Reach
     rank: int
-    unless: Callable[[TransportSetup], str] = _always
-    unless_peer: Callable[[Handle, Descriptor], str] = _any_peer
+    unless: Callable[[TransportSetup], str] = lambda setup: ""
+    unless_peer: Callable[[Handle, Descriptor], str] = lambda into, source: ""
 
 
 _lock = threading.Lock()
@@ -109,7 +90,7 @@ def register_transport(kind: TransportKind) -> None:
         hint = "use up to 32 lower-case letters, digits and _, without the prefixes staged_ and pinned_"
         raise ConfigError(f"cannot register the transport {kind.name!r}: its name is malformed", hint=hint)
     with _lock:
-        # Registering the same kind twice is allowed, since an entry point may name a module that registers it.
+        # Registering the same kind again is allowed, since an entry point may name a module that registers it.
         if _kinds.setdefault(kind.name, kind) != kind:
             raise ConfigError(f"cannot register the transport {kind.name!r}: its name is taken")
 
@@ -122,10 +103,7 @@ def transport_kinds() -> list[TransportKind]:
 
 @functools.cache
 def broken_transports() -> dict[str, str]:
-    """Register the transports of installed packages, and return the reason for each that cannot be registered, by name.
-
-    A broken package must not keep this process from the other transports.
-    """
+    """Register the transports of installed packages. Return the reason for each that cannot be registered, by name."""
     broken: dict[str, str] = {}
     for entry in entry_points(ENTRY_POINTS):
         try:
@@ -155,7 +133,6 @@ def _refuse_cuda_ipc(into: Handle, source: Descriptor) -> str:
 
 
 def _refuse_shm(into: Handle, source: Descriptor) -> str:
-    """Return why a peer on this host cannot be read. The previous release sends no descriptors to other containers."""
     from penstock.transport.host_endpoint import is_within_reach
 
     return "" if is_within_reach(source) else "the peer's release sends no file descriptors"
@@ -174,11 +151,9 @@ def _open_nixl(setup: TransportSetup) -> Transport:
 
 
 def _unless_nixl(setup: TransportSetup) -> str:
-    """Return why NIXL is not used. Without RDMA it is only used for device memory, which `http` cannot reach.
-
-    Over TCP it is not faster than `http`, does not protect memory from a process that has a descriptor, and UCX aborts
-    a holder that was stopped until its readers gave up and then continues. Source: docs/design/fetch.md.
-    """
+    # Over TCP, NIXL is not faster than `http`, does not protect memory from a process that has a descriptor, and UCX
+    # aborts a holder that was stopped until its readers gave up. So without RDMA, NIXL is only used for device memory,
+    # which `http` cannot reach. Source: docs/design/fetch.md.
     if setup.is_named:
         return ""
     if setup.listen is None:
@@ -215,17 +190,15 @@ def _routes() -> Iterator[_Route]:
     """Yield each transport, followed by those that use it to fill device memory, nearest first."""
     for kind in transport_kinds():
         yield _Route(kind.name, kind.name, kind)
-        for name, inner in DEVICE_TARGETS.items():
-            if inner == kind.name:
-                yield _Route(name, inner, kind)
+        yield from (_Route(name, inner, kind) for name, inner in DEVICE_TARGETS.items() if inner == kind.name)
 
 
 class PeerLinks(Closeable):
     """Transports of one process, each opened once. Use it as a context manager.
 
     Args:
-        makers: functions that open each transport, by name, nearest first. If one raises, the transport is left out and
-            `refused` has the reason.
+        makers: functions that open each transport, by name, nearest first. A transport whose function raises is left
+            out.
 
     Attributes:
         transports: open transports by name, nearest first.
@@ -246,11 +219,7 @@ class PeerLinks(Closeable):
                 raise
 
     def add_device_targets(self, driver: CudaDriver | None = None) -> None:
-        """If there is a CUDA driver, let these transports also read peers' host memory into devices.
-
-        Args:
-            driver: replaces the CUDA driver in tests.
-        """
+        """If there is a CUDA driver, let these transports also read peers' host memory into devices."""
         from penstock.transport.shm import ShmTransport
 
         for name, inner_name in DEVICE_TARGETS.items():
@@ -264,12 +233,7 @@ class PeerLinks(Closeable):
                 self.refused[name] = error.message
 
     def reach(self, name: str) -> Reach:
-        """Return the reach of a transport. For a transport that fills device memory it is that of the underlying
-        transport.
-
-        Raises:
-            KeyError: the transport is not registered.
-        """
+        """Return the reach of a transport. One that fills device memory has the reach of its inner transport."""
         transport_kinds()
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
@@ -277,7 +241,6 @@ class PeerLinks(Closeable):
         """Register memory with every transport that can offer it to peers.
 
         Args:
-            memory: memory of this process.
             reach: use only transports with this reach. None means all.
 
         Raises:
@@ -306,11 +269,9 @@ class PeerLinks(Closeable):
     def register_into(
         self, memory: Memory, registered: Mapping[str, Handle], *, is_repeated: bool = False
     ) -> dict[str, Handle]:
-        """Return handles for reading into memory, including those of transports that can only fill it.
+        """Return `registered` with handles of transports that can only fill the memory.
 
         Args:
-            memory: memory of this process.
-            shown: result of `register`.
             is_repeated: whether the same peers are read repeatedly, so that pinning their memory pays off.
         """
         handles = dict(registered)
@@ -323,14 +284,11 @@ class PeerLinks(Closeable):
     def choose(
         self, ours: Mapping[str, Handle], offered: Mapping[str, bytes], *, same_host: bool, same_process: bool
     ) -> tuple[Transport, Descriptor, str]:
-        """Return the nearest transport for a pair of regions, the peer's descriptor, and the reasons against nearer
-        transports.
+        """Return the nearest transport for a pair of regions, its descriptor, and the reasons against nearer ones.
 
         Args:
             ours: registrations of our region.
             offered: encoded descriptors of the peer's region.
-            same_host: whether the peer is on this host.
-            same_process: whether the peer is this process.
 
         Raises:
             PlanError: no transport reaches the peer. The message has the reasons.
@@ -359,13 +317,10 @@ class PeerLinks(Closeable):
         )
 
     def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Map a peer's device memory for a device of ours, before there is memory to read into.
-
-        The first read of the same registrations then does not wait for it. Memory that the device cannot map is
-        ignored.
+        """Map a peer's device memory for a device of ours, so that the first read does not wait for it.
 
         Raises:
-            PenstockError: see `Transport.post_read`. The later choice for a read reports what is wrong.
+            PenstockError: see `Transport.post_read`. A later `choose` reports the reason.
         """
         transport = self.transports.get("cuda_ipc")
         if isinstance(transport, Reaching):
@@ -374,14 +329,11 @@ class PeerLinks(Closeable):
                     transport.reach(device, decode(offered["cuda_ipc"]))
 
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
-        """Return which side lacks a transport, and why."""
         if name in ours:
             return f"the peer does not offer {DEVICE_TARGETS.get(name, 'it')}"
-        return (
-            "it cannot reach our memory"
-            if name in self.transports
-            else self.refused.get(name, "it is not open in this process")
-        )
+        if name in self.transports:
+            return "it cannot reach our memory"
+        return self.refused.get(name, "it is not open in this process")
 
     def sweep(self) -> None:
         """Release the memory of peers that are gone. Call it while nothing is read, since a read does it itself."""
@@ -403,14 +355,10 @@ def open_links(
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> PeerLinks:
-    """Open the transports of this process.
+    """Open the transports of this process. `listen`, `tls` and `trust` are those of `TransportSetup`.
 
     Args:
         only: names of allowed transports. None means all that work here.
-        listen: address at which other hosts reach this one. None means this host only, without transports between hosts
-            except `http` on a Unix socket.
-        tls: TLS context with which `http` serves. None means no TLS.
-        trust: how readers over `http` check a peer's certificate, and which certificate they present.
 
     Raises:
         ConfigError: `only` has an unknown name.

@@ -1,8 +1,4 @@
-"""Collectives of a torch.distributed group, each with a deadline.
-
-torch.distributed waits without a useful limit. With these calls the other ranks get PeerLost within `stall_s` if a rank
-dies or is silent.
-"""
+"""Collectives of a torch.distributed group, each with a deadline. torch.distributed has no useful limit itself."""
 
 from __future__ import annotations
 
@@ -20,13 +16,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class GroupCollectives:
-    """Collectives of a group, each with a deadline. Every rank must make the same calls in the same order.
+    """Collectives of a group. If a rank dies or is silent for `stall_s`, the other ranks get PeerLost.
+
+    Every rank must make the same calls in the same order. The group belongs to the caller and is never aborted.
 
     Args:
-        group: group of gloo for host memory, or of NCCL for devices. It belongs to the caller and is not aborted when a
-            rank is lost.
+        group: group of gloo for host memory, or of NCCL for devices.
         device: device of the exchanged tensors.
-        stall_s: seconds of silence after which the other ranks count as lost.
+        stall_s: seconds of silence after which a rank counts as lost.
     """
 
     poll_s: float
@@ -82,6 +79,5 @@ class GroupCollectives:
 
     def _lost(self, why: str) -> PeerLost:
         # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
-        return PeerLost(
-            f"rank {self.rank}: {why}", hint="check the errors of the other ranks, and create a new process group"
-        )
+        hint = "check the errors of the other ranks, and create a new process group"
+        return PeerLost(f"rank {self.rank}: {why}", hint=hint)

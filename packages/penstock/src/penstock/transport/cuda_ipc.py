@@ -1,12 +1,9 @@
 """Device memory of processes on one host. The reader's copy engines read the holder's memory, over NVLink or in place.
 
-    claim --> map, once --> segments joined, cut into groups, queued on streams --> event per group --> claim again
-                            (many short ones: one kernel of the reader's device, `cuda.gather`)
-
-Nothing runs on the holder's device. There are two kinds of device memory. Memory of cudaMalloc (torch's default) has
-one 64-byte IPC handle per allocation. Virtual memory (torch's `expandable_segments`) consists of pieces of physical
-memory, 20 MiB each in torch, and each is shared by a file descriptor. Only file descriptors cross PID namespaces, for
-example between containers, since an IPC handle names a process id.
+Nothing runs on the holder's device. Memory of cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
+Virtual memory (torch's `expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is
+shared by a file descriptor. Only file descriptors cross PID namespaces, for example between containers, since an IPC
+handle names a process id.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -45,8 +41,8 @@ from penstock.transport.host_endpoint import (
     FencedHandle,
     GenerationAddress,
     GenerationTable,
+    IntoHandle,
     MemoryClaim,
-    OwnHandle,
     PeerMappings,
     handle_here,
 )
@@ -66,8 +62,7 @@ from penstock.types import MIB, U64
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
 _MAX_RUNS = 4096
-"""Maximum number of entries in a payload's table of pieces, which are runs of equal lengths. It keeps a descriptor
-below its size limit."""
+"""Maximum number of runs of equal pieces in a payload. It keeps a descriptor below its size limit."""
 _MAX_PIECES = 1 << 20
 """Maximum number of file descriptors requested for one registration, for 20 TiB in torch's pieces."""
 
@@ -82,7 +77,7 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
     """Offset of the memory in the mapping."""
     handle: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
     door: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Abstract socket address of the server of pieces, which the previous release uses."""
+    """Abstract socket address of the server of pieces, for the previous release."""
     pieces: Annotated[tuple[tuple[_Length, _Length], ...], msgspec.Meta(max_length=_MAX_RUNS)] = ()
     """Lengths of the pieces of physical memory, in order, as runs of a count and the bytes of each piece."""
 
@@ -93,12 +88,12 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shared:
-    """Shared form of a local registration: its IPC handle, or its pieces, whose descriptors are created on request.
+    """Shared form of a local registration: the IPC handle of its allocation, or the pieces of its virtual memory.
 
     Attributes:
-        handle: handle of the allocation, which is empty for virtual memory.
+        handle: empty for virtual memory.
         offset: offset of the memory in the allocation or in its first piece.
-        pieces: address and size of each piece of virtual memory.
+        pieces: address and size of each piece.
     """
 
     def __init__(
@@ -146,15 +141,14 @@ class Shared:
             with self._driver.entered(self._device):
                 fd = self._driver.export_fd(address)
             if fd is None:
-                # The owner has freed the memory, and the peer notices that pieces are missing.
+                # The owner has freed the memory, and the peer detects that pieces are missing.
                 return
             yield fd
 
 
 def _pieces_of(driver: CudaDriver, base: int, memory: Memory) -> list[tuple[int, int]]:
-    """Return address and size of the pieces of virtual memory from `base`. Raises ConfigError if they
-    cannot be shared."""
-    # This export only tests whether it is possible. Descriptors are created again for each peer that connects.
+    """Return address and size of the pieces from `base`. Raises ConfigError if they cannot be shared."""
+    # This export is only a test. Descriptors are created again for each peer that connects.
     fd = driver.export_fd(base)
     if fd is None:
         raise ConfigError(
@@ -180,13 +174,6 @@ class Mapped:
         self.nbytes = nbytes
         self.keep = keep
 
-    def at(self, offset: int, source: Descriptor) -> int:
-        """Return the address of a registration. Raises FormatError if the mapping does not contain all of it."""
-        if offset + source.nbytes > self.nbytes:
-            message = f"{source.nbytes} bytes from {offset} are outside the peer's memory of {self.nbytes} bytes"
-            raise FormatError(message, uri=source.uri)
-        return self.address + offset
-
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
     """Map a peer's memory for a device of ours. This takes milliseconds, so the caller should keep the mapping.
@@ -211,7 +198,7 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
             driver.ipc_close(address)
             raise
     mapped = Mapped(address, base + nbytes - address)
-    _when_gone(mapped, _close, driver, device, mapped.address)
+    _when_gone(mapped, driver, device, partial(driver.ipc_close, address))
     return mapped
 
 
@@ -219,8 +206,7 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 
 def handle_fault(payload: CudaPayload) -> str:
-    """Return why this process cannot open memory by its handle, or an empty string. Memory without a handle is sent as
-    pieces."""
+    """Return why this process cannot open memory by its handle, or an empty string."""
     # The driver finds the exporter by its process id. It fails, or with an equal id confuses it with this process.
     # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
@@ -240,7 +226,7 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
         raise FormatError(
             f"the descriptor has {payload.num_pieces} pieces of device memory, which is out of range", uri=uri
         )
-    # Build the list after the check, since a hostile count could make it arbitrarily long.
+    # Build the list only now, since a hostile count could make it arbitrarily long.
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
     total, at = sum(lengths), 0
     with driver.entered(device):
@@ -257,74 +243,44 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
             driver.unmap(base, at, total)
             raise
     mapped = Mapped(base, total)
-    _when_gone(mapped, _unmap, driver, device, base, total)
+    _when_gone(mapped, driver, device, partial(driver.unmap, base, total, total))
     return mapped
 
 
-def _when_gone(mapped: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
-    """Call `undo` when a mapping is collected."""
-    assert callable(undo)
-    # Compare the process id, since a forked child inherits the finalizer and must not unmap memory that its parent
-    # uses.
-    finalizer = weakref.finalize(mapped, undo, os.getpid(), driver, device, *arguments)
+def _when_gone(mapped: Mapped, driver: CudaDriver, device: int, undo: Callable[[], None]) -> None:
+    """Call `undo` in the device's context when a mapping is collected."""
+    finalizer = weakref.finalize(mapped, _undo, os.getpid(), driver, device, undo)
     # At the interpreter's exit the driver may be gone already.
     finalizer.atexit = False
 
 
-@contextmanager
-def _undoing(pid: int, driver: CudaDriver, device: int) -> Iterator[bool]:
-    """Yield whether this process created the mapping. Its forked children have no driver."""
-    if pid != os.getpid():
-        yield False
-        return
-    with driver.entered(device):
-        yield True
-
-
-def _close(pid: int, driver: CudaDriver, device: int, address: int) -> None:
-    with _undoing(pid, driver, device) as is_mine:
-        if is_mine:
-            driver.ipc_close(address)
-
-
-def _unmap(pid: int, driver: CudaDriver, device: int, address: int, nbytes: int) -> None:
-    with _undoing(pid, driver, device) as is_mine:
-        if is_mine:
-            driver.unmap(address, nbytes, nbytes)
+def _undo(pid: int, driver: CudaDriver, device: int, undo: Callable[[], None]) -> None:
+    # A forked child inherits the finalizer and must not unmap memory that its parent uses.
+    if pid == os.getpid():
+        with driver.entered(device):
+            undo()
 
 
 GROUP_BYTES = 256 * MIB
 """Bytes between two events that show progress: 0.7 ms of NVLink at 397 GB/s."""
-
 SHORT_BYTES = 256 << 10
-"""Shorter segments count as short. Starting a copy takes 0.7 us, in which NVLink moves 0.28 MB.
-
-Source: benchmarks/results/h200x2_202611/transport.md.
-"""
-
+"""Shorter segments count as short. Starting a copy takes 0.7 us, in which NVLink moves 0.28 MB. Source:
+benchmarks/results/h200x2_202611/transport.md."""
 MANY = 64
 """Minimum number of short segments in a read that one kernel copies. Its launch and table cost about 0.2 ms."""
-
 LAID_OUT = 4
 """Number of address pairs for which the laid out copies of rectangles are kept. Where a flip exchanges memories
-(`cuda.device_memory`), each end alternates between two."""
-
+(`cuda.device_memory`), holder and reader each alternate between two."""
 SETTLE_S = 30.0
 """Seconds for which `register` waits for kernels queued earlier, and `close` for copies in flight."""
-
 _SPIN_S = 0.0002
 _NAP_S = 0.00005
 """A waiting thread polls without pause for `_SPIN_S`, in which NVLink moves 80 MB, and then sleeps at
 least `_NAP_S`."""
-
 _FASTEST_BYTES_PER_S = 2.1e12
-"""No copy is faster than this rate, so a waiting thread sleeps at least as long as the remaining bytes need. Each poll
-takes the interpreter's lock from threads that verify and serve.
-
-Source: benchmarks/results/h200x2_202611/transport.md, on the same device.
-"""
+"""No copy is faster, so a waiting thread sleeps at least as long as the remaining bytes need. Each poll takes the
+interpreter's lock from threads that verify and serve. Source: benchmarks/results/h200x2_202611/transport.md."""
 _LONGEST_NAP_S = 0.01
-
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
@@ -340,7 +296,7 @@ class _QueuedCopies:
 class CudaRead:
     """See `PendingRead`. It keeps both memories alive until its last event, even if the waiting thread gave up."""
 
-    def __init__(self, into: OwnHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
+    def __init__(self, into: IntoHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
         self.into = into
         self.claim = claim
         self.source = source
@@ -354,14 +310,10 @@ class CudaRead:
 
 
 class CudaIpcTransport:
-    """See `Transport`.
+    """See `Transport`. Raises ConfigError if there is no CUDA driver or no memfd.
 
     Args:
-        driver: replaces the CUDA driver in tests.
         num_streams: streams between which the groups of a read alternate.
-
-    Raises:
-        ConfigError: there is no CUDA driver, or there are no memfds.
     """
 
     name = "cuda_ipc"
@@ -381,8 +333,7 @@ class CudaIpcTransport:
         self._mapping = threading.Lock()
 
     def register(self, memory: Memory) -> FencedHandle:
-        """See `Transport.register`. Waits for the work that is queued on the device's default stream, which may write
-        this memory.
+        """See `Transport.register`. Waits for the work on the device's default stream, which may write this memory.
 
         Raises:
             Cancelled: the transport is closed.
@@ -392,8 +343,7 @@ class CudaIpcTransport:
         device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared.of(self._driver, device, memory)
-        # A peer's copy engine does not know the streams of this process, so kernels that write the memory must finish
-        # before a descriptor exists.
+        # A peer's copy engine does not know the streams of this process.
         self._settle(device)
         runs = shared.runs()
 
@@ -411,7 +361,6 @@ class CudaIpcTransport:
         return self._endpoint.register(memory, describe, keep=shared)
 
     def _settle(self, device: int) -> None:
-        """Wait for the work on the device's default stream. Raises DestinationError after `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
         with self._driver.entered(device):
             with self._lock:
@@ -440,15 +389,13 @@ class CudaIpcTransport:
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Raises like `post_read`.
 
-        Cost: laying out the copies takes about 2 ms per GiB, once. If the same object is read again between one of the
-        last `LAID_OUT` pairs of addresses, the copies are only queued.
+        Laying out the copies takes about 2 ms per GiB, once for each of the last `LAID_OUT` pairs of addresses.
         """
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_QueuedCopies]:
-            # Both addresses are part of the key. The same rectangles may be read into different memory, or from a peer
-            # that was mapped again.
+            # The same rectangles may be read into different memory, or from a peer that was mapped again.
             prepared, at = self._laid_out.setdefault(rectangles, {}), (ours, base, device)
             if at not in prepared:
                 while len(prepared) >= LAID_OUT:
@@ -460,7 +407,7 @@ class CudaIpcTransport:
 
     def _post(
         self,
-        mine: OwnHandle,
+        mine: IntoHandle,
         source: Descriptor,
         nbytes: int,
         lay_out: Callable[[int, int, int], Iterable[_QueuedCopies]],
@@ -469,23 +416,25 @@ class CudaIpcTransport:
         payload = decode_payload(source, _DECODER)
         device = ordinal(mine.memory.device)
         claim = self._endpoint.claim(source, payload.page)
-        # Map without the lock, which every other read needs. Mapping takes milliseconds and may wait for the peer.
+        # Map without the lock, since mapping takes milliseconds and may wait for the peer.
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
             self._endpoint.check_open()
             self.sweep()
             read = CudaRead(mine, claim, mapped, nbytes)
             if mapped is not None:
-                base = mapped.at(payload.offset, source)
+                claim.check_inside(payload.offset, mapped.nbytes)
+                base = mapped.address + payload.offset
                 try:
                     with self._driver.entered(device):
                         for group in lay_out(mine.memory.address, base, device):
                             group.queue()
-                            self._mark(read, device, group)
+                            event = self._streams.of(device).take_event()
+                            self._driver.record(event, group.stream)
+                            read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
                 except PenstockError as error:
                     error.mutated = True
-                    # Copies queued before the refused one have no event that says when they are done, so their memories
-                    # can never be freed safely.
+                    # Copies queued before the refused one have no event, so their memories can never be freed safely.
                     never_freed.append((read,))
                     raise
                 finally:
@@ -507,7 +456,6 @@ class CudaIpcTransport:
             self._mapped.sweep()
 
     def _map(self, claim: MemoryClaim, payload: CudaPayload, device: int) -> Mapped:
-        """Return the peer's memory, mapped once. Reads from memory that is already mapped do not wait."""
         source = claim.source
         # The driver refuses to open memory of this process, which is already mapped at its own address.
         ours = handle_here(source)
@@ -523,8 +471,7 @@ class CudaIpcTransport:
             mapped = self._mapped.get(claim, device)
         if mapped is not None:
             return mapped
-        # `_mapping` lets one thread map while others wait, and `_lock` stays free for reads from mapped memory. Check
-        # again inside, since another thread may have been first.
+        # `_mapping` lets one thread map while others wait, and `_lock` stays free for reads from mapped memory.
         with self._mapping:
             with self._lock:
                 mapped = self._mapped.get(claim, device)
@@ -532,8 +479,8 @@ class CudaIpcTransport:
                 try:
                     mapped = map_peer(self._driver, device, source, payload)
                 finally:
-                    # After a failure, `check` raises a better reason if the holder is gone. After a success, it proves
-                    # that the mapped memory still belonged to the holder.
+                    # After a failure, this raises a better reason if the holder is gone. After a success, it proves
+                    # that the memory still belonged to the holder.
                     claim.check()
                 with self._lock:
                     self._mapped.put(claim, mapped, device)
@@ -558,18 +505,8 @@ class CudaIpcTransport:
                 queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
                 yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
-    def _mark(self, read: CudaRead, device: int, group: _QueuedCopies) -> None:
-        """Record an event after a group, which shows that its bytes have arrived."""
-        event = self._streams.of(device).take_event()
-        self._driver.record(event, group.stream)
-        read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
-
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """See `Transport.wait`.
-
-        Raises:
-            DestinationError: the device failed, and `mutated` is true.
-        """
+        """See `Transport.wait`. Raises DestinationError with `mutated` if the device failed."""
         assert isinstance(pending, CudaRead)
         # Hold the lock for the whole wait, since other threads that wait for this read have nothing else to do.
         with pending.lock:
@@ -589,14 +526,13 @@ class CudaIpcTransport:
                 raise pending.error
 
     def _finish(self, read: CudaRead, stall_s: float) -> None:
-        """Wait until the device has passed every event of a read, then check the claim."""
         began = moved = time.monotonic()
         seen = read.moved_bytes
         while read.events:
             read.into.check_open()
             self._advance(read)
             now = time.monotonic()
-            # Another thread may also have seen the progress, since a sweep advances all reads.
+            # Compare, since a sweep in another thread advances all reads too.
             if read.moved_bytes != seen:
                 moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
@@ -607,12 +543,10 @@ class CudaIpcTransport:
                 nap_s = min(max(_NAP_S, (read.nbytes - read.moved_bytes) / _FASTEST_BYTES_PER_S), _LONGEST_NAP_S)
                 time.sleep(0 if now - began < _SPIN_S and nap_s == _NAP_S else nap_s)
         read.into.check_open()
-        # Check after the last byte. A holder fences before it changes a byte, so if the generation is still current, no
-        # byte read was a changed one.
+        # Check after the last byte. A holder fences before it changes a byte, so a current claim saw no change.
         read.claim.check()
 
     def _advance(self, read: CudaRead) -> None:
-        """Remove the events that have passed."""
         device = ordinal(read.into.memory.device)
         with self._lock:
             if not read.events:
@@ -622,7 +556,7 @@ class CudaIpcTransport:
                     event, read.moved_bytes = read.events.popleft()
                     self._streams.of(device).give_event(event)
             if not read.events:
-                # Release the mapping, since a finished read that is kept would hold the holder's memory.
+                # A finished read must not keep the holder's memory mapped.
                 read.source = None
                 self._in_flight.discard(read)
 
@@ -632,8 +566,7 @@ class CudaIpcTransport:
             self._advance(read)
 
     def close(self) -> None:
-        """See `Transport.close`. Waits for copies in flight for at most `SETTLE_S`, and then keeps the memory that they
-        use."""
+        """See `Transport.close`. Waits for copies in flight for at most `SETTLE_S`, then keeps their memory."""
         if not self._endpoint.page.is_mine:
             return
         # Close the endpoint first, so that no read is posted and waiting threads get Cancelled.

@@ -1,8 +1,8 @@
 """Server of file descriptors of shared memory for processes of the same user, on a Unix socket.
 
 Each request names a generation. The descriptors are sent in order, in several messages (SCM_RIGHTS). The socket is in
-the runtime directory, so every container that mounts this directory can reach it, whatever its namespaces. Both ends
-check the user of the other.
+the runtime directory, so every container that mounts this directory can reach it, whatever its namespaces. Client and
+server check each other's user.
 """
 
 from __future__ import annotations
@@ -34,19 +34,14 @@ from penstock.net.unix_sockets import RuntimeDir, connect_unix, private_socket_f
 
 PAGE = 0
 """Request for the table of generations. No registration has this generation."""
-
 _PER_MESSAGE = 64
 """File descriptors per message. The kernel allows 253 (SCM_MAX_FD)."""
-
 TIMEOUT_S = 10.0
 """Seconds after which a message fails. Exporting 64 pieces of memory takes a few milliseconds."""
-
 _LIMITS = ConnectionLimits(total=512, unproven=256, unproven_per_address=256, per_principal=500)
-"""Readers on one host that connect at the same time. Each connects once per registration, for less than 1 ms."""
-
+"""Limits for the readers of one host. Each connects once per registration, for less than 1 ms."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _HINT = "raise this process's limit of open files (ulimit -n)"
-
 _REQUEST = struct.Struct("<Q")
 """A request is the generation."""
 
@@ -76,8 +71,7 @@ class FdServer:
 
         Args:
             name: name of the endpoint, for logs.
-            export: creates the descriptors of a generation.
-            abstract_name: additional abstract socket address for readers of the previous release. Empty means none.
+            abstract_name: additional abstract socket address for readers of the previous release.
 
         Raises:
             ConfigError: see `RuntimeDir`.
@@ -88,9 +82,10 @@ class FdServer:
             for address in filter(None, (server.path, abstract_name and f"\0{abstract_name}")):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
                     bound.bind(address)
-                    admission = Admission(_LIMITS, name=f"fds of {name}")
                     # The listener takes the descriptor, so that `with` closes nothing.
-                    listener = ThreadedListener(bound, admission, server._serve, name="fds")
+                    listener = ThreadedListener(
+                        bound, Admission(_LIMITS, name=f"fds of {name}"), server._serve, name="fds"
+                    )
                 listener.start()
                 server._listeners.append(listener)
         except DestinationError:
@@ -104,19 +99,19 @@ class FdServer:
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
         # Exports are serialised, so all other readers may be served first.
         place.begin(place.limits.total * TIMEOUT_S)
-        # The reader sees the connection end, and raises an error with the reason that it can check.
+        # The reader sees the closed connection, and raises an error with the reason that it can check.
         with contextlib.suppress(PenstockError):
             self._answer(peer)
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(TIMEOUT_S)
         request = peer.recv(_REQUEST.size)
-        # A request of a different length is not from our reader, so end the connection.
+        # A request of a different length is not from our reader, so close the connection.
         if len(request) != _REQUEST.size:
             return
         generation = _REQUEST.unpack(request)[0]
         fds: list[int] = []
-        # A reader of the page does not wait for pieces that another reader is slow to take.
+        # A reader of the page does not wait for pieces that another reader is slow to receive.
         lock = contextlib.nullcontext() if generation == PAGE else self._exporting
         with lock:
             try:
@@ -127,9 +122,8 @@ class FdServer:
                 if fds:
                     _send(peer, fds)
             finally:
-                # An open descriptor keeps memory from being freed, so close those that were not sent.
-                for fd in fds:
-                    os.close(fd)
+                # An open descriptor keeps memory from being freed.
+                _close_all(fds)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -143,7 +137,7 @@ class FdServer:
             listener.forget()
 
 
-_servers: weakref.WeakSet[FdServer] = release_after_fork(lambda server: server.forget())
+_servers: weakref.WeakSet[FdServer] = release_after_fork(FdServer.forget)
 
 
 def _send(peer: socket.socket, fds: list[int]) -> None:
@@ -155,12 +149,12 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
 
 
 def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[int]:
-    """Yield the descriptors of a peer's generation. Each is closed when the next is taken.
+    """Yield the descriptors of a peer's generation. Each is closed when the next is requested.
 
     Args:
         path: path of the peer's socket, or the abstract address of a peer of the previous release.
         generation: generation of a registration, or `PAGE` for the table of generations, which is one descriptor.
-        count: number of descriptors.
+        count: expected number of descriptors.
         uri: name of the peer in errors.
 
     Raises:
@@ -188,13 +182,12 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
             while received < count:
                 _, fds, flags, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
                 received += len(fds)
-                # The kernel left out descriptors for which this process has no number. A full message would mean that
-                # the peer sends more than it may.
+                # The kernel dropped descriptors for which this process has no number. A truncated full message instead
+                # means that the peer sends more than it may.
                 if flags & socket.MSG_CTRUNC and len(fds) < _PER_MESSAGE:
                     _close_all(fds)
                     raise DestinationError("no file descriptor is left for the peer's memory", uri=uri, hint=_HINT)
-                # No descriptors mean that the connection ended early. Too many are not the memory that the descriptor
-                # describes.
+                # Without descriptors the connection was closed early. Too many are not the described memory.
                 if not fds or received > count:
                     _close_all(fds)
                     raise StaleDescriptor(f"received {received} of {count} pieces of memory", uri=uri)
@@ -215,8 +208,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
 
 def receive_fd(path: str, generation: int, uri: str) -> int:
     """Return the only descriptor of a peer's generation. The caller closes it. Raises like `receive_fds`."""
-    fds = receive_fds(path, generation, 1, uri)
-    with closing(fds):
+    with closing(receive_fds(path, generation, 1, uri)) as fds:
         received = next(fds)
         try:
             return os.dup(received)

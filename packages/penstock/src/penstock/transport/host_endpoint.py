@@ -1,16 +1,12 @@
 """Registrations that peers on this host can check: handles, the generation table, and claims on peers' memory.
 
-An endpoint has one generation table, which is a page of shared memory that every reader on the host maps read-only.
-Readers receive the page and the memory as file descriptors from the endpoint's socket (`fd_server`).
-
-    page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
-
-The serial identifies a registration as long as its memory stays the same. The checksum is a digest of its descriptor
-and detects forged descriptors. A lock on the page shows that its owner is alive, since the kernel releases it when the
-owner dies.
+An endpoint has one generation table, which is a page of shared memory that every reader on the host maps read-only. The
+page has a header and slots of four words: generation (0 if free), checksum, serial, 0. The serial identifies a
+registration as long as its memory stays the same. The checksum is a digest of its descriptor and detects forgeries. A
+lock on the page shows that its owner is alive, since the kernel releases it when the owner dies.
 
 An owner writes the generation before it changes a byte, and a reader checks it after its last byte. The interpreter's
-lock, taken in between, orders the two.
+lock, acquired in between, orders the two.
 """
 
 from __future__ import annotations
@@ -28,7 +24,15 @@ from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 
-from penstock.errors import Cancelled, ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.errors import (
+    Cancelled,
+    ConfigError,
+    DestinationError,
+    FormatError,
+    PeerLost,
+    PenstockError,
+    StaleDescriptor,
+)
 from penstock.lifecycle import release_after_fork
 from penstock.memory.memfd import MappedMemfd, check_peer_memfd, create_memfd, open_memfd_of_process
 from penstock.net.unix_sockets import host_id, namespace_id, pid_namespace
@@ -42,7 +46,6 @@ _HEADER_BYTES = 64
 _SLOT_WORDS = 4
 NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
 """2,046 registrations. An arena is one registration, and a model with more loose tensors belongs in an arena."""
-
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
@@ -89,9 +92,7 @@ class GenerationTable:
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._free = list(range(NUM_SLOTS))[::-1]
         self._changing = threading.Lock()
-        self._closer = weakref.finalize(self, os.close, lock_fd)
-        # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
-        self._closer.atexit = False
+        self._closer = _closed_with(self, lock_fd)
 
     @classmethod
     def create(cls) -> GenerationTable:
@@ -110,12 +111,7 @@ class GenerationTable:
         return page
 
     def address(self, slot: int, serial: int = 0, socket: str = "") -> GenerationAddress:
-        """Return the address for readers of the registration in this slot.
-
-        Args:
-            serial: identifies the registration.
-            socket: path of the socket that sends the page.
-        """
+        """Return the address for readers of the registration in this slot."""
         return GenerationAddress(
             host=host_id(),
             pid=os.getpid(),
@@ -131,7 +127,7 @@ class GenerationTable:
         return self._mapped.readable()
 
     def take_slot(self) -> int:
-        """Return a free slot, which is taken until `give_slot`. Raises ConfigError if all are taken."""
+        """Reserve a slot until `give_slot`. Raises ConfigError if none is free."""
         with self._changing:
             if not self._free:
                 hint = "put the tensors into one arena and register the arena"
@@ -150,7 +146,7 @@ class GenerationTable:
             self._words[at] = generation
 
     def give_slot(self, slot: int) -> None:
-        """End the registration in this slot, and free the slot."""
+        """Close the registration in this slot, and free the slot."""
         if self.is_mine:
             # Clear the serial too, so that readers that keep the memory mapped release it.
             self._words[_SLOT_WORDS * slot] = 0
@@ -159,7 +155,7 @@ class GenerationTable:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """End the table, so that no registration is valid and readers find its owner dead. Idempotent."""
+        """Close the table, so that no registration is valid and readers find its owner dead. Idempotent."""
         if self.is_mine:
             # Clear the page before the lock is released, so that a reader in between finds no generation.
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
@@ -168,11 +164,18 @@ class GenerationTable:
     def forget(self) -> None:
         """Close the page's descriptors without a change that readers can see."""
         self.is_mine = False
+        # Close them now, or processes that join and leave repeatedly would accumulate descriptors until a collection.
         self._closer()
-        # Close them now and not on collection, or processes that join and leave repeatedly would accumulate
-        # descriptors.
         self._words.release()
         self._mapped.close()
+
+
+def _closed_with(owner: object, fd: int) -> Callable[[], object]:
+    """Return a function that closes a descriptor. The collection of its owner closes it too."""
+    closer = weakref.finalize(owner, os.close, fd)
+    # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
+    closer.atexit = False
+    return closer
 
 
 class _Located(msgspec.Struct, frozen=True):
@@ -191,13 +194,10 @@ def is_within_reach(source: Descriptor) -> bool:
 class PeerGenerationTable:
     """A reader's side of the generation table of a peer's endpoint, created by `open`."""
 
-    def __init__(self, name: str, fd: int, mapped: mmap.mmap) -> None:
-        self.name = name
+    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
         self._fd = fd
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
-        self._closer = weakref.finalize(self, os.close, fd)
-        # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
-        self._closer.atexit = False
+        _closed_with(self, fd)
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
@@ -219,7 +219,7 @@ class PeerGenerationTable:
             else:
                 fd = open_memfd_of_process(address.pid, address.fd, uri)
         except StaleDescriptor as error:
-            # The peer answered, so it is alive, but it has closed the page.
+            # The peer replied, so it is alive, but it has closed the page.
             raise PeerLost("the peer has closed its memory", uri=uri) from error
         try:
             check_peer_memfd(fd, PAGE_BYTES, uri)
@@ -233,7 +233,7 @@ class PeerGenerationTable:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise DestinationError(f"cannot map a peer's page: {error}", uri=uri) from error
-        return cls(source.endpoint, fd, mapped)
+        return cls(fd, mapped)
 
     def generation(self, slot: int) -> int:
         """Return the current generation of the registration in this slot, or 0 if there is none."""
@@ -244,7 +244,7 @@ class PeerGenerationTable:
         return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
     def is_alive(self) -> bool:
-        """Return whether the owner still has its page open. It is False as soon as the owner ended for any reason."""
+        """Return whether the owner still has its page open."""
         # The owner holds the exclusive lock while it is alive. A process id would not do, since it can be reused.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -267,77 +267,16 @@ class PeerGenerationTable:
         if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
             raise StaleDescriptor(f"generation {source.generation} of the memory is no longer current", uri=uri)
 
-    def close(self) -> None:
-        """Close the page. Idempotent. A page that is collected is closed too."""
-        self._closer()
-
-
-Describe = Callable[[GenerationAddress], bytes]
-"""Returns the payload of a registration for the address of its slot."""
-
 
 class Exportable(Protocol):
     """Memory of a registration that can be sent to readers."""
 
     def export(self) -> Iterator[int]:
         """Yield its file descriptors, in order. The receiver closes each."""
-        ...
 
 
-class FencedHandle:
-    """See `Handle`. Its generation is in the endpoint's table. `keep` exists as long as the handle, and is sent to
-    readers."""
-
-    def __init__(
-        self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
-    ) -> None:
-        self.endpoint = endpoint
-        self.memory = memory
-        self.is_open = True
-        self.keep = keep
-        self._slot = slot
-        self._serial = endpoint.next_generation()
-        self._payload = describe(endpoint.address(slot, self._serial))
-        self.descriptor = self._begin()
-
-    def _begin(self) -> Descriptor:
-        descriptor = Descriptor(
-            transport=self.endpoint.transport,
-            endpoint=self.endpoint.page.name,
-            generation=self.endpoint.next_generation(),
-            nbytes=self.memory.nbytes,
-            device=self.memory.device,
-            payload=self._payload,
-        )
-        self.endpoint.page.set(self._slot, descriptor.generation, checksum_of(descriptor), self._serial)
-        return descriptor
-
-    def fence(self) -> Descriptor:
-        """See `Handle.fence`."""
-        # Also check before taking the lock, since a child forked while another thread holds the lock would wait
-        # forever.
-        self.check_open()
-        with self.endpoint.changing:
-            self.check_open()
-            self.descriptor = descriptor = self._begin()
-        return descriptor
-
-    def close(self) -> None:
-        """See `Handle.close`. Does nothing in a forked child."""
-        if not self.endpoint.page.is_mine:
-            self.is_open = False
-            return
-        with self.endpoint.changing:
-            # Free the slot only once, or it would be on the free list twice and serve two registrations.
-            if self.is_open:
-                self.is_open = False
-                self.endpoint.page.give_slot(self._slot)
-                self.endpoint.handles.discard(self)
-
-    def check_open(self) -> None:
-        """Raise Cancelled if the handle is closed or belongs to a parent process from before a fork."""
-        if not self.is_open or not self.endpoint.page.is_mine:
-            raise Cancelled("the registration is closed")
+Describe = Callable[[GenerationAddress], bytes]
+"""Returns the payload of a registration for the address of its slot."""
 
 
 class IntoHandle:
@@ -362,12 +301,62 @@ class IntoHandle:
         self.is_open = False
 
     def check_open(self) -> None:
-        """Raise Cancelled if it or its endpoint is closed or belongs to a parent process from before a fork."""
+        """Raise Cancelled if the handle is closed or belongs to a parent process from before a fork."""
         if not self.is_open or not self.endpoint.page.is_mine:
             raise Cancelled("the registration is closed")
 
 
-OwnHandle = FencedHandle | IntoHandle
+class FencedHandle(IntoHandle):
+    """See `Handle`. Its generation is in the endpoint's table. `keep` lives as long as the handle, and is sent to
+    readers."""
+
+    def __init__(
+        self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
+    ) -> None:
+        super().__init__(endpoint, memory)
+        self.keep = keep
+        self._slot = slot
+        self._serial = endpoint.next_generation()
+        self._payload = describe(endpoint.address(slot, self._serial))
+        self._descriptor = self._begin()
+
+    def _begin(self) -> Descriptor:
+        descriptor = Descriptor(
+            transport=self.endpoint.transport,
+            endpoint=self.endpoint.page.name,
+            generation=self.endpoint.next_generation(),
+            nbytes=self.memory.nbytes,
+            device=self.memory.device,
+            payload=self._payload,
+        )
+        self.endpoint.page.set(self._slot, descriptor.generation, checksum_of(descriptor), self._serial)
+        return descriptor
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """See `Handle.descriptor`."""
+        return self._descriptor
+
+    def fence(self) -> Descriptor:
+        """See `Handle.fence`."""
+        # Also check before acquiring the lock. A child forked while another thread holds the lock would wait forever.
+        self.check_open()
+        with self.endpoint.changing:
+            self.check_open()
+            self._descriptor = descriptor = self._begin()
+        return descriptor
+
+    def close(self) -> None:
+        """See `Handle.close`. Does nothing in a forked child."""
+        if not self.endpoint.page.is_mine:
+            self.is_open = False
+            return
+        with self.endpoint.changing:
+            # Free the slot only once, or it would be on the free list twice and serve two registrations.
+            if self.is_open:
+                self.is_open = False
+                self.endpoint.page.give_slot(self._slot)
+                self.endpoint.handles.discard(self)
 
 
 class MemoryClaim:
@@ -383,12 +372,19 @@ class MemoryClaim:
         """Raise PeerLost or StaleDescriptor like `PeerGenerationTable.check`."""
         self.page.check(self.address.slot, self.source, self._checksum)
 
+    def check_inside(self, offset: int, nbytes: int) -> None:
+        """Raise FormatError if the registration at this offset exceeds the peer's memory of `nbytes`."""
+        source = self.source
+        if offset + source.nbytes > nbytes:
+            message = f"{source.nbytes} bytes from {offset} are outside the peer's memory of {nbytes} bytes"
+            raise FormatError(message, uri=source.uri)
+
 
 _Mapped = TypeVar("_Mapped")
 
 
 class PeerMappings(Generic[_Mapped]):
-    """Mappings of peers' memory, each kept from its first read until its registration ends.
+    """Mappings of peers' memory, each kept from its first read until its registration is closed.
 
     A mapping keeps memory from being freed that its holder released, so `sweep` must be called from time to time.
     Memory is unmapped when its mapping is released and the last read that uses it is done.
@@ -403,7 +399,7 @@ class PeerMappings(Generic[_Mapped]):
         return entry and entry[0]
 
     def put(self, claim: MemoryClaim, mapped: _Mapped, device: int = 0) -> None:
-        """Keep a mapping, and release those whose registration ended."""
+        """Store a mapping, and release those whose registration was closed."""
         self.sweep()
         self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
 
@@ -427,7 +423,7 @@ class Endpoint:
     Args:
         transport: name of the transport.
         page: the table of this endpoint.
-        reads: name of the transport whose descriptors it takes. Empty means its own.
+        reads: name of the transport whose descriptors it accepts. Empty means `transport`.
         abstract_name: see `FdServer`.
 
     Attributes:
@@ -452,11 +448,7 @@ class Endpoint:
         return next(self._generations)
 
     def address(self, slot: int, serial: int = 0) -> GenerationAddress:
-        """Return the address of a slot for readers. The first call starts the server that they need.
-
-        Raises:
-            ConfigError, DestinationError: see `FdServer`.
-        """
+        """Return the address of a slot. The first call starts the server for readers and may fail; see `FdServer`."""
         with self.changing:
             if self._server is None:
                 self._server = FdServer.start(self.page.name, self._export, abstract_name=self.abstract_name)
@@ -503,14 +495,10 @@ class Endpoint:
         if not self.page.is_mine:
             raise Cancelled("the transport is closed")
 
-    def check_mine(self, into: Handle, source: Descriptor) -> OwnHandle:
-        """Check that a handle and a descriptor belong to this transport, and return the open handle.
-
-        Raises:
-            ConfigError: one of them belongs to a different transport.
-            Cancelled: the handle or the endpoint is closed.
-        """
-        if not isinstance(into, OwnHandle) or into.endpoint is not self:
+    def check_mine(self, into: Handle, source: Descriptor) -> IntoHandle:
+        """Return the open handle. Raises ConfigError if the handle or the descriptor belongs to a different transport,
+        and Cancelled if the handle or the endpoint is closed."""
+        if not isinstance(into, IntoHandle) or into.endpoint is not self:
             raise ConfigError(f"{self.transport} got a foreign handle")
         self.check_theirs(source)
         into.check_open()
@@ -523,12 +511,11 @@ class Endpoint:
         self.check_open()
 
     def claim(self, source: Descriptor, address: GenerationAddress) -> MemoryClaim:
-        """Return the claim of a descriptor, checked once. Raises like `PeerGenerationTable.open` and
-        `PeerGenerationTable.check`."""
+        """Return the checked claim of a descriptor. Raises like `PeerGenerationTable.open` and `check`."""
         with self.changing:
             page = self._peers.get(source.endpoint)
         if page is None:
-            # Do not hold the lock. The peer needs its lock to answer, so two peers that read each other would deadlock.
+            # Do not hold the lock. The peer needs its lock to reply, so two peers that read each other would deadlock.
             opened = PeerGenerationTable.open(source, address)
             with self.changing:
                 # Opening a page is rare, so use it to drop the pages of ended processes.
@@ -539,7 +526,7 @@ class Endpoint:
         return claim
 
     def close(self) -> None:
-        """End every registration and release every peer. Idempotent."""
+        """Close every registration and release every peer. Idempotent."""
         if not self.page.is_mine:
             return
         with self.changing:
@@ -548,7 +535,7 @@ class Endpoint:
                 handle.close()
             self._peers.clear()
             self.page.close()
-        # Release the lock first, since the threads of the last answers need it.
+        # Release the lock first, since the threads of the last replies need it.
         if self._server is not None:
             self._server.close()
 

@@ -1,12 +1,9 @@
 """Transport that reads a peer's host memory over HTTP/1.1, between any two hosts that can connect in one direction.
 
-    holder  register -> a generation and a key, in the descriptor with the address
-    reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a trailer
-
-A process with a descriptor may read the memory that it describes. Its key is 16 random bytes, compared in constant
-time, and nothing is answered without it. TLS hides the key and the bytes. A reader only sends requests to the address
-in a descriptor. Members of a fleet only accept descriptors whose address is that of the member that sent them
-(`data_port`). `http_reader` has the reader's end, and `http.region_server` the holder's.
+A process with a descriptor may read the memory that it describes. The descriptor has a key of 16 random bytes, compared
+in constant time, and the server sends nothing without it. TLS hides the key and the bytes. A reader only sends requests
+to the address in a descriptor. Members of a fleet only accept descriptors whose address is that of the member that sent
+them (`data_port`). `http_reader` is the client, and `http.region_server` the server.
 """
 
 from __future__ import annotations
@@ -63,14 +60,12 @@ class HttpHandle:
         self.transport = transport
         self.memory = memory
         self.is_open = True
-        # One view serves all reads and answers as slices, without a copy.
         self.view = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
         self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
         self._region, self.descriptor = self._begin()
 
     def _begin(self) -> tuple[ServedRegion, Descriptor]:
-        at, memory = self.transport, self.memory
-        region = at.server.show(self.view, memory.is_there)
+        region = self.transport.server.show(self.view, self.memory.is_there)
         return region, self._described(region, region.key)
 
     def _described(self, region: ServedRegion, key: bytes) -> Descriptor:
@@ -95,7 +90,7 @@ class HttpHandle:
         self.transport.server.take_back(self._region, borrower)
 
     def fence(self) -> Descriptor:
-        """See `Handle.fence`. Cuts the connections of answers in progress."""
+        """See `Handle.fence`. Aborts the connections of responses in progress."""
         self.check_open()
         with self.transport.changing:
             self.check_open()
@@ -170,14 +165,12 @@ class HttpTransport:
 
         Args:
             listen: `host:port` (port 0 selects a free one), or `unix:/path`. None means a Unix socket in a directory of
-                this process, for readers of this user on this host. A loopback port would be open to every user of the
-                host.
+                this process, since a loopback port would be open to every user of the host.
             tls: server context with a certificate. None means no TLS.
             trust: how readers here check a peer's certificate, and which one they present. None means as the system
                 does.
             num_connections: maximum number of connections to one peer.
-            compress: whether bytes are compressed (`http.compression`). None means where measurements show it to be
-                faster.
+            compress: whether bytes are compressed. None means where measurements show it to be faster.
 
         Raises:
             ConfigError: the address is malformed or cannot be bound.
@@ -208,7 +201,7 @@ class HttpTransport:
         return handle
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> HttpRead:
-        """See `Transport.post_read`. Raises FormatError if the descriptor is malformed."""
+        """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
             raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
         self._check_open()
@@ -248,7 +241,6 @@ class HttpTransport:
         """See `Transport.close`."""
         if not self.is_mine:
             return
-        # Accept no more reads and handles, then fail the open ones, then cut their connections.
         with self.changing:
             self.is_mine = False
             handles, peers = list(self.handles), list(self._peers.values())
@@ -260,7 +252,7 @@ class HttpTransport:
         for peer in peers:
             peer.close()
         self.server.close()
-        # The kernel leaves the name of a Unix socket behind.
+        # The kernel does not remove the name of a Unix socket.
         if self.address.path:
             Path(self.address.path).unlink(missing_ok=True)
         if self._home is not None:
@@ -269,7 +261,7 @@ class HttpTransport:
     def forget(self) -> None:
         """Close in a forked child, and leave the connections and the listener to the parent."""
         self.is_mine = False
-        # Use a new lock, since another thread of the parent may have held the old one during the fork.
+        # Another thread of the parent may have held the lock during the fork.
         self.changing = threading.RLock()
         self.server.forget()
 
@@ -278,14 +270,10 @@ class HttpTransport:
             raise Cancelled("the transport is closed")
 
     def _peer(self, address: RegionAddress) -> Peer:
-        # The key is the address, since connections to a member serve all its registrations and generations.
+        # Connections to a member serve all its registrations and generations.
         if address not in self._peers:
-            self._peers[address] = Peer(
-                address,
-                trust=self._trust,
-                num_connections=self._num_connections,
-                choice=CompressionChoice(self._compress),
-            )
+            choice = CompressionChoice(self._compress)
+            self._peers[address] = Peer(address, self._trust, self._num_connections, choice)
         return self._peers[address]
 
 
@@ -296,10 +284,7 @@ def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
         return _bound(path, listen), RegionAddress(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
     if host in EVERYWHERE:
-        # Readers connect to the address in the descriptor, so it must be usable for them.
-        message = (
-            f"cannot serve memory at {listen}, since readers cannot connect to an address that means every interface"
-        )
+        message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
         raise ConfigError(message, hint="listen at the address at which other hosts reach this one, such as 10.0.0.5:0")
     bound = _bound((host, port), listen)
     return bound, RegionAddress(host=host, port=bound.getsockname()[1], is_tls=is_tls)

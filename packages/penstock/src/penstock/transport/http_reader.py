@@ -1,9 +1,7 @@
-"""Reader's end of the `http` transport: reads are cut into parts, which several connections carry.
+"""Reader of the `http` transport: reads are cut into parts, which several kept-alive connections carry.
 
-    Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
-
-If a connection ends, its part is requested again from where it stopped, over a different connection. The answer shows
-whether the memory was fenced (410), the peer is dead (refused), or the connection merely ended.
+If a connection is closed, its part is requested again from where it stopped, over a different connection. The response
+shows whether the memory was fenced (410), the peer is dead (refused), or only the connection was closed.
 """
 
 from __future__ import annotations
@@ -52,16 +50,16 @@ PART_BYTES = 32 * MIB
 CONNECT_S = 10.0
 """Seconds after which connecting fails."""
 LETTING_GO_S = 5.0
-"""Seconds for threads to stop writing to memory after their connections are cut. They need microseconds."""
+"""Seconds for threads to stop writing to memory after their connections are aborted. They need microseconds."""
 IDLE_S = 15.0
 """Idle seconds after which a connection is closed. The server would close it after 60 s."""
 SILENCE_S = 60.0
-"""Seconds without a byte after which a connection is given up. Reads usually end earlier, by the `stall_s` of a waiting
-thread. This limit is for reads without a waiting thread."""
+"""Seconds without a byte after which a connection is given up. It limits reads without a waiting thread, since others
+end by their `stall_s`."""
 FULL_S = 0.1
-"""Seconds before a request to a peer that has no free place for a connection is repeated."""
+"""Seconds before a request is repeated to a peer that has no free slot for a connection."""
 MAX_FRUITLESS = 3
-"""Maximum number of consecutive connections for a part that end without a byte."""
+"""Maximum number of consecutive connections for a part that are closed without a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ class ResponsePart:
         self.views = views
 
     def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
-        """Return the offsets and lengths of the first runs, at most `nbytes` in total. None means all runs."""
+        """Return the first offsets and lengths, at most `nbytes` in total. None means all."""
         if nbytes is None or sum(self.length) <= nbytes:
             return self.src, self.length
         length: list[int] = []
@@ -140,14 +138,14 @@ class Read:
 
     def begin(self, wire: HttpConnection) -> bool:
         """Register a connection that is about to receive. Return False if the read has already failed."""
-        # Register it before its first byte, so that `fail` can cut it. No byte may be written after `fail`.
+        # `fail` must be able to abort it, so that no byte is written afterwards.
         with self.changed:
             if self.error is None:
                 self._receiving.add(wire)
             return self.error is None
 
     def end(self, wire: HttpConnection) -> None:
-        """Note that a connection no longer uses the memory."""
+        """Record that a connection no longer uses the memory."""
         with self.changed:
             self._receiving.discard(wire)
             self.changed.notify_all()
@@ -158,7 +156,7 @@ class Read:
             self.moved_bytes += nbytes
 
     def finish_part(self) -> None:
-        """Note that a part has arrived with its trailer."""
+        """Record that a part has arrived with its trailer."""
         with self.changed:
             self.num_left -= 1
             if not self.num_left:
@@ -166,14 +164,14 @@ class Read:
                 self.changed.notify_all()
 
     def fail(self, error: PenstockError) -> None:
-        """End the read with an error unless it has ended, and cut the connections that receive for it."""
+        """Abort the read unless it is done, and the connections that receive for it."""
         with self.changed:
             if self.error is not None or not self.num_left:
                 return
             self.error = error
             receiving = list(self._receiving)
             self.changed.notify_all()
-        # Release the lock, which the carriers need to report that they stopped using the memory.
+        # The carriers need the lock to report that they stopped using the memory.
         for wire in receiving:
             wire.cut()
 
@@ -192,7 +190,7 @@ class Read:
         with self.changed:
             if self.error is None:
                 return
-            # The caller may free the memory after this error, so no thread may write to it any more.
+            # The caller may free the memory now, so no thread may write to it any more.
             self.changed.wait_for(lambda: not self._receiving, LETTING_GO_S)
             self._owners = None
             self.error.mutated = self.moved_bytes > 0
@@ -200,7 +198,7 @@ class Read:
 
 
 def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[ResponsePart]:
-    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS`. Neighbours are joined and long runs split."""
+    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS` runs. Neighbours are joined."""
     rows = segments.joined().cut(PART_BYTES)
     parts = []
     for indices in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):
@@ -223,7 +221,6 @@ class Peer:
     def __init__(
         self,
         address: RegionAddress,
-        *,
         trust: ssl.SSLContext | None,
         num_connections: int,
         choice: CompressionChoice,
@@ -249,7 +246,7 @@ class Peer:
             for _ in range(missing):
                 thread = threading.Thread(target=self._carry, name="penstock-http-read", daemon=True)
                 try:
-                    # If no further thread can start, the running ones carry the parts more slowly.
+                    # If no further thread can start, the running ones carry the parts.
                     if not start_thread(thread, is_needed=not self._num_threads):
                         break
                 except DestinationError:
@@ -259,7 +256,7 @@ class Peer:
             self._changed.notify(len(parts))
 
     def close(self) -> None:
-        """Drop the queue, so that idle threads end."""
+        """Clear the queue, so that idle threads stop."""
         with self._changed:
             self._is_open = False
             self._queue.clear()
@@ -281,14 +278,14 @@ class Peer:
             while (part := self._next()) is not None:
                 if part.read.error is None:
                     carrier.carry(part)
-                # Release the part, whose memory must not stay alive while this thread waits for the next.
+                # The memory must not stay alive while this thread waits for the next part.
                 del part
         finally:
             carrier.close()
 
 
 class _Full(OSError):
-    """The peer has no free place for another connection."""
+    """The peer has no free slot for another connection."""
 
 
 class _Carrier:
@@ -306,13 +303,12 @@ class _Carrier:
             self._connection = None
 
     def carry(self, part: ResponsePart) -> None:
-        """Carry a part, over as many connections as needed. Its read gets the errors."""
         num_fruitless = 0
         read = part.read
         while read.error is None:
             before = read.moved_bytes
             is_fresh = self._connection is None
-            why = "the connection ended"
+            why = "the connection was closed"
             try:
                 if self._exchange(self._connection or self._connect(read.uri), part):
                     if part.views:
@@ -324,7 +320,7 @@ class _Carrier:
             except PenstockError as error:
                 read.fail(error)
             except _Full:
-                # This is not a failure, since the peer answers. The waiting thread's `stall_s` limits it.
+                # The peer is alive, so only the `stall_s` of the waiting thread limits this.
                 is_fresh = False
             except OSError as error:
                 why = str(error)
@@ -332,9 +328,8 @@ class _Carrier:
             # Count only new connections, since the server may have closed a kept one for being idle.
             num_fruitless = 0 if read.moved_bytes > before else num_fruitless + is_fresh
             if num_fruitless >= MAX_FRUITLESS:
-                read.fail(
-                    PeerLost(f"{num_fruitless} consecutive connections ended without a byte: {why}", uri=read.uri)
-                )
+                message = f"{num_fruitless} consecutive connections were closed without a byte: {why}"
+                read.fail(PeerLost(message, uri=read.uri))
 
     def _connect(self, uri: str) -> ClientConnection:
         try:
@@ -346,7 +341,7 @@ class _Carrier:
         return self._connection
 
     def _exchange(self, connection: ClientConnection, part: ResponsePart) -> bool:
-        """Request the part or its beginning, and receive it. Return False if the connection ended too early."""
+        """Request the part or its beginning, and receive it. Return False if the connection was closed too early."""
         read, choice = part.read, self._peer.choice
         src, length = part.front(REQUEST_BYTES if choice.is_open else None)
         nbytes = sum(length)
@@ -371,14 +366,14 @@ class _Carrier:
             if is_coded:
                 choice.declined()
             if reply.length != nbytes + TRAILER.size:
-                raise FormatError("the peer answered with a different length than was requested", uri=read.uri)
+                raise FormatError("the peer sent a different length than was requested", uri=read.uri)
             return self._receive(connection.wire, part, nbytes)
         finally:
             choice.end(is_coded)
             read.end(connection.wire)
 
     def _receive(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
-        """Receive the bytes of the runs, then the trailer. Return False if the connection ended too early."""
+        """Receive the runs, then the trailer. Return False if the connection was closed too early."""
         peer, read = self._peer, part.read
         trailer = b""
         wire.set_pace(SILENCE_S)
@@ -393,17 +388,8 @@ class _Carrier:
         if read.error is None:
             trailer = wire.receive_body(TRAILER.size, SILENCE_S)
             peer.progress_at = time.monotonic()
-        # The server writes the trailer only if the generation is current after the last byte. Without it the bytes may
-        # be from two generations.
+        # Without the trailer, the bytes may be from two generations.
         return trailer == TRAILER.pack(TRAILER_WORD, read.generation)
-
-    @property
-    def _buffer(self) -> memoryview:
-        """Return memory for one chunk and the head of the next. Allocate it for the first chunk, since most links are
-        uncompressed."""
-        if not self._coded:
-            self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
-        return self._coded
 
     def _receive_coded(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
         """Receive the runs as compressed frames, one per chunk, then the trailer. Return False if the read has failed.
@@ -411,8 +397,10 @@ class _Carrier:
         Raises:
             FormatError: a chunk or a frame is malformed, or the peer sent more than was requested.
         """
-        # Receive a chunk together with the head of the next one, so that each chunk takes one call.
-        read, buffer = part.read, self._buffer
+        # Receive a chunk together with the head of the next one, so that each chunk takes one call. Most links are
+        # uncompressed and never need the buffer.
+        self._coded = self._coded or memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
+        read, buffer = part.read, self._coded
         wire.set_pace(SILENCE_S)
         wire.fill(buffer[:CHUNK_HEAD_BYTES])
         nbytes = chunk_bytes(buffer[:CHUNK_HEAD_BYTES], MAX_FRAME_BYTES)
@@ -434,7 +422,6 @@ class _Carrier:
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
     def _landed(self, part: ResponsePart, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """Note that the next bytes of a part have arrived."""
         self._peer.progress_at = time.monotonic()
         part.remove_front(nbytes)
         part.read.add_moved(nbytes)

@@ -1,13 +1,9 @@
-"""Transports that read peers' host memory into device memory, through a staging buffer or from pinned memory of the
-peer.
+"""Transports that read peers' host memory into device memory.
 
-    staged   peer's host memory --inner.post_read, wait--> staging (limited, pinned) --copy, event--> device
-    pinned   claim --> map, pin, once --> segments, queued in turns --> event --> claim again
-                                          (many short runs: pitched copies, or a kernel of our device)
-
-`shm` or `http` is the inner transport, which reaches the peer's host memory. Pinning takes three times as long as a
-copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so `pinned_shm` is for memory that is
-read repeatedly. Memory that a publisher has already pinned does not take longer.
+`StagedTransport` reads with an inner transport into pinned staging buffers, and copies from there. `PinnedTransport`
+maps and pins the peer's memory, and the device's copy engine reads it directly. Pinning takes three times as long as a
+copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so it is for memory that is read
+repeatedly and not yet pinned by its publisher.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_fre
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Rectangles, Segments
-from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, OwnHandle, PeerMappings
+from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, PeerMappings
 from penstock.transport.protocol import (
     Coding,
     DeferredRead,
@@ -42,34 +38,24 @@ from penstock.transport.shm import MappedMemory, ShmTransport
 from penstock.types import MIB
 
 DEVICE_TARGETS: Mapping[str, str] = {"pinned_shm": "shm", "staged_shm": "shm", "staged_http": "http"}
-"""Transports into device memory, nearest first, each with the transport whose descriptors it takes."""
-
+"""Transports into device memory, nearest first, each with the transport whose descriptors it accepts."""
 STAGE_BYTES = 16 * MIB
-"""Size of a staging buffer. It is the size of a chunk of a fetch, so that a read takes one turn."""
-
+"""Size of a staging buffer: a chunk of a fetch."""
 NUM_BUFFERS = 4
 """Maximum number of concurrent staged reads. It limits pinned memory to four buffers."""
-
 TURN_BYTES = 256 * MIB
 """Bytes of pinned memory that are copied between two checks of the fence: 5 ms at 55 GB/s."""
-
 SHORT_BYTES = 64 << 10
 """Shorter runs count as short. Starting a copy takes 0.7 us, in which the link moves 38 KB."""
-
 MANY = 64
 """Minimum number of short runs in a read that are laid out as rectangles, which costs about 0.2 ms."""
 
 
 class IntoDevice:
-    """Common part of both transports: handles that are only read into, and copies from pinned host memory.
+    """Common code of both transports. Raises ConfigError if there is no CUDA driver.
 
     Args:
-        name: name of the transport.
-        source: name of the transport whose descriptors it takes.
-        driver: replaces the CUDA driver in tests.
-
-    Raises:
-        ConfigError: there is no CUDA driver.
+        source: name of the transport whose descriptors are accepted.
     """
 
     nap_s: ClassVar[float]
@@ -88,21 +74,19 @@ class IntoDevice:
         raise ConfigError(f"{self.name} only reads into memory")
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle of device memory to read into. Raises ConfigError for host memory, and Cancelled after
-        `close`."""
+        """Return a handle for reads into device memory. Raises ConfigError for host memory, Cancelled after `close`."""
         ordinal(memory.device)
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
-    def copy(self, into: OwnHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
-        """Copy host memory, which starts at `base` and is kept alive by `keep`, and wait until it has arrived. Raises
-        like `queued`."""
+    def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
+        """Copy host memory that starts at `base`; see `queued`."""
         dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
         src = rows.src.astype(np.uint64) + np.uint64(base)
         nbytes = rows.nbytes.astype(np.uint64)
         self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
 
-    def queued(self, into: OwnHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
+    def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
         """Queue copies of memory that `keep` keeps alive on a stream of the device, and wait until they are done.
 
         Args:
@@ -115,8 +99,7 @@ class IntoDevice:
         driver, device = self._driver, ordinal(into.memory.device)
         deadline = time.monotonic() + stall_s
         with driver.entered(device):
-            # Queue under the lock and wait without it. A pool serves one thread at a time, but copies of several
-            # threads run concurrently.
+            # A pool serves one thread at a time, but copies of several threads run concurrently.
             with self._lock:
                 self._endpoint.check_open()
                 pool = self._streams.of(device)
@@ -125,7 +108,7 @@ class IntoDevice:
                     queue(device, stream)
                     driver.record(event, stream)
             with self._used(into, keep):
-                # Poll, since a wait in the driver has no deadline and never ends if the device hangs.
+                # Poll, since a wait in the driver never ends if the device hangs.
                 while not driver.is_done(event):
                     if time.monotonic() > deadline:
                         raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
@@ -139,7 +122,7 @@ class IntoDevice:
         try:
             yield
         except BaseException as error:
-            # A copy on a device cannot be cancelled. Freed memory could be reused while it is still being written.
+            # A copy on a device cannot be cancelled, and freed memory could be reused while it is written.
             self._is_stuck = True
             never_freed.append((self, *memories))
             if isinstance(error, PenstockError):
@@ -147,7 +130,6 @@ class IntoDevice:
             raise
 
     def _close_streams(self) -> None:
-        """Free streams and events unless a device may still copy. The endpoint must be closed."""
         with self._lock:
             if not self._is_stuck:
                 self._streams.close()
@@ -182,14 +164,14 @@ class _DeviceRegistrar:
             self._driver.unpin(address)
 
 
-class StagedRead(DeferredRead[OwnHandle, Descriptor, Segments]):
+class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
     """See `PendingRead`."""
 
-    def __init__(self, transport: StagedTransport, into: OwnHandle, source: Descriptor, rows: Segments) -> None:
+    def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
         self._transport = transport
         super().__init__(int(rows.nbytes.sum()), into, source, rows)
 
-    def _carry(self, stall_s: float, into: OwnHandle, source: Descriptor, rows: Segments) -> None:
+    def _carry(self, stall_s: float, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
         for batch in batches(rows, STAGE_BYTES):
             self._transport.carry(into, source, batch, stall_s)
             self.moved_bytes += int(batch.nbytes.sum())
@@ -197,15 +179,11 @@ class StagedRead(DeferredRead[OwnHandle, Descriptor, Segments]):
 
 
 class StagedTransport(IntoDevice):
-    """See `Transport`. Reads into pinned staging buffers with the inner transport, and copies from there to the device.
+    """See `Transport`. Reads into pinned staging buffers, and copies from there to the device.
 
     Args:
         name: a name in `DEVICE_TARGETS`.
         inner: transport that reaches the peer. The caller still owns it.
-        driver: replaces the CUDA driver in tests.
-
-    Raises:
-        ConfigError: there is no CUDA driver.
     """
 
     nap_s = 0.00005
@@ -223,12 +201,7 @@ class StagedTransport(IntoDevice):
         return StagedRead(self, mine, source, segments.joined())
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """See `Transport.wait`.
-
-        Raises:
-            DestinationError: the device failed, or did not copy the staged bytes for `stall_s`.
-            SourceStalled: also if no staging buffer was released.
-        """
+        """See `Transport.wait`. Raises DestinationError if the device failed."""
         assert isinstance(pending, StagedRead)
         pending.run(stall_s)
 
@@ -239,7 +212,7 @@ class StagedTransport(IntoDevice):
         name, why = self._inner.way(source)
         return self.name + name.removeprefix(self._inner.name), why
 
-    def carry(self, into: OwnHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
+    def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
         """Read a batch that fits one buffer, and copy it to the device. Raises like `wait`."""
         into.check_open()
         pool = self._open_pool(ordinal(into.memory.device))
@@ -256,13 +229,12 @@ class StagedTransport(IntoDevice):
                 error.mutated = False
             raise
         rows = Segments(src=at, dst=batch.dst, nbytes=batch.nbytes)
-        # Release the buffer only after a successful copy. After an error the device may still read it, so it never
-        # returns to the pool.
+        # After an error the device may still read the buffer, so it is not released.
         self.copy(into, buffer.address, rows, stall_s, keep=buffer)
         pool.release(buffer)
 
     def _open_pool(self, device: int) -> StagingPool:
-        # Create the pool at the first read. Pinned memory is scarce, and most processes never need staging.
+        # Pinned memory is scarce, and most processes never need staging.
         with self._lock:
             self._endpoint.check_open()
             if self._pool is None:
@@ -271,8 +243,7 @@ class StagedTransport(IntoDevice):
             return self._pool
 
     def _handle(self, buffer: StagingBuffer) -> Handle:
-        """Return the inner transport's handle of a buffer. It is kept, since registering with NIXL or
-        RDMA takes long."""
+        # Keep the handle, since registering with NIXL or RDMA takes long.
         with self._lock:
             if buffer.address not in self._staged:
                 memory = Memory(address=buffer.address, nbytes=buffer.nbytes, owner=buffer)
@@ -283,7 +254,7 @@ class StagedTransport(IntoDevice):
 
     def close(self) -> None:
         """See `Transport.close`. Staging buffers that a device may still read are kept."""
-        # A forked child has copies of handles and pool, but the driver and the peers belong to the parent.
+        # In a forked child, the driver and the peers belong to the parent.
         if not self._endpoint.page.is_mine:
             return
         self._endpoint.close()
@@ -306,7 +277,7 @@ class _Pinned:
     def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
         self._driver = driver
         self._device = device
-        # Set only after pinning, so that `__del__` does not undo a failed pin.
+        # Set it after pinning, so that `__del__` does not undo a failed pin.
         self._mapped: MappedMemory | None = None
         with driver.entered(device):
             driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
@@ -318,13 +289,13 @@ class _Pinned:
                 self._driver.unpin(self._mapped.address)
 
 
-class PinnedRead(DeferredRead[OwnHandle, MemoryClaim, _Pinned, int]):
+class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
     """See `PendingRead`."""
 
     def __init__(
         self,
         transport: PinnedTransport,
-        into: OwnHandle,
+        into: IntoHandle,
         claim: MemoryClaim,
         source: _Pinned,
         base: int,
@@ -337,12 +308,12 @@ class PinnedRead(DeferredRead[OwnHandle, MemoryClaim, _Pinned, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: OwnHandle, claim: MemoryClaim, source: _Pinned, base: int) -> None:
-        for turn in batches(self._rows, TURN_BYTES):
+    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: _Pinned, base: int) -> None:
+        for batch in batches(self._rows, TURN_BYTES):
             into.check_open()
             claim.check()
-            self._transport.copy(into, base, turn, stall_s, keep=source)
-            self.moved_bytes += int(turn.nbytes.sum())
+            self._transport.copy(into, base, batch, stall_s, keep=source)
+            self.moved_bytes += int(batch.nbytes.sum())
         for some in () if self._short is None else self._short.addressed(into.memory.address, base, TURN_BYTES):
             into.check_open()
             claim.check()
@@ -358,10 +329,6 @@ class PinnedTransport(IntoDevice):
 
     Args:
         shm: transport that maps peers' memory. The caller still owns it.
-        driver: replaces the CUDA driver in tests.
-
-    Raises:
-        ConfigError: there is no CUDA driver.
     """
 
     name = "pinned_shm"
@@ -373,16 +340,12 @@ class PinnedTransport(IntoDevice):
         self._pinned: PeerMappings[_Pinned] = PeerMappings()
 
     def reach(self, device: str, source: Descriptor) -> None:
-        """See `Reaching`. Also pins the memory. Raises like `post_read`."""
+        """See `Reaching`. Also pins the memory."""
         self._endpoint.check_theirs(source)
         self._reached(device, source)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
-        """See `Transport.post_read`. The descriptor is that of `shm`. The first read from a peer's memory pins it.
-
-        Raises:
-            DestinationError: the memory cannot be pinned.
-        """
+        """See `Transport.post_read`. The first read from a peer's memory pins it, which may raise DestinationError."""
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         claim, pinned, base = self._reached(mine.memory.device, source)
@@ -392,23 +355,21 @@ class PinnedTransport(IntoDevice):
         """See `Striding`. Raises like `post_read`."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        # A kernel gathers short runs at host addresses. If the device cannot do that, copy engines copy them one by
-        # one.
+        # If the kernels cannot read host addresses, copy engines copy short runs one by one.
         if not self._driver.sees_host(ordinal(mine.memory.device)):
             return self.post_read(into, source, rectangles.segments())
         claim, pinned, base = self._reached(mine.memory.device, source)
         return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
 
-    def gather(self, into: OwnHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
-        """Copy rectangles whose `src` and `dst` are addresses; see `copy`."""
+    def gather(self, into: IntoHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
+        """Copy rectangles whose `src` and `dst` are addresses; see `queued`."""
         driver = self._driver
         self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)
 
     def _reached(self, name: str, source: Descriptor) -> tuple[MemoryClaim, _Pinned, int]:
-        """Return the claim, the memory pinned for a device, and the address of the registration in this process."""
         claim, mapped, base = self._shm.view(source)
         device = ordinal(name)
-        # Pin under the lock. Two threads that pin the same pages would be refused or pay twice.
+        # Hold the lock, since two threads that pin the same pages would be refused or pay twice.
         with self._lock:
             pinned = self._pinned.get(claim, device)
             if pinned is None:
@@ -423,8 +384,7 @@ class PinnedTransport(IntoDevice):
         try:
             pending.run(stall_s)
         except (StaleDescriptor, PeerLost):
-            # Sweep both. The pin holds the mapping of `shm`, and the holder's memory is freed only when both release
-            # it.
+            # The pin holds the mapping of `shm`, and the memory is freed only when both release it.
             self.sweep()
             self._shm.sweep()
             raise

@@ -1,7 +1,4 @@
-"""The reference transport: memmove between registered memory of one process.
-
-The copy runs in the thread that waits, so nothing happens before `wait` and nothing after it.
-"""
+"""The reference transport: memmove between registered memory of one process, in the thread that waits."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ from penstock.types import MIB
 PIECE_BYTES = 8 * MIB
 """Bytes between two checks of the fence, which take about a millisecond. Source:
 benchmarks/results/cpu2_202611/transport.md."""
-
 _generations = itertools.count(1)
 _regions: dict[int, LoopbackHandle] = {}
-"""All registrations of this process, by generation. Generations are unique, so that a descriptor finds its holder."""
+"""All registrations of this process, by generation, which is unique in the process."""
 _changing = threading.Lock()
 
 

@@ -1,7 +1,7 @@
-"""A peer's memory as memory of this process without a copy, as engines use the memory of a weight cache.
+"""A peer's memory mapped into this process without a copy, as engines use the memory of a weight cache.
 
 Host memory is mapped privately, so a write here is only seen in this process. Device memory is the peer's own memory,
-so a write here changes it for every process. `cache.attached` decides whose memory is mapped and for how long.
+so a write here changes it for every process.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import numpy as np
 
 from penstock.cuda.device_memory import array_interface
 from penstock.cuda.driver import CudaDriver, load_driver
-from penstock.errors import ConfigError, FormatError
+from penstock.errors import ConfigError
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
 from penstock.transport.host_endpoint import GenerationAddress, MemoryClaim, PeerGenerationTable, handle_here
 from penstock.transport.protocol import Descriptor, decode_payload
 from penstock.transport.shm import ShmPayload, open_payload
 
 _NORESERVE = 0x4000
-"""MAP_NORESERVE reserves no memory for copies of pages, since no page is meant to be written. Without it the kernel may
-refuse to map a model as large as the host's memory a second time. Source: Linux, mman-common.h."""
-
+"""MAP_NORESERVE. Without it the kernel may refuse to map a model as large as the host's memory a second time. Source:
+Linux, mman-common.h."""
 _SHM_DECODER = msgspec.msgpack.Decoder(ShmPayload)
 _CUDA_DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
@@ -35,7 +34,7 @@ class HostBytes(mmap.mmap):
 
 
 class DeviceBytes:
-    """A peer's device memory with the CUDA array interface, which torch takes without a copy and keeps alive."""
+    """A peer's device memory with the CUDA array interface. Torch uses it without a copy and keeps it alive."""
 
     def __init__(self, mapped: Mapped, address: int, nbytes: int) -> None:
         self._mapped = mapped
@@ -64,12 +63,7 @@ class MappedRegion:
         self.offset = offset
 
     def check(self) -> None:
-        """Check that these are still the bytes that were mapped.
-
-        Raises:
-            PeerLost: the process that held them is gone.
-            StaleDescriptor: the process changed or released them.
-        """
+        """Raise PeerLost if the holding process is gone, or StaleDescriptor if it changed or released the bytes."""
         self._claim.check()
 
 
@@ -79,15 +73,14 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
     Args:
         source: descriptor of `shm` or `cuda_ipc`.
         device: number of the peer's device in this process, for `cuda_ipc`.
-        driver: replaces the CUDA driver in tests.
 
     Raises:
-        ConfigError: it has a different host, runtime directory or transport, or is device memory of a different PID
-            namespace without file descriptors.
+        ConfigError: the memory has a different host, runtime directory or transport, or is device memory of a different
+            PID namespace without file descriptors.
         PeerLost: the peer is gone.
         StaleDescriptor: the peer fenced the memory.
         FormatError: the descriptor is malformed, or exceeds the memory that it names.
-        DestinationError, PermissionDenied: this system refused to map it.
+        DestinationError, PermissionDenied: this system refused to map the memory.
     """
     if source.transport == "shm":
         return _map_host(source)
@@ -112,9 +105,7 @@ def _map_host(source: Descriptor) -> MappedRegion:
         return HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     owner = open_payload(claim, payload, mapping)
-    if payload.offset + source.nbytes > len(owner):
-        message = f"{source.nbytes} bytes from {payload.offset} are outside the peer's memory of {len(owner)} bytes"
-        raise FormatError(message, uri=source.uri)
+    claim.check_inside(payload.offset, len(owner))
     address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
     return MappedRegion(claim, "cpu", address, source.nbytes, owner, payload.offset)
 
@@ -130,5 +121,6 @@ def _map_device(source: Descriptor, device: int, driver: CudaDriver | None) -> M
     else:
         mapped = map_peer(driver, device, source, payload)
         claim.check()
-    address = mapped.at(payload.offset, source)
+    claim.check_inside(payload.offset, mapped.nbytes)
+    address = mapped.address + payload.offset
     return MappedRegion(claim, f"cuda:{device}", address, source.nbytes, DeviceBytes(mapped, address, source.nbytes), 0)

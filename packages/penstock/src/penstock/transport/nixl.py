@@ -6,8 +6,8 @@ A holder changes the word before it changes a byte. If a read sees the same word
 byte, it saw one generation. NIXL's own descriptors are pickles, so ours are sent instead.
 
 Memory that is released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
-Over NIXL's TCP, a process with a descriptor can reach all memory of the holder's process, so use it in trusted networks
-only. `nixl_reader` has the reader's end.
+Over NIXL's TCP, a process with a descriptor can reach all memory of the holding process, so use it in trusted networks
+only.
 """
 
 from __future__ import annotations
@@ -36,17 +36,12 @@ from penstock.waits import start_thread
 LINGER_S = 3.0
 """Seconds for which released memory stays registered. A reader posts within milliseconds of reading the word, and has
 at most a window of 128 MiB in flight."""
-
 BUSY_POLL_S = 1e-4
-"""Seconds between turns of the serving thread while peers read. TCP is served only in these turns, RDMA
-without them."""
-
+"""Seconds between polls of the serving thread while peers read. TCP is served only in these polls."""
 IDLE_POLL_S = 1e-2
-"""Seconds between turns of the serving thread while no peer reads."""
-
+"""Seconds between polls of the serving thread while no peer reads."""
 BUSY_S = 2.0
 """Seconds for which a peer counts as reading after a notification. It sends one each half second (`nixl_reader`)."""
-
 NUM_SLOTS = 4096
 """Maximum number of open registrations."""
 
@@ -55,7 +50,7 @@ _transports: weakref.WeakSet[NixlTransport] = release_after_fork(lambda transpor
 
 
 def _at_exit() -> None:
-    # Close before the interpreter is torn down, since the serving daemon thread could be in a call of NIXL.
+    # The daemon thread could be in a call of NIXL when the interpreter is torn down.
     for transport in list(_transports):
         transport.close()
 
@@ -93,8 +88,7 @@ class NixlHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        # Write zero first and the generation last. A reader in between then sees no valid generation, and never a new
-        # generation with an old checksum.
+        # A reader in between then sees no valid generation, and never a new generation with an old checksum.
         at.words[self.slot, 0] = 0
         at.words[self.slot, 1] = checksum_of(descriptor)
         at.words[self.slot, 0] = descriptor.generation
@@ -123,7 +117,7 @@ class NixlHandle:
 
 
 class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
-    """See `PendingRead`. The first waiting thread carries it out."""
+    """See `PendingRead`."""
 
     def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
         super().__init__(int(segments.nbytes.sum()), into, source, payload, segments)
@@ -150,7 +144,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
             check_wanted=into.check_open,
             stall_s=stall_s,
         )
-        # Repeat the read if another read gave up its peer and closed the agent that both used.
+        # Retry if another read gave up its peer and closed the agent that both used.
         while True:
             reader = into.transport.begin_read(into)
             try:
@@ -249,7 +243,7 @@ class NixlTransport:
             into.num_reads -= 1
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> NixlRead:
-        """See `Transport.post_read`. Raises FormatError if the descriptor is malformed."""
+        """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, NixlHandle) or into.transport is not self:
             raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
         self._check_open()
@@ -280,7 +274,7 @@ class NixlTransport:
     def forget(self) -> None:
         """Close in a forked child without calling NIXL, since its agents belong to the parent."""
         self.is_mine = False
-        # Use new objects, since another thread of the parent may have held their locks during the fork.
+        # Another thread of the parent may have held these locks during the fork.
         self.changing = threading.RLock()
         self._closing = threading.Event()
         self._closing.set()
@@ -305,7 +299,6 @@ class NixlTransport:
                     self._sweep(now)
                 time.sleep(BUSY_POLL_S if now < busy_until else IDLE_POLL_S)
         except Discarded:
-            # The agent was closed.
             return
 
     def _sweep(self, now: float) -> None:

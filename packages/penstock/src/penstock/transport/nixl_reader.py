@@ -1,14 +1,12 @@
-"""NIXL's agent, and the reader's end of the `nixl` transport, which has a separate agent.
-
-    the holder's word -> pieces, a window of them in flight -> the word again
+"""NIXL's agent, and the reader of the `nixl` transport, which has a separate agent.
 
 A transfer in flight cannot be cancelled. Over TCP, a peer that was stopped, given up and then continued still writes
 its bytes, even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
 closes the whole agent, which does stop them. Other reads continue with the next agent from where they were.
 
-Many threads use an agent, and it is not thread-safe (sync mode NONE), so a lock is held during each call. No call
-waits. NIXL's progress thread stays off. It takes a core as long as the agent is alive, and with one at each end TCP
-reached half of its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
+An agent is not thread-safe (sync mode NONE), so a lock is held during each call, and no call waits. NIXL's progress
+thread stays off, since it occupies a core as long as the agent is alive, and with one at each peer TCP reached half of
+its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
 benchmarks/results/cpu2_202611/hosts.md.
 """
 
@@ -49,7 +47,7 @@ class Discarded(Cancelled):
 
 
 class PostedTransfer:
-    """A posted transfer."""
+    """A posted transfer. `xfer` is NIXL's handle, or None after its release."""
 
     __slots__ = ("xfer",)
 
@@ -76,13 +74,8 @@ class Agent:
 
     @classmethod
     def open(cls, name: str, backends: tuple[str, ...], tls: str) -> Agent:
-        """Return a new agent with these back ends.
-
-        Raises:
-            MissingExtra: NIXL is not installed.
-            ConfigError: a back end does not start.
-        """
-        # UCX reads its variables when it is loaded and when a back end starts. The user's environment is not changed.
+        """Return a new agent. Raises MissingExtra without NIXL, and ConfigError if a back end does not start."""
+        # UCX reads its variables when it is loaded and when a back end starts.
         with ucx_variables(tls):
             try:
                 from nixl import _api as api
@@ -120,8 +113,8 @@ class Agent:
                 raise ConfigError(f"NIXL cannot register {memory.nbytes} bytes on {memory.device}: {error}") from error
 
     def deregister(self, registration: Any) -> None:
-        """End a registration that no read uses."""
-        # Ignore failures. NIXL then frees the registration with the agent.
+        """Close a registration that no read uses."""
+        # After a failure, NIXL frees the registration with the agent.
         with self._lock, contextlib.suppress(*self._failed):
             if self._agent is not None:
                 self._agent.deregister_memory(registration)
@@ -132,12 +125,7 @@ class Agent:
             return bytes(self._check_open().get_partial_agent_metadata(registration, True))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Add a peer by its metadata, and return the name of its agent.
-
-        Raises:
-            StaleDescriptor: the bytes are not the metadata of an agent.
-            PeerLost: cannot connect to the peer.
-        """
+        """Add a peer and return the name of its agent. Raises StaleDescriptor for invalid metadata, and PeerLost."""
         with self._lock:
             agent = self._check_open()
             try:
@@ -150,16 +138,13 @@ class Agent:
     def remove_peer(self, peer: str) -> None:
         """Forget a peer and disconnect from it."""
         with self._lock:
+            # On failure the agent no longer knows the peer.
             if self._agent is not None:
-                try:
+                with contextlib.suppress(*self._failed):
                     self._agent.remove_remote_agent(peer)
-                except self._failed:
-                    # The agent no longer knows the peer.
-                    return
 
     def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> PostedTransfer:
-        """Post a transfer of rows (address, bytes, device) from the peer's memory into ours. `kinds` are ours and the
-        peer's.
+        """Post a transfer of rows (address, bytes, device) into our memory. `kinds` are of our and the peer's memory.
 
         Raises:
             StaleDescriptor: the rows are in no registration of the peer's metadata.
@@ -171,7 +156,7 @@ class Agent:
                 local = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 remote = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
                 transfer = PostedTransfer(agent.initialize_xfer("READ", local, remote, peer))
-                # Add the transfer before it runs. `close` must end it even if this call does not return.
+                # `close` must abort it even if this call does not return.
                 self._transfers.add(transfer)
                 agent.transfer(transfer.xfer)
                 return transfer
@@ -193,19 +178,15 @@ class Agent:
         return bool(state == "DONE")
 
     def drop(self, transfer: PostedTransfer) -> None:
-        """Release a transfer that has ended."""
+        """Release a transfer that is done."""
         with self._lock:
             self._transfers.discard(transfer)
             self._release(transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a notification. Nothing depends on its arrival."""
-        with self._lock:
-            try:
-                self._check_open().send_notif(peer, message)
-            except self._failed:
-                # The wait for the peer's bytes finds the failure.
-                return
+        with self._lock, contextlib.suppress(*self._failed):
+            self._check_open().send_notif(peer, message)
 
     def progress(self) -> bool:
         """Serve reads of peers, and return whether any peer sent a notification."""
@@ -217,19 +198,17 @@ class Agent:
 
     def _release(self, transfer: PostedTransfer) -> None:
         xfer, transfer.xfer = transfer.xfer, None
-        try:
+        # On failure NIXL frees it with the agent.
+        with contextlib.suppress(*self._failed):
             if xfer is not None and not self._is_left:
                 xfer.release()
-        except self._failed:
-            # NIXL frees it with the agent.
-            return
 
     def close(self) -> None:
-        """Close the agent and end its transfers in flight, so that nothing is written any more. Idempotent."""
+        """Close the agent and abort its transfers, so that nothing is written any more. Idempotent."""
         with self._lock:
             transfers, self._transfers = self._transfers, set()
             for transfer in transfers:
-                # Each transfer keeps a reference to the agent, which ends with the last of them.
+                # Each transfer has a reference to the agent, which is freed with the last reference.
                 self._release(transfer)
             self._agent = None
 
@@ -238,7 +217,7 @@ class Agent:
         _left_behind.extend([self._agent, self._transfers])
         self._agent = None
         self._is_left = True
-        # Use a new lock, since another thread of the parent may have held the old one during the fork.
+        # Another thread of the parent may have held the lock during the fork.
         self._lock = threading.Lock()
 
 
@@ -262,26 +241,19 @@ def place_of(device: str) -> tuple[str, int]:
 
 PIECE_BYTES = 64 * MIB
 """Bytes of one transfer, which is the unit of progress. Source: benchmarks/results/cpu2_202611/hosts.md."""
-
 PIECE_SEGMENTS = 4096
 """Maximum number of segments in one transfer, into which short ones are grouped."""
-
 WINDOW = 2
 """Transfers of one read that are in flight."""
-
 POLL_S = 2e-4
 """Seconds between two polls of a transfer after the first few. With few cores a tight loop starves the copy."""
-
 NOTIFY_S = 0.5
 """Seconds between notifications to a peer that it is being read. A peer that serves with its processor then polls
 faster."""
-
 NUM_SCRATCH = 1024
 """Maximum number of reads with a waiting thread."""
-
 WORD_BYTES = 16
 """Bytes of a registration's word, which has a generation and a checksum of 8 bytes each."""
-
 Piece = tuple[I64, I64]
 """Rows of (address, bytes, device), for our memory and the peer's."""
 
@@ -310,7 +282,7 @@ class _Remote:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NixlPost:
-    """The rest of a read. `owner` identifies the registration into which it reads."""
+    """The remaining pieces of a read. `owner` identifies the registration into which it reads."""
 
     owner: object
     memory: Memory
@@ -319,7 +291,7 @@ class NixlPost:
     todo: collections.deque[Piece]
     landed: Callable[[int], None]
     check_wanted: Callable[[], None]
-    """Raises Cancelled if the rest is no longer wanted."""
+    """Raises Cancelled if the read is no longer wanted."""
     stall_s: float
 
 
@@ -342,14 +314,14 @@ class Reader:
         return cls(Agent.open(secrets.token_hex(8), backends, tls))
 
     def release(self, owner: object) -> None:
-        """End our registration of this memory, if there is one. No read may use it."""
+        """Close our registration of this memory, if there is one. No read may use it."""
         with self._lock:
             registration = self._registrations.pop(owner, None)
         if registration is not None:
             self._agent.deregister(registration)
 
     def discard(self) -> None:
-        """Close the agent and end all its transfers in flight. Idempotent."""
+        """Close the agent and abort its transfers. Idempotent."""
         self._agent.close()
 
     @property
@@ -362,20 +334,19 @@ class Reader:
         self._agent.forget()
 
     def carry(self, job: NixlPost) -> None:
-        """Carry out a read. Raises like `Transport.wait`, or Discarded with the rest of the read in `job.todo`."""
+        """Carry out a read. Raises like `Transport.wait`, or Discarded with the remaining pieces in `job.todo`."""
         with self._connected(job) as remote, self._scratch_word() as slot:
             transfers: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
-            # The same word before and after the transfers means that all bytes are from one generation.
             try:
                 self._check_word(job, remote, slot)
                 self._move(job, remote, transfers)
                 self._check_word(job, remote, slot)
             except Discarded:
-                # Another read closed the agent, so transfers in flight may be incomplete and are repeated.
+                # Another read closed the agent, so transfers in flight may be incomplete.
                 job.todo.extendleft(piece for _, piece in reversed(transfers))
                 raise
             except SourceStalled:
-                # The transfer in flight may still write when the peer continues. Only closing the agent stops it.
+                # The transfer may still write when the peer continues. Only closing the agent stops it.
                 self.discard()
                 raise
             except PeerLost:
@@ -405,7 +376,7 @@ class Reader:
     def _drain(
         self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]
     ) -> None:
-        """Wait for reads in flight, which could write to the memory after the caller got the error."""
+        # A read in flight could write to the memory after the caller got the error.
         try:
             while transfers:
                 self._land(job, remote, transfers)
@@ -413,14 +384,13 @@ class Reader:
             self.discard()
 
     def _wait(self, job: NixlPost, remote: _Remote, transfer: PostedTransfer) -> None:
-        """Wait until a transfer is complete. Raises SourceStalled, PeerLost or Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()
             if self._agent.is_done(transfer):
                 remote.progress_at = now
                 return
-            # Count progress of any read from this peer, since transfers of several reads take turns on its link.
+            # Transfers of several reads take turns on the link, so any progress of the peer counts.
             if now - max(began, remote.progress_at) > job.stall_s:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
             if now - remote.notified_at > NOTIFY_S:
@@ -438,7 +408,7 @@ class Reader:
             raise StaleDescriptor(f"generation {job.source.generation} of the memory is no longer current")
 
     def _disconnect(self, remote: _Remote, transfers: list[PostedTransfer]) -> None:
-        """Disconnect from a peer that is gone. If a transfer may not have ended, close the agent too."""
+        # If a transfer may still run, close the agent too.
         deadline = time.monotonic() + 1.0
         for transfer in transfers:
             with contextlib.suppress(PeerLost):
@@ -455,7 +425,6 @@ class Reader:
 
     @contextlib.contextmanager
     def _scratch_word(self) -> Iterator[int]:
-        """Reserve a slot in our registered memory into which a holder's word is read."""
         with self._lock:
             if not self._free:
                 raise ConfigError(f"{NUM_SCRATCH} reads are in progress, which is the maximum")
@@ -467,11 +436,10 @@ class Reader:
 
     @contextlib.contextmanager
     def _connected(self, job: NixlPost) -> Iterator[_Remote]:
-        """Yield the connected peer, and count the read. Raises StaleDescriptor if the metadata belongs to a different
-        endpoint."""
+        """Yield the connected peer. Raises StaleDescriptor if the metadata belongs to a different endpoint."""
         name = job.source.endpoint
         with self._lock:
-            # Register our memory with this agent at its first read, since agents are replaced.
+            # Agents are replaced, and each needs its registration.
             if job.owner not in self._registrations:
                 self._registrations[job.owner] = self._agent.register(job.memory)
             remote = self._remotes.get(name) or _Remote(name)
@@ -492,7 +460,7 @@ class Reader:
         finally:
             with self._lock:
                 remote.num_reads -= 1
-                # Remove stale metadata, so that it is not used for memory that is registered later at the same address.
+                # Stale metadata must not be used for memory that is registered later at the same address.
                 if is_stale and not remote.num_reads and self._remotes.get(name) is remote:
                     del self._remotes[name]
                     self._agent.remove_peer(name)

@@ -1,11 +1,8 @@
 """Protocol of a transport, which reads a peer's memory, and the types and helpers that transports share.
 
-    holder    register(memory) -> Handle, whose .descriptor is encoded and sent by any channel
-    receiver  register(memory) -> Handle;  post_read(handle, descriptor, segments) -> Pending;  wait(pending)
-
-Descriptors travel between processes as typed msgpack, never as pickles, and are hostile until they are checked. An
-ability that only some transports, handles or reads have is a separate protocol (`Filling`, `Striding`, `Stoppable`,
-...), checked by `isinstance`.
+The holder registers memory and sends the encoded descriptor by any channel. The reader registers its own memory, then
+calls `post_read` and `wait`. A descriptor travels as typed msgpack, never as a pickle, and is hostile until it is
+checked. An ability that only some transports, handles or reads have is a separate protocol, checked by `isinstance`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from penstock.segments import Rectangles, Segments
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
 """Maximum size of an encoded descriptor. A NIXL agent's metadata is 427 bytes, and an arena is one registration."""
-
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -36,8 +32,8 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: _Name
     """Identifies the holder's transport. A restarted process has a new value."""
     generation: _Count
-    """Generation of the registration. An endpoint never reuses a number, so memory that is registered later at the same
-    address is not confused with this."""
+    """Generation of the registration. An endpoint never reuses a number, so a later registration of the same address
+    has a different one."""
     nbytes: _Count
     device: _Name = "cpu"
     payload: bytes = b""
@@ -94,7 +90,7 @@ class Memory:
     """A range of writable bytes in this process.
 
     Attributes:
-        owner: object that keeps the bytes alive. If it is an `Owner`, it is asked for their address before each use.
+        owner: object that keeps the bytes alive. An `Owner` is asked for their address before each use.
     """
 
     address: int
@@ -122,26 +118,22 @@ class Handle(Protocol):
     @property
     def memory(self) -> Memory:
         """Return the registered memory."""
-        ...
 
     @property
     def descriptor(self) -> Descriptor:
         """Return the descriptor of the current generation, to be sent to peers."""
-        ...
 
     def fence(self) -> Descriptor:
-        """Begin a generation. Earlier descriptors become stale, and so do reads in flight with them.
+        """Begin a generation. Earlier descriptors and reads in flight with them become stale.
 
-        Call it before the memory is changed. A read that ends without an error saw none of the change.
+        Call it before the memory is changed. A read that succeeds saw none of the change.
 
         Raises:
             Cancelled: the handle is closed.
         """
-        ...
 
     def close(self) -> None:
-        """End the registration immediately, like `fence`. Reads into this memory end with Cancelled. Idempotent."""
-        ...
+        """Close the registration immediately, like `fence`. Reads into this memory raise Cancelled. Idempotent."""
 
 
 @runtime_checkable
@@ -149,14 +141,10 @@ class RevocableHandle(Protocol):
     """A handle whose descriptors can be revoked one by one, without a new generation for all readers."""
 
     def lend(self, borrower: str) -> Descriptor:
-        """Return a descriptor of the current generation for this borrower alone. A second call returns the same
-        descriptor."""
-        ...
+        """Return the descriptor of the current generation for this borrower alone."""
 
     def take_back(self, borrower: str) -> None:
-        """Revoke the borrower's descriptor immediately. New reads and reads in flight with it become
-        stale. Idempotent."""
-        ...
+        """Revoke the borrower's descriptor immediately. Reads with it become stale. Idempotent."""
 
 
 class PendingRead(Protocol):
@@ -165,22 +153,18 @@ class PendingRead(Protocol):
     @property
     def nbytes(self) -> int:
         """Return the number of bytes to move."""
-        ...
 
     @property
     def moved_bytes(self) -> int:
         """Return the number of bytes moved so far, which only grows."""
-        ...
 
 
 @runtime_checkable
 class Stoppable(Protocol):
-    """A posted read that can be ended before it is done."""
+    """A posted read that can be aborted."""
 
     def fail(self, error: PenstockError) -> None:
-        """End the read with this error unless it is done. Its `wait` raises the error, and no byte is written after
-        that."""
-        ...
+        """Abort the read unless it is done. Its `wait` raises the error, and no byte is written after that."""
 
 
 @runtime_checkable
@@ -188,9 +172,7 @@ class Filling(Protocol):
     """A transport that can read into memory which it cannot offer to peers."""
 
     def register_into(self, memory: Memory) -> Handle:
-        """Return a handle for reading into memory, without a descriptor. Raises ConfigError for a device it cannot
-        reach."""
-        ...
+        """Return a handle without a descriptor. Raises ConfigError for a device that it cannot reach."""
 
 
 class Transport(Protocol):
@@ -199,14 +181,15 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """Return a short name that does not change, for descriptors and reports."""
-        ...
 
     def register(self, memory: Memory) -> Handle:
         """Register memory for reads by peers and for reads into it. Raises ConfigError for a device it cannot reach."""
-        ...
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:
         """Request segments of a peer's memory and return. Nothing runs on the peer.
+
+        An error ends the use of the peer, and no other transport is tried, since other reads may be in flight. A
+        transport that cannot read some peer says so earlier, with `TransportKind.unless_peer`.
 
         Raises, without touching memory:
             PlanError: a segment is outside its memory.
@@ -214,12 +197,7 @@ class Transport(Protocol):
             FormatError: the payload of the descriptor is malformed.
             StaleDescriptor, PeerLost: see `wait`, if it is already known.
             Cancelled: the transport or the handle is closed.
-
-        Any of these errors ends the use of the peer. No other transport is tried, since the choice was made for all
-        reads from the peer, and others may be in flight. A transport that cannot read some peer says so earlier, with
-        `TransportKind.unless_peer`.
         """
-        ...
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """Return when every byte has arrived. It may be called again. `mutated` of an error says whether any byte was
@@ -231,11 +209,9 @@ class Transport(Protocol):
             SourceStalled: no byte arrived for `stall_s`.
             Cancelled: `into` or the transport was closed.
         """
-        ...
 
     def close(self) -> None:
         """Close every handle and free everything. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -244,7 +220,6 @@ class Striding(Protocol):
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PendingRead:
         """Request rectangles of a peer's memory; see `Transport.post_read`."""
-        ...
 
 
 @runtime_checkable
@@ -254,9 +229,8 @@ class Sweeping(Protocol):
     def sweep(self) -> None:
         """Release the memory of peers that are gone or have released it, so that it is freed there.
 
-        Call it from time to time while a peer's descriptors are kept and no read takes place. A read does it itself.
+        Call it from time to time while a peer's descriptors are kept without a read. A read does it itself.
         """
-        ...
 
 
 @runtime_checkable
@@ -264,9 +238,7 @@ class Reaching(Protocol):
     """A transport whose first read from a peer's memory maps it, which takes milliseconds."""
 
     def reach(self, device: str, source: Descriptor) -> None:
-        """Map a peer's memory for a device now, so that the first read does not wait. Raises like
-        `Transport.post_read`."""
-        ...
+        """Map a peer's memory for a device, so that the first read does not wait. Raises like `Transport.post_read`."""
 
 
 @runtime_checkable
@@ -274,15 +246,12 @@ class Coding(Protocol):
     """A transport that may compress data on a link where that is faster."""
 
     def way(self, source: Descriptor) -> tuple[str, str]:
-        """Return the name of the path in use, with `+zstd` if compressed, and the ratio or the reason against
-        compression."""
-        ...
+        """Return the transport's name, with `+zstd` if compressed, and the ratio or the reason against compression."""
 
 
 CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
 """Transports whose copies cannot be cancelled when a device has them. After a stall they may still overwrite bytes that
 were read again and verified, so their stall ends the reader's whole fetch or update."""
-
 LATE_S = 1.0
 """Seconds to wait for each remaining read after one has failed, since all are read again. Without it a hundred reads
 from a silent peer would take a hundred times `stall_s`."""
@@ -293,7 +262,6 @@ def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float
 
     Args:
         posting: posts a read in each iteration. An error ends the posting, and the earlier reads are waited for.
-        stall_s: see `Transport.wait`. It is shorter after a failure.
 
     Returns:
         The first failure, or a DestinationError if there is one, since bytes may still arrive. Also whether a byte of
@@ -331,7 +299,6 @@ class DeferredRead(ABC, Generic[*Ts]):
     """A `PendingRead` that the first waiting thread carries out, once for all waiting threads.
 
     Args:
-        nbytes: number of bytes to move.
         work: arguments of `_carry`. They keep both memories alive until it is done.
     """
 

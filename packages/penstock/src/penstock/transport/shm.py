@@ -1,9 +1,7 @@
 """Transport for host memory of processes on one host. The reader maps the holder's arena and copies from it.
 
-    claim (check the descriptor) --> receive and map the memfd, once --> memmove, claim between pieces --> claim again
-
-The memory must be in a host arena (a sealed memfd). The thread that waits makes the copy. `mapped_region` uses a peer's
-memory without a copy.
+The memory must be in a host arena (a sealed memfd). The reader checks the descriptor before, between and after the
+pieces that it copies.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock.digest.strip import Bytes, memory_at
-from penstock.errors import ConfigError, DestinationError, FormatError, PeerLost, PenstockError, StaleDescriptor
+from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.memfd import check_peer_memfd, open_memfd_of_process, shared_at
 from penstock.segments import Rectangles, Segments
 from penstock.transport.fd_server import receive_fd
@@ -29,7 +27,6 @@ from penstock.transport.host_endpoint import (
     GenerationTable,
     IntoHandle,
     MemoryClaim,
-    OwnHandle,
     PeerMappings,
 )
 from penstock.transport.protocol import (
@@ -46,11 +43,7 @@ from penstock.transport.protocol import (
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
-"""Bytes between two checks of the fence, which take about a millisecond, as in `loopback`.
-
-Source: benchmarks/results/cpu2_202611/transport.md.
-"""
-
+"""Bytes between two checks of the fence: about a millisecond. Source: benchmarks/results/cpu2_202611/transport.md."""
 SHORT_BYTES = 64 << 10
 """One numpy call copies many shorter runs at a pitch, since a call of memmove takes as long as copying 2 KB."""
 
@@ -59,7 +52,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
 class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """The memfd of the holder's process, and the offset of the memory in it."""
+    """The memfd of the holding process, and the offset of the memory in it."""
 
     page: GenerationAddress
     # Readers of the previous release open the memfd by `fd` and `inode`. Ours receive it from the page's socket.
@@ -84,20 +77,13 @@ class MappedMemory:
         """Map all of a memfd. The caller closes the descriptor."""
         return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
 
-    def at(self, offset: int, source: Descriptor) -> int:
-        """Return the address of a registration. Raises FormatError if the mapping does not contain all of it."""
-        if offset + source.nbytes > self.array.nbytes:
-            message = f"{source.nbytes} bytes from {offset} are outside the peer's memory of {self.array.nbytes} bytes"
-            raise FormatError(message, uri=source.uri)
-        return self.address + offset
 
-
-class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
+class ShmRead(DeferredRead[IntoHandle, MemoryClaim, MappedMemory, int]):
     """See `PendingRead`."""
 
     def __init__(
         self,
-        into: OwnHandle,
+        into: IntoHandle,
         claim: MemoryClaim,
         source: MappedMemory,
         base: int,
@@ -111,7 +97,7 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: OwnHandle, claim: MemoryClaim, source: MappedMemory, base: int) -> None:
+    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: MappedMemory, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
@@ -126,11 +112,10 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
                 at += piece
                 self._moved(piece)
         into.check_open()
-        # Check after the last byte. A holder fences before it changes a byte, so a claim that still holds saw no
-        # change.
+        # Check after the last byte. A holder fences before it changes a byte, so a current claim saw no change.
         claim.check()
 
-    def _copy_short(self, into: OwnHandle, claim: MemoryClaim, theirs: Bytes, table: Rectangles) -> None:
+    def _copy_short(self, into: IntoHandle, claim: MemoryClaim, theirs: Bytes, table: Rectangles) -> None:
         ours = memory_at(into.memory.address, into.memory.nbytes)
         columns = (table.src, table.dst, table.run_bytes, table.num_rows, table.src_pitch, table.dst_pitch)
         for src, dst, run, count, src_pitch, dst_pitch in zip(*(column.tolist() for column in columns), strict=True):
@@ -142,7 +127,7 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
                 _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = source
                 self._moved(num * run)
 
-    def _check_fence(self, into: OwnHandle, claim: MemoryClaim) -> None:
+    def _check_fence(self, into: IntoHandle, claim: MemoryClaim) -> None:
         # A check is a system call, so copy many short runs between two checks.
         if self._unchecked_bytes >= PIECE_BYTES:
             into.check_open()
@@ -185,8 +170,7 @@ class ShmTransport:
         return self._endpoint.register(memory, describe, keep=mapping)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle of any host memory that is read into and that peers cannot read. Raises Cancelled after
-        `close`."""
+        """Return a handle of any host memory. Peers cannot read it. Raises Cancelled after `close`."""
         if memory.device != "cpu":
             raise ConfigError(f"shm only reaches host memory, not {memory.device}")
         self._endpoint.check_open()
@@ -206,12 +190,12 @@ class ShmTransport:
         short = (rectangles.longest_runs() < SHORT_BYTES) & (rectangles.num_rows > 1)
         return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
 
-    def _post(self, mine: OwnHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
+    def _post(self, mine: IntoHandle, source: Descriptor, rows: Segments, short: Rectangles | None) -> ShmRead:
         claim, mapped, base = self.view(source)
         return ShmRead(mine, claim, mapped, base, rows.joined(), short)
 
     def view(self, source: Descriptor) -> tuple[MemoryClaim, MappedMemory, int]:
-        """Return the claim on a peer's memory, the mapped memory, and the address of the registration in this process.
+        """Return the claim on a peer's memory, the mapped memory, and the address of the registration in it.
 
         The caller must check the claim before and after each access to the bytes. Raises like `post_read`.
         """
@@ -220,12 +204,12 @@ class ShmTransport:
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
         if mapped is None:
-            # Map without the lock; see `Endpoint.claim`. If two threads map it at once, the second mapping replaces the
-            # first.
+            # Map without the lock; see `Endpoint.claim`. If two threads map it at once, the second mapping stays.
             mapped = open_payload(claim, payload, MappedMemory.map)
             with self._endpoint.changing:
                 self._mapped.put(claim, mapped)
-        return claim, mapped, mapped.at(payload.offset, source)
+        claim.check_inside(payload.offset, mapped.array.nbytes)
+        return claim, mapped, mapped.address + payload.offset
 
     def sweep(self) -> None:
         """See `Sweeping`. A read that finds such memory also sweeps."""
@@ -242,21 +226,13 @@ class ShmTransport:
             raise
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        # Mappings in use by reads are unmapped when the last read ends.
+        """See `Transport.close`. Mappings are unmapped when the last read that uses them is done."""
         self._endpoint.close()
         self._mapped.clear()
 
 
 def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
-    """Map the memfd of a claim by calling `mapping` with its file descriptor.
-
-    Raises:
-        StaleDescriptor, PeerLost: the claim no longer holds.
-        PermissionDenied, SourceStalled: see `fd_server.receive_fds`.
-        FormatError: the memory is smaller than the descriptor says.
-        DestinationError: it cannot be mapped.
-    """
+    """Map the memfd of a claim by calling `mapping` with its file descriptor. Raises like `fd_server.receive_fds`."""
     source, uri = claim.source, claim.source.uri
     try:
         if payload.page.socket:

@@ -1,8 +1,7 @@
 """Torch storages as owners of registered memory.
 
-Torch frees or moves the bytes of a storage that stays alive, in `resize_` and in `share_memory_`, which `spawn` applies
-to arguments. A tensor does not keep its storage either, since an assignment to `.data` replaces it. So the owner of
-registered memory is the storage, and it is asked for its address before the bytes are used.
+Torch frees or moves the bytes of a live storage in `resize_` and in `share_memory_`, and an assignment to `.data`
+replaces the storage of a tensor. So the storage owns the memory and is asked for its address before each use.
 """
 
 from __future__ import annotations
