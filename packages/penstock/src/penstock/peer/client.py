@@ -48,16 +48,14 @@ T = TypeVar("T")
 
 
 class PeerClient(Closeable):
-    """A client for one peer's server and one key. One thread uses it, and any thread may interrupt it.
-
-    It is a context manager.
+    """A client for one peer's server and one key. It is a context manager. Only `interrupt` may be called concurrently.
 
     Args:
         upstream: the peer, with the grant to send.
         member: id of this process's member.
         key: key of the weights to read.
-        same_host: whether the peer reports the same host. Only then are its Unix sockets tried.
-        stall_s: deadline for every answer in seconds.
+        same_host: whether the peer reports the same host, so that its Unix sockets can be used.
+        stall_s: timeout of each request in seconds.
         trust: TLS context that checks the peer's certificate and presents this member's. None means the system's
             defaults.
     """
@@ -72,8 +70,8 @@ class PeerClient(Closeable):
         stall_s: float,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        # The client sends the grant and then the secret id of the lease, but never the hub's token. A member announces
-        # its addresses itself, so a malicious member could otherwise collect tokens.
+        # Never send the hub's token to a peer. Members announce their own addresses, so a malicious member could
+        # collect tokens.
         self.upstream = upstream
         self._member = member
         self._key = key
@@ -81,7 +79,7 @@ class PeerClient(Closeable):
         self._lease: Lease | None = None
         self._ending = threading.Lock()
         self._is_ending = False
-        self._is_asking = False
+        self._is_requesting = False
         self._is_interrupted = False
         self._same_host = same_host
         self._stall_s = stall_s
@@ -89,7 +87,7 @@ class PeerClient(Closeable):
         self._address: PeerAddress | None = None
 
     def _open(self) -> ControlConnection:
-        """Return a connection to the first address of the member that this process can use."""
+        """Return a connection to the member's first usable address."""
         why: list[str] = []
         for url in self.upstream.doors:
             address = parse_peer_url(url)
@@ -98,7 +96,7 @@ class PeerClient(Closeable):
             elif address.path and not self._same_host:
                 why.append(f"{url} is on another host")
             elif address.path and (fault := private_socket_fault(address.path)):
-                # Containers on one host may have separate /tmp directories, or another user may own the socket.
+                # Containers on one host may have separate /tmp directories, and another user may own the socket.
                 why.append(f"{url}: {fault}")
             else:
                 self._address = address
@@ -109,14 +107,10 @@ class PeerClient(Closeable):
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether the last request went to the peer's Unix socket.
-
-        The peer then shares memory with this process.
-        """
+        """Return whether the last request used the peer's Unix socket, so that the peer can share memory."""
         return self._address is not None and bool(self._address.path)
 
     def _connect_to(self, address: PeerAddress) -> Connect:
-        """Return the function that opens a socket to an address."""
         if address.path:
             return lambda timeout_s: connect_peer_socket(address.path, timeout_s)
         if not address.is_tls:
@@ -124,33 +118,27 @@ class PeerClient(Closeable):
         connect = over_tcp(address.host, address.port, self._trust or ssl.create_default_context())
 
         def connect_to_certificate(timeout_s: float) -> socket.socket:
-            """Connect, and check that the certificate names the member as the hub knows it, if the hub knows a name."""
+            """Connect, and check the certificate's names if the hub knows the member's names."""
             sock = connect(timeout_s)
             assert isinstance(sock, ssl.SSLSocket)
             shown, names = certificate_names(sock.getpeercert() or {}), self.upstream.certificate
-            # Every member of the fleet has a certificate from the same authority, so the name tells which member
-            # answers.
+            # All members have certificates from one authority, so only the names identify the member.
             if names and shown != names:
                 sock.close()
                 message = f"the peer's certificate names {shown}, but the hub knows the member as {names}"
-                # PermissionError is an OSError like every failure to connect. `_send` maps it, and the next source is
-                # tried.
+                # `_send` maps an OSError to PeerLost, so the reader tries the next source.
                 raise PermissionError(message)
             return sock
 
         return connect_to_certificate
 
     def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Check that the data ports in a map belong to the address of the member's server.
-
-        Raises:
-            FormatError: a data port has a different address or is malformed.
-        """
-        # Without this check a malicious descriptor could make this process send a request to any address.
+        """Raise FormatError unless the data ports in a map belong to the address of the member's server."""
+        # Without this check a malicious descriptor could make this process send requests to any address.
         assert self._address is not None
         hosts = {self._address.host}
         if self._address.path:
-            # The connection uses a Unix socket, so the peer is a process of this user on this host.
+            # A peer on a Unix socket is a process of this user on this host, so its loopback ports are trusted.
             addresses = (parse_peer_url(url) for url in self.upstream.doors)
             hosts = {"", *LOOPBACK, *(address.host for address in addresses if address is not None)}
         for offered in regions:
@@ -164,17 +152,17 @@ class PeerClient(Closeable):
                     )
 
     def lease(self, *, attach: bool = False) -> Lease:
-        """Get a lease for reading, or with `attach` for mapping the memory, which a weight cache then does not release.
+        """Get a lease for reading, or with `attach` for mapping a weight cache's memory.
 
         Raises:
             SourceBusy: the member has reached its maximum number of readers.
             PermissionDenied: the grant was refused, or with `attach` the member is not a weight cache.
             NotFound: the member does not hold the key.
             PeerLost: the member cannot be reached.
-            SourceStalled: the member does not answer in time.
-            PlanError: the member speaks another major version of the protocol.
+            SourceStalled: the member did not respond in time.
+            PlanError: the member uses another major version of the protocol.
         """
-        # A grant is valid for one lease. A repeated request needs a new grant from the hub.
+        # The hub must issue a new grant for each lease request.
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
@@ -182,13 +170,8 @@ class PeerClient(Closeable):
         return lease
 
     def _decode(self, raw: bytes, kind: type[T]) -> T:
-        """Decode an answer.
-
-        Raises:
-            PlanError: the peer speaks another major version of the protocol. A malformed answer raises one of
-                `MALFORMED`.
-        """
-        # Decode the version first, because a peer with another version may send fields that do not decode here.
+        """Decode a response. Raise PlanError for another major protocol version, or one of `MALFORMED`."""
+        # Decode the version first, because fields of another version may not decode here.
         if kind is Lease or kind is MemberSession:
             theirs = msgspec.msgpack.decode(raw, type=AnnouncedVersion).protocol
             if theirs and (fault := version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")):
@@ -206,13 +189,13 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
     def log(self, after: int, wait_s: float) -> LogReply:
-        """Renew the lease and return the chunks that were verified since serial `after`.
+        """Renew the lease and return the chunks verified since serial `after`, waiting at most `wait_s` for them.
 
-        Waits at most `wait_s` for news. Raises PeerLost after `interrupt`, even if that was called just before this
-        method.
+        Raises:
+            PeerLost: `interrupt` was called, even before this request.
         """
-        # `interrupt` uses the opposite order, so the request either has not begun or is aborted.
-        self._is_asking = True
+        # `interrupt` sets and reads these flags in the opposite order, so it either prevents or aborts the request.
+        self._is_requesting = True
         if self._is_interrupted:
             raise PeerLost("the connection to the member's server was interrupted", uri=self._uri())
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
@@ -221,19 +204,18 @@ class PeerClient(Closeable):
         """Ask the peer to digest a chunk again that differs here. Return if the peer's chunk is right.
 
         Raises:
-            SourceBusy: the peer's chunk is wrong too, and the peer stopped serving that memory.
+            SourceBusy: the peer's chunk is corrupt, and the peer stopped serving the weights.
         """
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
             raise refusal_of(self._uri(), code, raw)
 
     def _path(self) -> str:
-        """Return the path of this client's lease at the server."""
         assert self._lease is not None
         return f"/v1/leases/{self._lease.lease}"
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        """Send a request and return the decoded answer, or raise the error of a refusal."""
+        """Send a request and return the decoded response, or raise the peer's error."""
         code, raw = self._send(verb, path, body)
         if code == 200:
             try:
@@ -243,11 +225,10 @@ class PeerClient(Closeable):
         raise refusal_of(self._uri(), code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Send a request on the connection, which is opened if necessary. Return the status and the body."""
         if self._connection is None:
             self._connection = self._open()
         try:
-            self._is_asking = True
+            self._is_requesting = True
             return self._connection.request(verb, path, body, timeout_s=self._stall_s)
         except OSError as error:
             if is_of_handler(error):
@@ -257,38 +238,38 @@ class PeerClient(Closeable):
                 raise SourceStalled(message, uri=self._uri()) from error
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
         finally:
-            self._is_asking = False
+            self._is_requesting = False
 
     def _uri(self) -> str:
         return MEMBER_PREFIX + self.upstream.member
 
     def interrupt(self) -> None:
-        """Abort a request in another thread, which raises PeerLost there. The release in `close` is not aborted."""
+        """Abort a request in another thread, which then raises PeerLost. `close` still releases the lease."""
         self._is_interrupted = True
         with self._ending:
-            # Keep an idle connection, because the release would otherwise have to open a new one.
-            if self._is_asking and self._connection is not None and not self._is_ending:
+            # Keep an idle connection for the release of the lease.
+            if self._is_requesting and self._connection is not None and not self._is_ending:
                 self._connection.interrupt()
 
     def close(self) -> None:
-        """Release the lease if the peer still answers, and close the connection. Idempotent."""
+        """Release the lease if the peer responds, and close the connection. Idempotent."""
         with self._ending:
             self._is_ending = True
         connection, lease = self._connection, self._lease
         self._lease = None
         if connection is not None:
             if lease is not None and not self._release(connection, lease):
-                # Retry once with a new socket, because the current one may have been interrupted after its last
-                # request. If this fails too, the lease expires at the peer.
+                # Retry once with a new socket, because `interrupt` may have closed the current socket. If the retry
+                # fails too, the lease expires at the peer.
                 self._release(connection, lease)
             connection.close()
 
     def _release(self, connection: ControlConnection, lease: Lease) -> bool:
-        """Send the release of a lease. Return False if a retry may help."""
+        """Send the release of a lease. Return False if a retry may succeed."""
         try:
             connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
         except TimeoutError:
-            # A peer that does not answer would make a retry wait just as long.
+            # A retry would time out too.
             return True
         except OSError:
             return False
@@ -296,12 +277,12 @@ class PeerClient(Closeable):
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error for a member's answer with a status other than 200.
+    """Return the error for a member's response with a status other than 200.
 
     Args:
-        uri: the member that answered. It is ignored if the answer names another member.
+        uri: the member that responded. A member named in the response replaces it.
         code: HTTP status.
-        raw: body of the answer.
+        raw: body of the response.
     """
     try:
         fault = msgspec.msgpack.decode(raw, type=MemberFault)

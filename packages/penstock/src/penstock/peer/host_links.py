@@ -1,7 +1,4 @@
-"""The network links of this host, and the link nearest to a GPU, read from the kernel's PCI tree.
-
-The order of relays uses them. The transport chooses the link for a transfer, and UCX takes the nearest device too.
-"""
+"""The network links of this host, and the link nearest to a GPU, read from the kernel's PCI tree."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ def _rdma_devices() -> list[str]:
 
 
 def host_links() -> int:
-    """Return the number of parallel links to other hosts: the number of RDMA devices, or one if there are none."""
+    """Return the number of parallel links to other hosts: the number of RDMA devices, or 1 without RDMA."""
     return max(1, len(_rdma_devices()))
 
 
 def nearest_link(gpu_uuid: str) -> str:
-    """Return the RDMA device that shares most bridges with a GPU. Return an empty text if no device is nearest.
+    """Return the RDMA device that shares most PCI bridges with a GPU, or an empty text if several devices do.
 
     Args:
-        gpu_uuid: UUID of a GPU on this host. Empty means host memory, which is near no device.
+        gpu_uuid: UUID of a GPU on this host, or an empty text.
     """
     address = _pci_address(gpu_uuid) if gpu_uuid else ""
     if not address:
@@ -38,16 +35,12 @@ def nearest_link(gpu_uuid: str) -> str:
     shared = {name: _num_shared(gpu, _bridges(SYS / "class/infiniband" / name / "device")) for name in _rdma_devices()}
     most = max(shared.values(), default=0)
     nearest = [name for name, count in shared.items() if count == most]
-    # If several devices are equally near, any of them may carry the bytes.
     return nearest[0] if len(nearest) == 1 else ""
 
 
 def _pci_address(gpu_uuid: str) -> str:
-    """Return the PCI address of a GPU, such as `0000:1b:00.0`.
-
-    Return an empty text if the driver does not report it.
-    """
-    # Use the driver's table, because CUDA numbers GPUs differently from PCI, and `CUDA_VISIBLE_DEVICES` renumbers them.
+    """Return the PCI address of a GPU, such as `0000:1b:00.0`, or an empty text if the driver does not report it."""
+    # Use the driver's table, because CUDA's numbers differ from PCI's and depend on `CUDA_VISIBLE_DEVICES`.
     for information in sorted((PROC / "driver/nvidia/gpus").glob("*/information")):
         try:
             if gpu_uuid in information.read_text():
@@ -58,10 +51,9 @@ def _pci_address(gpu_uuid: str) -> str:
 
 
 def _bridges(device: Path) -> tuple[str, ...]:
-    """Return the bridges above a PCI device, from the root complex down."""
+    """Return the bridges above a PCI device, starting at the root complex."""
     return Path(os.path.realpath(device)).parts[:-1]
 
 
 def _num_shared(ours: tuple[str, ...], theirs: tuple[str, ...]) -> int:
-    """Return how many bridges two devices have in common, counted from the root complex."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

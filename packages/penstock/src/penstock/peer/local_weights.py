@@ -2,11 +2,8 @@
 
 All members with the same weights have the same layout: tensors sorted by name and divided into chunks.
 
-    mark_verified(chunks, leaves) --> log --> log_after(serial): readers learn of chunks during the fetch
-
-The thread of a fetch marks chunks, threads of the server read map and log, and the heartbeat thread digests chunks
-again. The lock of `changed` guards shared state. `_digesting` is held while a chunk is digested without that lock, so
-that its rows are not taken away. Code that needs both acquires `_digesting` first.
+The lock of `LocalWeights.changed` guards shared state. `_digesting` is held while a chunk is digested without that
+lock, so that the chunk's memory stays. Code that needs both locks acquires `_digesting` first.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
-"""Maximum number of tensors in a peer's layout, as a defence against a hostile peer. The largest checkpoint has
-70,000."""
+"""Maximum number of tensors in a peer's layout, against hostile peers. The largest checkpoint has 70,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -50,28 +46,23 @@ class WeightLayout:
     """The tensor table and the chunks that all holders of a key share."""
 
     table: TensorTable
-    """The tensors, sorted by name. Files and offsets refer to storage, if the layout comes from there."""
+    """The tensors, sorted by name. Files and offsets refer to storage if the layout was read from storage."""
     chunks: ChunkTable
     digest: str
-    """Digest of the table. It does not depend on the stem."""
+    """Digest of the table without the stem."""
     stem: str = STEM
-    """Beginning of the names of the files in storage, before their number. Members that write files use it."""
+    """Beginning of the file names in storage, before their number. Members that write files use the same names."""
 
     @classmethod
     def of(
-        cls,
-        table: TensorTable,
-        *,
-        leaf_bytes: int = LEAF_BYTES,
-        chunk_bytes: int | None = None,
-        stem: str = STEM,
+        cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None, stem: str = STEM
     ) -> WeightLayout:
         """Create the layout for tensors in any order."""
         rows = name_order(table)
-        # The table of a peer is already sorted.
+        # A peer's table is already sorted.
         ordered = table if rows == list(range(len(table))) else table.take(rows)
-        most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
-        chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
+        chunk_bytes = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
+        chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=chunk_bytes)
         return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered), stem=stem)
 
     @property
@@ -81,7 +72,7 @@ class WeightLayout:
 
 
 class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that describes a layout to another member."""
+    """A layout on the wire."""
 
     leaf_bytes: int
     chunk_bytes: int
@@ -95,7 +86,7 @@ prepare(TableMessage)
 
 
 def to_message(layout: WeightLayout) -> TableMessage:
-    """Return the message that describes a layout."""
+    """Convert a layout to a message."""
     table, chunks = layout.table, layout.chunks
     return TableMessage(
         leaf_bytes=chunks.leaf_bytes,
@@ -125,9 +116,9 @@ def from_message(message: TableMessage) -> WeightLayout:
 
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
-    """Return a table for tensors that are not in files."""
+    """Return a table for tensors in memory, without files and offsets. Raise FormatError if the sizes are invalid."""
     bits = {dtype: dtype.bits for dtype in set(dtypes)}
-    # Use Python integers, because a peer's shapes may be huge and numpy's product would overflow.
+    # A peer's shapes may be huge. Python integers do not overflow like numpy's product.
     nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
     if any(width % 8 for width in bits.values()):
         try:
@@ -154,9 +145,8 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
     Tied tensors, which share memory under several names, become one row under the name that sorts first.
 
     Raises:
-        PlanError: a tensor is not contiguous, or has a dtype that the format does not support.
+        PlanError: a tensor is not contiguous, or its dtype is unsupported.
     """
-    # Use one row for shared memory. As two rows a tied tensor would be sent twice.
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
     for name in sorted(tensors):
@@ -171,7 +161,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
         require_stored(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
-        # Torch packs two F4 elements into one element, but the format counts each of them.
+        # Torch packs two F4 elements into one element, but safetensors counts both.
         if dtype is DType.F4:
             shape = (*shape[:-1], shape[-1] * 2)
         names.append(name)
@@ -182,10 +172,9 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
 
 
 def revision_of(manifest: Manifest) -> str:
-    """Return a revision that is equal for two readers of storage only if they read the same bytes.
+    """Return a revision that is equal for two readers of storage only if both read the same bytes.
 
-    With digests it is the manifest's `w1-` revision. Headers alone do not prove equal bytes, so without digests the
-    revision depends on the files' identities too.
+    Equal headers do not prove equal bytes, so without digests the revision also includes the files' identities.
     """
     if manifest.leaves is not None:
         return manifest.revision
@@ -202,7 +191,7 @@ class RowPlacement:
 
     Attributes:
         row_region: index of each row's region. -1 for a row without bytes.
-        row_offset: offset of each row in its region.
+        row_offset: offset of each row in its region, in bytes.
         row_address: address of each row in this process. 0 for a row without bytes.
     """
 
@@ -212,7 +201,7 @@ class RowPlacement:
     row_address: I64
 
     def is_there(self, rows: Iterable[int]) -> bool:
-        """Return whether the memory of these rows is still at the same addresses."""
+        """Return whether the memory of these rows is still mapped at the same addresses."""
         return all(self.regions[i].is_there() for i in set(self.row_region[list(rows)].tolist()) if i >= 0)
 
 
@@ -221,18 +210,17 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
     regions: list[Memory] = []
     row_region = np.full(len(rows), -1, np.int64)
     address = np.array([flat.data_ptr() for flat in rows], np.int64)
-    is_left = np.array([flat.numel() for flat in rows], np.int64) > 0
-    # Register whole arenas and storages instead of single tensors. A registration costs at least a system call, and a
-    # model has thousands of tensors.
+    is_unplaced = np.array([flat.numel() for flat in rows], np.int64) > 0
+    # A registration costs at least a system call, so register whole arenas and storages and not thousands of tensors.
     for arena in arenas:
-        is_inside = is_left & (address >= arena.address) & (address < arena.address + arena.nbytes)
+        is_inside = is_unplaced & (address >= arena.address) & (address < arena.address + arena.nbytes)
         if is_inside.any():
             row_region[is_inside] = len(regions)
             device = str(rows[int(is_inside.argmax())].device)
             regions.append(Memory(address=arena.address, nbytes=arena.nbytes, device=device, owner=arena))
-            is_left &= ~is_inside
+            is_unplaced &= ~is_inside
     at: dict[int, int] = {}
-    for row in np.flatnonzero(is_left).tolist():
+    for row in np.flatnonzero(is_unplaced).tolist():
         storage = rows[row].untyped_storage()
         base = storage.data_ptr()
         if base not in at:
@@ -240,7 +228,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
             device = str(rows[row].device)
             regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=TorchStorage(storage)))
         row_region[row] = at[base]
-    # The last entry is for rows without bytes, whose region is -1.
+    # Index -1, the region of rows without bytes, selects the 0 at the end.
     start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
     row_offset = np.where(row_region < 0, 0, address - start)
     return RowPlacement(
@@ -249,12 +237,12 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
-    """Decode little-endian numbers that a peer sent. Raise FormatError if the length does not fit their size."""
+    """Decode little-endian integers from a peer. Raise FormatError unless `raw` has a multiple of their size."""
     return _column(raw, kind).astype(np.int64)
 
 
 def decode_digests(raw: bytes) -> U64:
-    """Decode leaf digests that a peer sent, as a view of `raw`. Raise FormatError like `decode_column`."""
+    """Decode leaf digests from a peer, as a view of `raw`. Raise FormatError like `decode_column`."""
     return _column(raw, "<u8").astype(np.uint64, copy=False)
 
 
@@ -266,13 +254,11 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
     return np.frombuffer(raw, kind)
 
 
-def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
-    """Return the peer's region and the offset in it for each row in the layout. Undefined for rows without bytes.
+def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
+    """Return the peer's region for each row in the layout, and the offset in the region. Ignore rows without bytes.
 
     Args:
-        layout: layout of this process.
-        where: the peer's map.
-        room: size of each of the peer's regions in bytes.
+        capacities: size of each of the peer's regions in bytes.
 
     Raises:
         FormatError: a row lies outside its region, or the map has a different number of rows.
@@ -280,22 +266,19 @@ def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) ->
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
-    # Check this here, because a transport reads at these offsets in the peer's memory, and `attach` in its own mapping.
+    # Transports and `attach` read at these offsets without another check.
     if fits and len(nbytes):
         has_bytes = nbytes > 0
         of, at = region[has_bytes], offset[has_bytes]
-        fits = bool(((of >= 0) & (of < len(room))).all())
-        fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[has_bytes])).all())
+        fits = bool(((of >= 0) & (of < len(capacities))).all())
+        fits = fits and bool(((at >= 0) & (at <= np.array(capacities, np.int64)[of] - nbytes[has_bytes])).all())
     if not fits:
         raise FormatError(f"a peer's map with {len(region)} rows does not fit the layout with {len(nbytes)} tensors")
     return region, offset
 
 
 def device_id(device: torch.device) -> str:
-    """Return a GPU's UUID, which does not depend on this process's numbering of devices.
-
-    Return an empty text for the host.
-    """
+    """Return a GPU's UUID, or an empty text for the host. Device indexes differ between processes, but UUIDs do not."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -303,21 +286,18 @@ class LocalWeights:
     """The weights of one key in this process's memory.
 
     Args:
-        identity: identity of the weights. Its key names them.
-        layout: order of the tensors, and chunks.
         rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps them alive.
-        leaves: digests from a manifest. None means that there is no manifest.
-        arenas: arenas that contain the rows, if any.
+        leaves: digests from a manifest. None without a manifest.
+        arenas: arenas that contain rows.
         max_readers: maximum number of concurrent readers.
 
     Attributes:
-        leaves: digest of each leaf in the layout. With a manifest all are valid, otherwise only those of chunks in
-            `have`.
+        leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.
         have: [num_chunks] bool. Whether each chunk was verified.
         changed: condition that is notified when `have`, `state` or `generation` changes.
-        kept: whether engines on this host may map the memory. It does not change while the state is `whole`.
-        damage: the error if verified bytes changed in memory, so that nothing may be read any more. Otherwise None.
-        tier: the tier that has the bytes while `rows` does not have them. Empty if `rows` has them.
+        kept: whether engines on this host may map the memory. Constant while the state is `whole`.
+        damage: the error if verified bytes changed in memory. Nothing may be read from then on.
+        tier: the lower tier that holds the bytes. Empty if `rows` holds the bytes.
     """
 
     def __init__(
@@ -339,20 +319,19 @@ class LocalWeights:
         self._link = nearest_link(self._device_id)
         self.place = place_rows(rows, arenas)
         self.has_manifest = leaves is not None
-        self.leaves: U64 = leaves if leaves is not None else np.zeros(layout.chunks.num_leaves, np.uint64)
+        self.leaves: U64 = np.zeros(layout.chunks.num_leaves, np.uint64) if leaves is None else leaves
         self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers = max_readers
         self.num_readers = 0
-        # `penstock status` shows these. A fetch sets them.
+        # A fetch sets these fields for `penstock status`.
         self.path = ""
         self.why = ""
         self.parent = ""
         self.second_parent = ""
         self.gb_per_s = 0.0
         self.silent_s = -1.0
-        # A reader compares the generation before and after a read. `close` raises it, so that a read that overlaps with
-        # another use of the memory does not count.
+        # Readers compare the generation before and after a read, so that a read fails if the memory was reused.
         self.generation = 0
         self.state = "filling"
         self.kept = False
@@ -367,9 +346,11 @@ class LocalWeights:
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
         # Registrations that peers read from, and registrations that this process's reads write to. The second list
         # contains the first, and more, because some transports only fill memory.
+        # Peers read from `_handles`, and this process's reads write to `_into`, which contains `_handles` and
+        # registrations of transports that only fill memory.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
-        # With tiny chunks the gap between two tensors may be another chunk, which a joined read would overwrite.
+        # With tiny chunks the padding between tensors may be another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
 
@@ -383,33 +364,27 @@ class LocalWeights:
         return int(self.layout.chunks.nbytes[self.have].sum()), self.layout.nbytes
 
     def register(self, links: PeerLinks) -> None:
-        """Register the regions with every transport that supports them.
-
-        This is needed before `map` and before reading.
-        """
+        """Register the regions with every transport that supports them, for `map` and for reads."""
         if self._handles:
             return
-        shown: list[dict[str, Handle]] = []
+        registered: list[dict[str, Handle]] = []
         try:
             for memory in self.place.regions:
-                shown.append(links.register(memory))
-            into = [links.register_into(*pair) for pair in zip(self.place.regions, shown, strict=True)]
+                registered.append(links.register(memory))
+            into = [links.register_into(*pair) for pair in zip(self.place.regions, registered, strict=True)]
         except BaseException:
-            _close(shown)
+            _close(registered)
             raise
-        self._handles = shown
+            raise
+        self._handles = registered
         self._into = into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return this process's registrations of a region, by the name of the transport that can read into it."""
+        """Return this process's registrations of a region for reads into it, by the name of the transport."""
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """Return the map for a peer.
-
-        With a lease, the descriptors end with the lease if the transport supports that.
-        """
-        # With a lease the holder can end the access of a reader that died or reads too slowly.
+        """Return the map for a peer. With a lease, revocable descriptors end with the lease."""
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -430,42 +405,39 @@ class LocalWeights:
         )
 
     def take_back(self, lease: str) -> None:
-        """Revoke the descriptors issued under a lease, for transports that support that."""
+        """Revoke the descriptors of a lease, for transports that support revocation."""
         for handles in self._handles:
             for handle in handles.values():
                 if isinstance(handle, RevocableHandle):
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """Return the segments to read for these chunks from a peer, with adjacent segments joined.
-
-        The keys are pairs of a region of the peer and a region of this process.
+        """Return the segments to read from a peer for these chunks, by the peer's region and this process's region.
 
         Args:
-            chunks: chunk numbers in the wanted order.
+            chunks: chunk numbers in the order of the reads.
             theirs_region: the peer's region for each row.
-            theirs_offset: offset of each row in the peer's region.
+            theirs_offset: offset of each row in the peer's region, in bytes.
         """
         pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
         from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
         joined = {}
-        # Do not use `np.unique` on the way to a first read, because its first call imports numpy.ma, which takes 8 to
-        # 40 ms.
+        # The first call of `np.unique` imports numpy.ma, which would delay the first read by 8 to 40 ms.
         for pair in sorted(set(from_to.tolist())):
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # In an arena of this process the gaps between neighbours are unused, so a read may overwrite them.
-            # Elsewhere a gap may be another tensor, or another chunk if chunks are as small as the alignment.
+            # Padding in this process's arenas is unused, so a joined read may overwrite it. Elsewhere the gap between
+            # two tensors may be another tensor.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
             joined[theirs, ours] = segments.joined(padding_bytes=padding)
         return joined
 
     def digest(self, chunks: I64) -> U64:
-        """Digest these chunks in memory. Return their leaf digests, chunk after chunk. The bytes must be complete."""
+        """Digest these chunks in memory. Return their leaf digests, chunk after chunk."""
         table = self.layout.chunks
         if self.device.type == "cuda":
             from penstock.digest.cuda import leaf_digests_cuda
@@ -473,8 +445,7 @@ class LocalWeights:
             leaves = table.leaf_pieces(chunks)
             got = leaf_digests_cuda(self.place.row_address[leaves.row] + leaves.start, leaves.nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
-        # Make one call for each piece of a tensor and not for each leaf, because the loop over leaves in `digest` is
-        # native code.
+        # One call digests all leaves of a piece in native code.
         pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
@@ -484,7 +455,7 @@ class LocalWeights:
         return out
 
     def differing_chunks(self, chunks: I64, got: U64, wanted: U64) -> I64:
-        """Return the chunks with at least one leaf that differs."""
+        """Return the chunks with a differing leaf."""
         if np.array_equal(got, wanted):
             return chunks[:0]
         wrong = np.repeat(np.arange(len(chunks)), self.layout.chunks.leaf_counts(chunks))[got != wanted]
@@ -492,13 +463,13 @@ class LocalWeights:
         return differ
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
-        """Return the chunks for which a peer's digests differ from the manifest. Without a manifest return none."""
+        """Return the chunks for which a peer's digests contradict the manifest. Without a manifest return no chunk."""
         if not self.has_manifest:
             return chunks[:0]
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
     def record_digests(self, chunks: I64, leaves: U64, source: str) -> None:
-        """Record the digests of chunks from one source. Without a manifest all sources must agree.
+        """Record one source's digests for chunks. With a manifest do nothing.
 
         Raises:
             IntegrityError: two sources disagree, and without a manifest neither can be trusted.
@@ -524,9 +495,9 @@ class LocalWeights:
                 self._sources.append(source)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
-        """Mark chunks as verified, with these leaf digests. From now on other members may read them."""
+        """Mark chunks as verified, with their leaf digests. From now on other members may read the chunks."""
         with self.changed:
-            # A chunk may arrive twice, from a slow source and from its replacement, but the log must contain it once.
+            # A slow source and its replacement may deliver the same chunk, but the log must list each chunk once.
             new = ~self.have[chunks]
             if not new.all():
                 chunks, leaves = chunks[new], leaves[np.repeat(new, self.layout.chunks.leaf_counts(chunks))]
@@ -537,39 +508,32 @@ class LocalWeights:
             self.changed.notify_all()
 
     def root(self) -> str:
-        """Return the `w1-` revision, which is the root of all digests.
-
-        It is meaningful once every chunk is verified.
-        """
+        """Return the `w1-` revision, which is the root of all digests. Meaningful once every chunk is verified."""
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, expected: str = "") -> None:
-        """Check that the root of the digests equals the identity's revision and the expected one.
+        """Raise IntegrityError unless the digests match the identity's revision and `expected`.
 
-        Only for `w1-` revisions.
-
-        Raises:
-            IntegrityError: the digests belong to a different revision.
+        Only `w1-` revisions are checked.
         """
         root = self.root()
-        # A caller may give a prefix of a revision.
+        # A caller may pass a prefix of a revision.
         for named in (self.identity.revision, expected):
             if named.startswith("w1-") and not root.startswith(named):
                 raise IntegrityError(f"the digests belong to revision {root}, not {named}", uri=f"penstock:{self.key}")
-        # Keep the root for `set_state`, which follows, because the digest over all leaves takes milliseconds.
+        # Digesting all leaves takes milliseconds, so store the root for `set_state`.
         self._root = root
 
     def spot_check(self, chance: random.Random) -> int | None:
-        """Digest one verified chunk again. Return its number if its bytes have changed, or None.
+        """Digest the next verified chunk again. Return its number if its bytes changed, else None.
 
-        The first call picks a random chunk, and later calls take the next one, so as many calls as there are chunks
-        check all of them.
+        The first chunk is random.
         """
         with self.changed:
             verified = np.flatnonzero(self.have)
         if not len(verified) or self.damage is not None:
             return None
-        # Start at random, because members that start together would otherwise check the same chunks at the same time.
+        # Members that start together should not check the same chunks at the same time.
         if self._checked_chunk >= 0:
             later = verified[verified > self._checked_chunk]
         else:
@@ -578,22 +542,22 @@ class LocalWeights:
         return self._checked_chunk if self.has_changed(self._checked_chunk) else None
 
     def has_changed(self, chunk: int) -> bool:
-        """Digest a chunk again. Return whether it was verified and its bytes have changed."""
+        """Digest a chunk again. Return whether the chunk was verified and its bytes have changed."""
         chunks = np.array([chunk], np.int64)
         with self._digesting:
             with self.changed:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
                 return False
-            # Torch may have freed the memory, and reading it would crash this process.
+            # Reading memory that torch has freed would crash this process.
             if not self.place.is_there(self.layout.chunks.pieces(chunks).row.tolist()):
                 return True
             got, wanted = self.digest(chunks), self.leaves[self.layout.chunks.leaves_of(chunks)]
-        # If the generation changed, the memory was released during the digest and may have a different use by now.
+        # A new generation means that the memory was released during the digest and may have been reused.
         return len(self.differing_chunks(chunks, got, wanted)) > 0 and generation == self.generation
 
     def mark_damaged(self, chunk: int) -> IntegrityError:
-        """Record that a verified chunk changed in memory, for readers and the hub. Return the error."""
+        """Record for readers and the hub that a verified chunk changed in memory. Return the error."""
         row = int(self.layout.chunks.pieces(np.array([chunk], np.int64)).row[0])
         error = IntegrityError(
             f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
@@ -608,8 +572,8 @@ class LocalWeights:
         return error
 
     def set_state(self, state: State) -> None:
-        """Set the state and wake readers that wait for news."""
-        # Compute the root before taking the lock, which readers wait for. It is a digest over all names and leaves.
+        """Set the state and wake waiting readers."""
+        # The root takes milliseconds, so compute it before acquiring the lock.
         if state == "whole":
             self._root = self.root()
         with self.changed:
@@ -617,7 +581,7 @@ class LocalWeights:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End the registrations and make the descriptors of readers stale. The caller keeps the tensors. Idempotent."""
+        """End the registrations and invalidate the descriptors of readers. The tensors stay valid. Idempotent."""
         with self.changed:
             self.generation += 1
             handles = self._into
@@ -625,11 +589,11 @@ class LocalWeights:
             self._into = []
             self.state = "draining"
             self.changed.notify_all()
-        # End the registrations without the lock, because this may take as long as a running read.
+        # A handle's `close` may wait for a running read, so do not hold the lock.
         _close(handles)
 
     def move_out(self, tier: str) -> None:
-        """Drop the references to the memory, because a tier has the same bytes. Call `close` first."""
+        """Drop the references to the memory after a lower tier has copied the bytes. Call `close` first."""
         with self._digesting, self.changed:
             self.rows = []
             self.place = place_rows([])
@@ -637,7 +601,7 @@ class LocalWeights:
             self.state = "whole"
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
-        """Use memory that contains all bytes again. It must be registered before other members can read it."""
+        """Use memory to which the bytes were copied back. Call `register` before other members read the memory."""
         with self._digesting, self.changed:
             self.rows = list(rows)
             self.place = place_rows(rows, arenas)
@@ -645,18 +609,17 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`, and wait at most `wait_s` seconds for news.
+        """Return the chunks verified since `serial`. Wait at most `wait_s` seconds for the first chunk.
 
-        A serial beyond the end of the log means that the reader knew an earlier log, so it starts again at 0.
+        A serial beyond the log belongs to an earlier log, so the response then starts at 0.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     break
-                self.changed.wait(left)
-            # A serial past the end is of a life before: the reader starts again.
+                self.changed.wait(remaining)
             new = self._log[serial if serial <= self._num_logged else 0 : self._num_logged]
             leaves = self.leaves[self.layout.chunks.leaves_of(new)]
             return LogReply(
@@ -668,7 +631,7 @@ class LocalWeights:
             )
 
     def status(self) -> HoldingState:
-        """Return the state for the hub. Without chunks if the bytes are only in the tier `source`."""
+        """Return the state for the hub. If the bytes must be read from the source again, list no chunks."""
         with self.changed:
             is_away = self.tier == SOURCE
             is_damaged = self.damage is not None and not is_away

@@ -1,13 +1,13 @@
 """A member is one run of a process in a fleet, with its registration at the hub, its server, transports and weights.
 
-The caller's thread uses it. The server's threads check grants, and chunks that readers report. A heartbeat thread also
-checks one chunk of all weights each time. `_lock` guards the table of weights. The state at the hub is soft: every
-heartbeat reports all of it, so a hub that restarted or forgot this member is complete after one heartbeat.
+Server threads check grants and reported chunks, and a heartbeat thread re-checks one chunk of each model. The hub's
+state is soft: every heartbeat reports the member's whole state, so a restarted hub is complete after one heartbeat.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -77,35 +77,33 @@ from penstock.waits import start_thread
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
-"""Seconds for each of the last messages of a member that leaves. A hub that does not answer forgets the member after
-its TTL."""
+"""Timeout in seconds for each of a leaving member's last messages. The hub otherwise forgets the member after its
+TTL."""
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
-"""Interval and TTL of heartbeats before a hub has answered. They equal the defaults of a hub."""
+"""Interval and TTL of heartbeats in seconds before a hub has responded. They equal a hub's defaults."""
 JOIN_AGAIN_S = 0.1
-"""Pause before the next attempt to reach this host's hub."""
+"""Seconds before the next attempt to reach this host's hub."""
 
 
 class Member:
     """A run of a process in the fleet, created by `join`. Leaving its `with` block leaves the fleet.
 
     Args:
-        hub: client of the hub. Only this member uses it.
-        links: the transports of this process.
+        hub: client of the hub, used only by this member.
         server: the server that readers connect to.
         host: id of this host.
         rack: name of the rack. See `ConnectionSettings`.
-        trust: TLS context that checks the certificates of other members. None means that they have none.
+        trust: TLS context that checks the certificates of other members. None means no TLS.
         num_links: number of network links of this host.
-        min_gb_per_s: upstreams that are slower are not used. 0 means no minimum.
+        min_bytes_per_s: rate below which an upstream is not used. 0 means no minimum.
         stall_s: seconds without progress after which an operation fails.
 
     Attributes:
-        away: why this member has not joined yet. None means that it has joined.
+        away: the error if this member has not joined yet. None after joining.
         syncs: functions that return the sync states for each heartbeat.
-        hub_is_away: whether the last heartbeat got no answer. Optional requests need not wait for the hub then.
-        on_damaged: called with weights whose verified bytes changed in memory, and with the error, after they are no
-            longer served.
-        welcome: the hub's answer to the registration.
+        hub_is_away: whether the last heartbeat failed. Optional requests then need not wait for the hub.
+        on_damaged: called with corrupt weights that are no longer served, and the error.
+        welcome: the hub's response to the registration.
     """
 
     welcome: Welcome
@@ -131,9 +129,9 @@ class Member:
         # This stack closes the server, the transports and the hub's client.
         self._opened = contextlib.ExitStack()
         self._pid = os.getpid()
-        self._hub = hub
+        self.hub = hub
         self._stall_s = stall_s
-        self._min_bytes_per_s = min_bytes_per_s
+        self.min_bytes_per_s = min_bytes_per_s
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
@@ -143,8 +141,7 @@ class Member:
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now = threading.Event()
-        # The lock is re-entrant, because a heartbeat may find that this member must register again, which sends a
-        # heartbeat.
+        # A heartbeat may have to register this member again, which sends a heartbeat, so the lock is re-entrant.
         self._reporting = threading.RLock()
         self._closing = threading.Event()
         self._grants: GrantChecker | None = None
@@ -177,17 +174,17 @@ class Member:
         """Open the transports and the server, register at the hub, and start sending heartbeats.
 
         Args:
-            hub: client of the hub. The member closes it, and so does this method if it fails.
+            hub: client of the hub. The member closes it, and so does a failing `join`.
             connection: rack, transports, `data_port` and `listen`. `listen` requires a hub that authenticates members
                 by tokens or certificates.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
-            min_gb_per_s, stall_s: see `Member`.
-            join_s: seconds to wait for a hub that does not answer. None means the deadline of the client.
-            needs_hub: if False, a hub that is given but does not answer is no error. A later heartbeat joins it.
+            min_bytes_per_s, stall_s: see `Member`.
+            join_s: timeout for the hub in seconds. None means the client's timeout.
+            needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins it.
 
         Raises:
             ConfigError: the address or the port cannot be used.
-            HubUnavailable: the hub does not answer.
+            HubUnavailable: the hub does not respond.
         """
         listen = connection.listen
         with contextlib.ExitStack() as opened:
@@ -196,22 +193,23 @@ class Member:
             start_configured()
             tls = MemberTls.read()
             trust = None if tls is None else tls.asking
-            if listen is not None and not hub.has_token and tls is None:
-                _check_loopback(listen)
+            if listen is not None and not hub.has_token and tls is None and host_and_port(listen)[0] not in LOOPBACK:
+                # A hub without authentication gives grants to any process.
+                message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
+                raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
             # The data port of the `http` transport is at the same host address.
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             serving = None if tls is None or listen is None else tls.serving
             links = opened.enter_context(
                 open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
-            # If this transport failed to start, readers would use a different one or none, although the port was opened
-            # for it.
+            # The port was opened for this transport. Without the transport readers would silently use another one.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 hint = "give another data_port, or 0 for any free one"
                 raise ConfigError(links.refused["http"], hint=hint)
             server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
-                # The member is created below. Nobody knows the address before it has registered.
+                # `member` is created below. No reader knows the address before the registration.
                 lambda request: member.check_grant(request),
                 listen=listen,
                 tls=None if tls is None else tls.serving,
@@ -233,13 +231,12 @@ class Member:
         return member
 
     def _begin(self, opened: contextlib.ExitStack, join_s: float | None, *, needs_hub: bool) -> None:
-        """Register at the hub and start the heartbeats. From then on this member closes the resources in `opened`."""
+        """Register at the hub and start the heartbeats. Afterwards this member closes the resources in `opened`."""
         self.server.recheck = self.recheck
         self.server.phases = PhasesHandler(self._replica)
         # Register last, because readers may connect as soon as the hub knows the addresses.
         self.welcome = self._register(join_s, needs_hub=needs_hub)
-        # The registration counts as the first heartbeat, because many members of a starting fleet ask the hub at this
-        # moment.
+        # The registration counts as a heartbeat, because the members of a starting fleet send many requests now.
         self._beaten_s = self._reported_s = time.monotonic()
         # Start the thread last, because it uses everything above.
         start_thread(self._beats)
@@ -247,7 +244,7 @@ class Member:
         watch(self)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of this member for metrics. The thread of a scrape calls this."""
+        """Yield the metrics of this member. The metrics endpoint's thread calls this."""
         if self._closing.is_set():
             return
         yield "penstock_members", ("away",), self.hub_is_away
@@ -259,41 +256,39 @@ class Member:
             yield "penstock_held_bytes", (model, weights.tier or on_device, state), nbytes
             yield "penstock_readers", (model,), weights.num_readers
         for sync in self.syncs:
-            shown = sync()
-            yield "penstock_sync_version", (shown.name, shown.side), shown.version
-            yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
+            state_of_sync = sync()
+            yield "penstock_sync_version", (state_of_sync.name, state_of_sync.side), state_of_sync.version
+            yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
 
     def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
-        """Register at the hub.
+        """Register at the hub, and retry if it is this host's hub, which another process may be taking over.
 
-        Retry if it is this host's hub, because its process may have stopped and another takes over.
-
-        If the hub is away and not needed, remember that. Each heartbeat then tries to register.
+        If an optional hub is away, each heartbeat tries to register.
         """
-        # This host's hub always exists. This process may just have started it, which takes time on a busy host.
-        timeout_s = None if self._hub.is_local else join_s
+        # This process may just have started this host's hub, which takes time on a busy host.
+        timeout_s = None if self.hub.is_local else join_s
         deadline = time.monotonic() + self._stall_s
         while True:
             try:
                 return self._greet(timeout_s)
             except HubUnavailable as error:
-                if not self._hub.is_local and not needs_hub:
+                if not self.hub.is_local and not needs_hub:
                     self.away, self.hub_is_away = error, True
                     without_frames(error)
                     log.warning(
                         "the hub is away, so this process reads from its fallback and joins the fleet later: %s",
                         error,
                     )
-                    # Accept no grant until a hub sends the key with which it signs them.
+                    # Accept no grant until a hub sends its public key.
                     self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
                     return Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
-                if not self._hub.is_local or time.monotonic() >= deadline:
+                if not self.hub.is_local or time.monotonic() >= deadline:
                     raise
             time.sleep(JOIN_AGAIN_S)
 
     def _greet(self, timeout_s: float | None = None) -> Welcome:
-        """Register at the hub, and trust the key with which it signs grants."""
-        welcome = self._hub.hello(self._hello, timeout_s=timeout_s)
+        """Register at the hub, and trust the hub's key for grants."""
+        welcome = self.hub.hello(self._hello, timeout_s=timeout_s)
         if self.away is not None:
             log.warning("member %s has joined the fleet, because its hub answers now", self.id)
             self.away = None
@@ -302,48 +297,41 @@ class Member:
             if self._grants is None:
                 self._grants = GrantChecker(welcome.grant_key, self.id)
             else:
-                # Keep the checker, because another thread may be reporting the current epoch to the new hub right now.
+                # Another thread may be using the checker for the new hub right now, so do not replace the checker.
                 self._grants.trust(welcome.grant_key)
         return welcome
 
     def check_grant(self, request: LeaseRequest) -> str:
-        """Validate and consume a grant. Return the reader's caller. See `Grant.caller`.
-
-        Raises:
-            GrantRefused: the hub did not sign it for this reader and this key.
-        """
+        """Validate and consume a grant. Return the reader's caller. Raise GrantRefused for an invalid grant."""
         assert self._grants is not None
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports, let other members read them, and report them to the hub at once.
+        """Register weights with the transports, serve them, and report them to the hub immediately.
 
-        With `report=False` the caller's next request reports them, as `upstreams` does.
+        With `report=False` the caller's next request reports the weights, as `upstreams` does.
         """
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights
         self.server.show(weights)
-        # The same key was served from different memory, which must not be read any more.
+        # The same key was served from other memory, which may no longer be read.
         if before is not None and before is not weights:
             before.close()
-        # Readers are looking for sources, and the next regular heartbeat may be a second away.
+        # Readers are looking for sources now, and the next regular heartbeat may be a second away.
         if report:
             self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
-        """Report weights in another tier to the hub. When a reader asks for them, the server loads them back."""
+        """Report weights in a lower tier to the hub. The server brings them back when a reader requests a lease."""
         with self._lock:
             self._weights[weights.key] = weights
         self.beat_now()
 
     def hide(self, weights: LocalWeights, drain_s: float) -> None:
-        """Stop serving weights.
-
-        Refuse new readers, wait at most `drain_s` seconds for current ones, and end the registrations.
-        """
-        # Tell the hub first, so that it stops naming this member while the current readers finish.
+        """Refuse new readers, wait at most `drain_s` seconds for current readers, and end the registrations."""
+        # Report first, so that the hub directs no more readers to this member while the current readers finish.
         weights.set_state("draining")
         self.beat_now()
         self.server.drain(weights.key, drain_s)
@@ -358,47 +346,42 @@ class Member:
         with self._lock:
             return list(self._weights.values())
 
-    @property
-    def hub(self) -> HubClient:
-        """Return the client of the hub, for read-only requests."""
-        return self._hub
-
     def beat_now(self) -> None:
         """Send the next heartbeat now, without waiting for it."""
         self._beat_now.set()
 
     def report_now(self) -> None:
-        """Send a heartbeat and wait for the answer. If there is none, the next heartbeat reports the change."""
+        """Send a heartbeat and wait for the response. If it fails, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
             self._report()
 
     def _report(self, within_s: float | None = None) -> None:
-        """Send a heartbeat. Remember an operator's order to drain this member, in case the hub loses its memory."""
-        # Send one heartbeat at a time. Otherwise an older state could arrive after a newer one and replace it.
+        # Send one heartbeat at a time, so that an older state cannot replace a newer one.
         if not self._reporting.acquire(timeout=-1 if within_s is None else within_s):
             raise HubUnavailable("the hub has not answered the heartbeat before this one")
         try:
-            self._drain = self._call_hub(lambda: self._hub.beat(self.id, self._state(), within_s=within_s)).drain
+            reply = self._call_hub(lambda: self.hub.beat(self.id, self._state(), within_s=within_s))
+            # Remember an operator's drain order, because the hub may lose its memory.
+            self._drain = reply.drain
         finally:
             self._reporting.release()
 
     def _until_beat_s(self) -> float:
-        """Return the seconds until the next heartbeat is due. If it is due now, return 0 or less."""
         # A slow hub gets fewer heartbeats, but at least two within the time after which it would forget this member.
-        interval_s = max(self.welcome.beat_s, min(self._hub.rest_s, self.welcome.ttl_s / 4))
-        # A request postpones the heartbeat only once. The request renews one key, and the hub forgets the other keys
-        # without a heartbeat.
+        interval_s = max(self.welcome.beat_s, min(self.hub.rest_s, self.welcome.ttl_s / 4))
+        # A request renews only one key. It postpones a heartbeat only once, because the hub forgets the other keys
+        # without heartbeats.
         return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
 
     def _beat(self) -> None:
-        """Send heartbeats until `leave`, and do regular work. This is the body of the thread."""
+        """Send heartbeats and do periodic checks until `leave`. This is the body of the thread."""
         while not self._closing.is_set():
-            while (left_s := self._until_beat_s()) > 0 and not self._beat_now.wait(left_s):
+            while (remaining_s := self._until_beat_s()) > 0 and not self._beat_now.wait(remaining_s):
                 pass
             self._beat_now.clear()
             if self._closing.is_set():
                 return
-            # Check before the heartbeat, which reports weights that are damaged.
+            # Check before the heartbeat, so that the heartbeat reports corruption.
             self._spot_check()
             self.links.sweep()
             self.server.expire()
@@ -408,30 +391,28 @@ class Member:
                 self.hub_is_away = False
             except PenstockError as error:
                 if not self.hub_is_away and isinstance(error, ConfigError):
-                    # The hub answers but does not accept this member, for example because it has another major version.
+                    # The hub responds but does not accept this member, for example because of its protocol version.
                     log.error("the hub refuses member %s: %s", self.id, error)
                 self.hub_is_away = True
-                # Known upstreams stay usable without the hub. The next heartbeat reports the whole state again.
+                # Known upstreams stay usable without the hub. The next heartbeat reports the whole state.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
 
     def _spot_check(self) -> None:
-        """Digest one chunk of each served model again, and stop serving weights that changed in memory."""
         for weights in self.weights:
             chunk = weights.spot_check(self._chance)
             if chunk is not None:
-                self._give_up(weights, chunk)
+                self._stop_serving(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
-        """Digest a chunk that a reader reported as wrong. If it is wrong, stop serving the weights and return True."""
-        # A report is only a reason to check, because a reader may lie or have defective memory. Without reports damage
-        # would be found late. Each heartbeat checks one chunk, so a given chunk out of 3,800 (60 GB) may wait two
-        # hours.
+        """Digest a chunk that a reader reported as wrong. If it is corrupt, stop serving and return True."""
+        # Do not trust the report, because the reader may lie or have defective memory. Spot checks alone would detect a
+        # corrupt chunk late: with 3,800 chunks (60 GB) a round of heartbeats takes two hours.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
-            self._give_up(weights, chunk)
+            self._stop_serving(weights, chunk)
         return weights.damage is not None
 
-    def _give_up(self, weights: LocalWeights, chunk: int) -> None:
-        """Stop serving damaged weights: refuse leases and make descriptors stale. The heartbeats report the damage."""
+    def _stop_serving(self, weights: LocalWeights, chunk: int) -> None:
+        """Refuse leases for corrupt weights, and invalidate descriptors. The next heartbeat reports the corruption."""
         with self._lock:
             if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
@@ -440,15 +421,14 @@ class Member:
             registry.add("penstock_verification_failures", ("serve",))
         self.server.hide(weights.key)
         if weights.state != "filling":
-            # Do not close weights while a fetch still writes into them. The fetch fails at its end and then stops
-            # serving them.
+            # While a fetch still fills the weights, the fetch closes them when it fails at its end.
             weights.close()
         log.error("member %s no longer serves %s: %s", self.id, weights.identity.model, error)
         self.on_damaged(weights, error)
         self.beat_now()
 
     def check(self) -> None:
-        """Raise IntegrityError if bytes of served weights changed in memory after their verification."""
+        """Raise IntegrityError if verified bytes of served weights changed in memory."""
         for weights in self.weights:
             if weights.damage is not None:
                 raise weights.damage
@@ -457,101 +437,91 @@ class Member:
         """Return the whole state of this member for a heartbeat."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
-        holdings = tuple(map(self._status, self.weights))
+        boot = self._record.snapshot()
         return Beat(
-            holdings=holdings,
+            holdings=tuple(map(self._status, self.weights)),
             syncs=tuple(syncs),
             failures=tuple(map(_report_of, recent_failures())),
             drain=self._drain,
-            boot=self._boot(),
+            boot=None if boot is None else msgspec.structs.replace(boot, phases=(), error=None),
         )
 
-    def _boot(self) -> Boot | None:
-        """Return the state of this process's start for the hub, without its phases."""
-        boot = self._record.snapshot()
-        return None if boot is None else msgspec.structs.replace(boot, phases=(), error=None)
-
     def _replica(self, boot: Boot) -> Replica:
-        """Return the start of this process as its server shows it."""
+        """Return the start of this process for requests to its server."""
         fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
         return Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
     def _epoch(self) -> int:
-        """Return the current epoch, which grants for this member must contain."""
+        """Return the epoch that grants for this member must contain."""
         assert self._grants is not None
         return self._grants.epoch()
 
     def _status(self, weights: LocalWeights) -> HoldingState:
-        """Return the state of weights for the hub."""
         return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
     def _call_hub(self, call: Callable[[], T]) -> T:
-        """Call the hub.
-
-        If it does not know this member, because it restarted or this member was silent, register and call again.
-        """
+        """Call the hub. If the hub does not know this member, register and retry."""
         try:
             return call()
         except UnknownMember:
             self.welcome = self._greet()
             with self._reporting:
-                self._hub.beat(self.id, self._state())
+                self.hub.beat(self.id, self._state())
             return call()
 
     def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False) -> UpstreamsReply:
-        """Return the upstreams to read from. The first answer to a fetch may also contain chunks to read from storage.
+        """Return the upstreams to read from. The first response may also contain chunks to read from storage.
 
-        Raises HubUnavailable if the hub does not answer.
+        Raises:
+            HubUnavailable: the hub did not respond.
         """
-        holding = self._status(weights)
         request = UpstreamsRequest(
-            member=self.id, holding=holding, can_read_storage=can_read_storage, claim=is_first and can_read_storage
+            member=self.id,
+            holding=self._status(weights),
+            can_read_storage=can_read_storage,
+            claim=is_first and can_read_storage,
         )
-        reply = self._call_hub(lambda: self._hub.upstreams(request))
+        reply = self._call_hub(lambda: self.hub.upstreams(request))
         if is_first:
-            # The request reported the new weights, so a heartbeat now would add little. When 1,000 members start
-            # together, heartbeats were a quarter of the requests in the busiest second.
+            # The request reported the new weights, so skip one heartbeat. When 1,000 members start together, heartbeats
+            # were a quarter of the requests in the busiest second.
             self._reported_s = time.monotonic()
         return reply
 
     def find_holders(self, wanted: HoldingState, *, within_s: float) -> UpstreamsReply:
-        """Return members that know the layout of a key. Raises HubUnavailable without an answer in `within_s`."""
+        """Return members that know the layout of a key. Raise HubUnavailable without a response in `within_s`."""
         request = UpstreamsRequest(member=self.id, holding=wanted)
-        return self._call_hub(lambda: self._hub.upstreams(request, within_s=within_s))
+        return self._call_hub(lambda: self.hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
-        """Claim chunks to read from storage. With `ask=False` only return claims. Raises HubUnavailable."""
+        """Claim chunks to read from storage. With `ask=False` only return claims. Raise HubUnavailable."""
         request = ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
-        return self._call_hub(lambda: self._hub.claim(request))
+        return self._call_hub(lambda: self.hub.claim(request))
 
     def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
-        """Return the members of a sync, with grants for those named. Raises HubUnavailable."""
+        """Return the members of a sync, with grants for `grants`. Raise HubUnavailable if the hub does not respond."""
         request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
-        return self._call_hub(lambda: self._hub.sync(request))
+        return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: FleetDecision) -> DecideReply:
-        """Propose a decision on a version of a sync, and return the valid decision. An empty outcome only asks for it.
+        """Propose a decision on a version, and return the valid decision. An empty outcome only requests the decision.
 
         Raises:
-            HubUnavailable: the hub did not answer. It may or may not have received the proposal.
+            HubUnavailable: the hub did not respond. It may or may not have received the proposal.
         """
         request = DecideRequest(member=self.id, name=name, decision=decision)
-        return self._call_hub(lambda: self._hub.decide(request))
+        return self._call_hub(lambda: self.hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
-        """Report an unusable source to the hub. Return False if the hub does not answer or refuses the report.
+        """Report an unusable source to the hub. Return False if the hub refuses the report or does not respond.
 
-        Do not report a source that is only full (`SourceBusy`), because the hub would no longer count its chunks.
+        Do not report a source that is only busy (`SourceBusy`), because the hub would no longer count its chunks.
         """
-        fault = "unreachable"
-        for kind, word in _FAULTS:
-            if isinstance(error, kind):
-                fault = word
-                break
+        fault = next((word for kind, word in _FAULTS if isinstance(error, kind)), "unreachable")
         detail = error.message[:1024]
         complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
-            self._call_hub(lambda: self._hub.complain(complaint))
+            self._call_hub(lambda: self.hub.complain(complaint))
             return True
         return False
 
@@ -566,41 +536,34 @@ class Member:
             trust=self.trust,
         )
 
-    @property
-    def min_bytes_per_s(self) -> int:
-        """Return the rate in bytes per second below which an upstream is not used. 0 means no minimum."""
-        return self._min_bytes_per_s
-
     def leave(self, drain_s: float = 10.0) -> None:
-        """Refuse new leases, wait at most `drain_s` seconds for readers, sign off from the hub, and end. Idempotent.
+        """Refuse new leases, wait at most `drain_s` seconds for readers, and leave the hub. Idempotent.
 
-        Does nothing in a forked child, because the parent is the member, and nothing while the interpreter shuts down.
+        Does nothing in a forked child or while the interpreter shuts down.
         """
         if self._pid != os.getpid() or is_ending() or self._closing.is_set():
             return
-        # Refuse leases for all weights first. Otherwise readers of the last weights would begin while those of the
-        # first finish.
+        # Refuse leases for all weights first, so that no reader starts while readers of other weights finish.
         for weights in self.weights:
             weights.set_state("draining")
         self.beat_now()
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
-        # Send the recent failures now, because this member leaves before the next regular heartbeat. The hub remembers
-        # them.
+        # The next regular heartbeat will not be sent, so report recent failures now.
         if recent_failures() and not self.hub_is_away:
             with contextlib.suppress(PenstockError):
                 self._report(LEAVE_S)
         self._closing.set()
         self._beat_now.set()
         self._beats.join(LEAVE_S)
-        # Sign off after the last heartbeat, because a later heartbeat would register this member again. A heartbeat
-        # that is still running waits for a hub that does not answer.
+        # A heartbeat after the last message would register this member again. A running heartbeat waits for an
+        # unresponsive hub, so skip the message then.
         if not self._beats.is_alive() and self.away is None:
             with contextlib.suppress(PenstockError):
-                self._hub.leave(self.id, within_s=LEAVE_S)
+                self.hub.leave(self.id, within_s=LEAVE_S)
         self._opened.close()
-        # The hub's client is closed, so a running heartbeat has ended.
+        # The hub's client is closed, which aborts a running heartbeat.
         self._beats.join()
 
     def __enter__(self) -> Member:
@@ -611,7 +574,6 @@ class Member:
 
 
 def _report_of(failure: JourneyFailure) -> FailureReport:
-    """Convert a failure to the form in a heartbeat."""
     return FailureReport(
         age_s=time.monotonic() - failure.at,
         verb=failure.kind,
@@ -623,17 +585,6 @@ def _report_of(failure: JourneyFailure) -> FailureReport:
     )
 
 
-def _check_loopback(listen: str) -> None:
-    """Check that the address is a loopback address, because a hub without authentication gives grants to any process.
-
-    Raises:
-        ConfigError: other hosts could reach the address.
-    """
-    if host_and_port(listen)[0] not in LOOPBACK:
-        message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
-        raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
-
-
 _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
     (SourceStalled, "stalled"),
     (IntegrityError, "wrong bytes"),
@@ -642,7 +593,7 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
 )
 
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 """Seconds of one wait. Python runs signal handlers in the main thread only between waits."""
 
 
@@ -654,17 +605,16 @@ def until_stopped(
 ) -> bool:
     """Wait until any thread or a signal sets `stopped`. Return False if `timeout_s` passed first.
 
-    Call it in the main thread to handle signals. The previous signal handlers are restored at the end.
+    Call this in the main thread to handle signals. The previous signal handlers are restored at the end.
 
     Args:
-        stopped: ends the wait.
-        check: called several times a second. An error that it raises also ends the wait.
+        check: called several times a second. Its errors end the wait.
         timeout_s: maximum wait in seconds. None means no limit.
-        ready: called once, when signals end the wait and no longer the process.
+        ready: called once, after the signal handlers are installed.
     """
     before: dict[int, Any] = {}
 
-    # The handler only sets the event, because it runs between any two steps of the main thread, which may hold a lock.
+    # The handler only sets the event, because it may interrupt code that holds a lock.
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
@@ -673,14 +623,12 @@ def until_stopped(
     try:
         if ready is not None:
             ready()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
-            if stopped.wait(left):
-                return True
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not stopped.wait(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
             check()
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return False
+        return True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,22 +1,18 @@
-"""The server of a member. It grants leases and answers requests for memory maps, tensor tables and verified chunks.
-
-It speaks HTTP/1.1 on a Unix socket, and on TCP for other hosts. Bodies are msgpack.
+"""The HTTP/1.1 server of a member, on a Unix socket, and on TCP for other hosts. Bodies are msgpack.
 
     POST   /v1/leases                       LeaseRequest -> Lease, or 429 if there are too many readers
     GET    /v1/leases/L/map                 HoldingMap
     GET    /v1/leases/L/table               TableMessage
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply, and renews the lease
-    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is unchanged, 429 if it changed and is not served any more
+    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is unchanged, 429 if it changed and is no longer served
     DELETE /v1/leases/L
     GET    /v1/phases                       the start of this process as JSON or as events, see `http.phases`
     GET    /v1/ready                        200 if the process is ready, else 503, without authentication
     GET    /v1/alive                        204, without authentication
-           /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
+           /v1/NAME/...                     requests for a registered handler, see `RequestHandler`
 
-Members do not use the hub's ASGI stack. Importing and starting Starlette and uvicorn in a thread takes 70 to 90 ms of
-CPU time and 4 MiB of memory (2 cores, Python 3.11). An empty request took 85 us with FastAPI, or 190 us in the thread
-pool, which handlers that wait for news need. This server takes 6 ms, 0.1 MiB and 28 us. It runs in an engine or a
-trainer, which needs the memory and the GIL.
+Members do not use the hub's ASGI stack. Starlette and uvicorn take 70 to 90 ms of CPU time and 4 MiB of memory to start
+in a thread (2 cores, Python 3.11), and an empty request takes 85 to 190 us. This server takes 6 ms, 0.1 MiB and 28 us.
 """
 
 from __future__ import annotations
@@ -71,26 +67,26 @@ from penstock.transport.http import EVERYWHERE, host_and_port
 SOCKET_NAME = "peer.sock"
 """File name of the Unix socket in a member's directory."""
 MAX_BODY_BYTES = 64 << 10
-"""Maximum size of a request body. A lease request is smaller than 1 KiB."""
+"""Maximum size of a request body in bytes. A lease request is smaller than 1 KiB."""
 MAX_WAIT_S = 5.0
-"""Maximum time that a log request waits for news, in seconds."""
+"""Maximum number of seconds for which a log request waits."""
 LEASE_TTL_S = 15.0
-"""Seconds after which a lease ends unless it is renewed. Each log request renews it, every few seconds."""
+"""Seconds after which a lease expires. Each log request renews the lease, every few seconds."""
 
 CheckGrant = Callable[[LeaseRequest], str]
-"""Checks a grant and returns the caller to which the reader counts, or an empty text if the hub named none. Raises
-PermissionDenied if the request may not read."""
+"""Checks a grant and returns the caller that the hub named, or an empty text. Raises PermissionDenied for an invalid
+grant."""
 Recall = Callable[[str], AbstractContextManager[str]]
-"""Loads the weights of a key back from another tier and pins them. Yields the reason if they are not back yet."""
+"""Brings the weights of a key back from a lower tier and pins them. Yields a reason while they are still on the way."""
 Query = Mapping[str, list[str]]
 """The query parameters of a request, as `parse_qs` returns them."""
 
 
 class RequestHandler(Protocol):
-    """A handler for all requests below one path. It must check grants before it answers."""
+    """A handler of all requests below one path. It must check grants itself."""
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return a value for msgpack, or None for an empty answer. Errors are sent as a `Fault`.
+        """Return a value for msgpack, or None for an empty response. Errors are sent as a `Fault`.
 
         Args:
             path: parts of the path below the handler's path.
@@ -103,12 +99,11 @@ class RequestHandler(Protocol):
 class _Leased:
     reader: str
     caller: str
-    """The caller to which this reader counts."""
+    """The caller to which this reader counts. Callers share the places for readers equally."""
     weights: LocalWeights
     attached: bool
     is_displaced: bool = False
-    """Whether another caller with fewer readers took its place. It is refused from now on, and ends when its reader
-    releases it."""
+    """Whether a caller with fewer readers took the place of this lease. Its reader's requests are refused."""
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -121,11 +116,11 @@ class PeerServer:
     """The server of one member. Its methods may be called from any thread.
 
     Attributes:
-        addresses: URLs at which other members reach this one.
+        addresses: URLs at which other members reach this member.
         handlers: handlers of the paths `/v1/NAME`, by name.
         recall: see `Recall`.
-        recheck: digests a chunk again, and returns True if it changed.
-        phases: answers requests for the phases of this process.
+        recheck: digests a chunk again, and returns True if the chunk changed.
+        phases: replies to requests for the phases of this process.
     """
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
@@ -156,11 +151,11 @@ class PeerServer:
         """Serve at a Unix socket, and at a host address if one is given.
 
         Args:
-            path: Path of the Unix socket. Its directory must be private to the user.
-            check_grant: Validates a grant.
-            listen: `host:port` or `[v6]:port` for other hosts. Port 0 takes any free port. None means this host only.
-            tls: TLS context of the listening TCP socket. None means no TLS.
-            max_bytes_per_s: Limit for all readers together. 0 means no limit.
+            path: path of the Unix socket. Its directory must be private to the user.
+            check_grant: validates a grant.
+            listen: `host:port` or `[v6]:port` for other hosts. Port 0 means any free port. None means this host only.
+            tls: TLS context of the listening TCP socket.
+            max_bytes_per_s: limit for all readers together. 0 means no limit.
 
         Raises:
             ConfigError: an address cannot be bound.
@@ -197,7 +192,7 @@ class PeerServer:
             self._answer,
             name="peer server",
             thread_name="penstock-peer",
-            # Do not send 503, which counts as a fault of the member. After 429 the reader asks another member.
+            # A 503 response would count as a fault of the member. After 429 the reader tries another member.
             full_status=HTTPStatus.TOO_MANY_REQUESTS,
             tls=tls,
         )
@@ -206,7 +201,7 @@ class PeerServer:
         return server
 
     def show(self, weights: LocalWeights) -> None:
-        """Allow leases for these weights, which must be registered."""
+        """Grant leases for these weights, which must be registered."""
         with self._lock:
             self._weights[weights.key] = weights
 
@@ -216,7 +211,7 @@ class PeerServer:
             self._weights.pop(key, None)
 
     def num_readers(self, key: str) -> int:
-        """Return the number of leases for this key, including those of engines that map the memory."""
+        """Return the number of leases for this key, including leases of engines that map the memory."""
         with self._lock:
             self._expire()
             return sum(leased.weights.key == key for leased in self._leases.values())
@@ -228,53 +223,50 @@ class PeerServer:
             return sum(leased.weights.key == key and leased.attached for leased in self._leases.values())
 
     def retire(self, key: str) -> bool:
-        """Refuse new leases for this key if it has no lease now. Return whether it had none."""
+        """Refuse new leases for this key and return True, or return False if the key has leases."""
         with self._lock:
             self._expire()
-            is_free = all(leased.weights.key != key for leased in self._leases.values())
-            if is_free:
-                self._weights.pop(key, None)
-        return is_free
+            if any(leased.weights.key == key for leased in self._leases.values()):
+                return False
+            self._weights.pop(key, None)
+            return True
 
     def drain(self, key: str, wait_s: float) -> int:
-        """Refuse new leases and wait at most `wait_s` seconds for the readers to finish.
-
-        Return the number of remaining readers.
-        """
+        """Refuse new leases, wait at most `wait_s` seconds for readers, and return the number of remaining readers."""
         with self._lock:
-            # The refusal then says that the member is draining, so the reader does not ask again.
+            # `lease` then reports that the member is draining, so readers do not retry.
             self._draining.add(key)
         self.hide(key)
         deadline = time.monotonic() + wait_s
-        # Poll, because the lease of a vanished reader ends by the clock alone, which wakes no thread.
-        while (left := self.num_readers(key)) and time.monotonic() < deadline:
+        # Poll, because the lease of a vanished reader expires without waking a thread.
+        while (remaining := self.num_readers(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
             self._draining.discard(key)
-        return left
+        return remaining
 
     def close(self) -> None:
-        """Stop listening and cut all connections. Idempotent."""
-        # Drop the servers, so that no reference cycle keeps the weights alive until the garbage collector runs.
+        """Stop listening and close all connections. Idempotent."""
+        # Drop the servers, because they and this object form a reference cycle that would keep the weights alive.
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """Grant a lease, or return the reason for a refusal. Weights in another tier are loaded back first.
+        """Grant a lease, or return the reason for a refusal. Weights in a lower tier are brought back first.
 
         Raises:
             PermissionDenied: the grant is not valid.
             NotFound: this member does not serve the key.
         """
-        # A hub older than 2.6 names no caller. Each member then counts as a separate caller.
+        # A hub before version 2.6 names no caller. Then each member counts as a separate caller.
         caller = self._check_grant(request) or request.member
         lease = self._lease(request, caller)
         if lease is None:
             with self.recall(request.key) as why:
                 if why:
                     return Fault(error=why, hint="ask again")
-                # Count the lease inside this block, because only `recall` keeps the weights in memory until then.
+                # Only `recall` keeps the weights in memory until the lease exists.
                 lease = self._lease(request, caller)
         if lease is None:
             with self._lock:
@@ -285,10 +277,10 @@ class PeerServer:
         return lease
 
     def _lease(self, request: LeaseRequest, caller: str) -> Lease | Fault | None:
-        """Grant a lease for weights in memory. Return None if they are not in memory.
+        """Grant a lease, or return None if the weights are not in memory.
 
-        A caller with fewer readers than another caller takes one of its places. A token with many members therefore
-        cannot keep the others out.
+        A caller with fewer readers displaces a reader of a caller with more, so that one token with many members cannot
+        occupy all places.
         """
         with self._lock:
             self._expire()
@@ -298,7 +290,7 @@ class PeerServer:
             if request.attach and not (weights.kept and weights.state == "whole"):
                 raise PermissionDenied("this member is not a weight cache for engines", hint="run `penstock cache`")
             same_key = [(lease, leased) for lease, leased in self._leases.items() if leased.weights.key == request.key]
-            # Engines that map the memory cost this member nothing while they read, so they do not count as readers.
+            # Engines that map the memory cause no transfers, so they do not count as readers.
             reading = [(lease, one) for lease, one in same_key if one.reader != request.member and one.takes_place]
             displaced: tuple[str, ...] = ()
             if not request.attach:
@@ -315,19 +307,16 @@ class PeerServer:
                 self._leases[lease].is_displaced = True
             for lease, leased in same_key:
                 if leased.reader == request.member:
-                    # The reader restarted or reconnected and needs only one place.
+                    # The reader restarted or reconnected and needs only one lease.
                     self._end(lease)
-            # The random name of a lease is the only authorisation of the requests that follow.
+            # The random id of a lease is the only authorisation of later requests.
             new_lease = secrets.token_hex(16)
             self._leases[new_lease] = _Leased(request.member, caller, weights, request.attach)
             weights.num_readers = len(reading) - len(displaced) + (not request.attach)
         return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
-        """Return the current limit for each reader in bytes per second, so that the total stays within its limit.
-
-        0 means none.
-        """
+        """Return each reader's current share of the limit in bytes per second. 0 means no limit."""
         with self._lock:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
@@ -336,7 +325,7 @@ class PeerServer:
 
         Raises:
             PermissionDenied: the lease is unknown or has expired.
-            SourceBusy: another caller took its place.
+            SourceBusy: a caller with fewer readers displaced this reader.
         """
         with self._lock:
             self._expire()
@@ -344,31 +333,31 @@ class PeerServer:
             if leased is None:
                 raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
             if leased.is_displaced:
-                # Do not end the lease here. Running reads would fail and look like a fault of this member.
+                # Do not revoke the lease, because running reads would fail and look like a fault of this member.
                 raise SourceBusy("a token with fewer readers took this place", hint="read from another member")
             leased.seen = time.monotonic()
             return leased.weights
 
     def map(self, lease: str) -> HoldingMap:
-        """Return the memory map for a lease. It is valid while the lease lasts. Raises the same errors as `leased`."""
+        """Return the memory map, which is valid while the lease lasts. Raise the same errors as `leased`."""
         weights = self.leased(lease)
-        # Do not hold the lock, because creating descriptors for many regions takes a while.
+        # Creating descriptors for many regions takes a while, so do not hold the lock.
         holding_map = weights.map(lease)
         with self._lock:
             if lease not in self._leases:
-                # The lease ended before these descriptors existed, so revoke them now.
+                # The lease ended while the descriptors were created, so revoke the descriptors.
                 weights.take_back(lease)
         return holding_map
 
     def release(self, lease: str) -> bool:
-        """End a lease. Return False if there is no lease with this name, for example because it ended before."""
+        """End a lease. Return False if the lease is unknown or has expired."""
         with self._lock:
             is_known = self._end(lease)
             self._expire()
         return is_known
 
     def expire(self) -> None:
-        """End the leases that were not renewed in time, and revoke their descriptors. Each heartbeat calls this."""
+        """Revoke expired leases and their descriptors. Each heartbeat calls this."""
         with self._lock:
             self._expire()
 
@@ -387,10 +376,7 @@ class PeerServer:
                 leased.weights is weights and leased.takes_place for leased in self._leases.values()
             )
 
-    # -- Requests.
-
     def _answer(self, exchange: ServerExchange) -> None:
-        """Answer one request in the thread of its connection."""
         if exchange.head.method not in {"GET", "POST", "DELETE"}:
             raise RequestRefused(HTTPStatus.NOT_IMPLEMENTED)
         try:
@@ -410,7 +396,7 @@ class PeerServer:
         except (FormatError, *MALFORMED) as error:
             _send_malformed(exchange, error)
         except PenstockError as error:
-            # Catch this before ValueError, because ConfigError is a ValueError.
+            # ConfigError is a ValueError too, so this clause must precede ValueError.
             _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, fault_of(error))
         except ValueError as error:
             _send_malformed(exchange, error)
@@ -418,13 +404,13 @@ class PeerServer:
             if value is _ANSWERED:
                 return
             if isinstance(value, Fault):
-                # Neither side is at fault. The reader asks again or asks another member.
+                # Neither side is at fault. The reader retries or tries another member.
                 _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
             else:
                 _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
 
     def _route(self, exchange: ServerExchange) -> object:
-        """Return the value for the answer, or None for an empty answer."""
+        """Return the value for the response, or None for an empty response."""
         method = exchange.head.method
         url = urlsplit(exchange.head.target)
         path = url.path.strip("/").split("/")
@@ -440,7 +426,7 @@ class PeerServer:
                     answer_ready(exchange)
                     return _ANSWERED
                 case "GET", ["v1", "phases"]:
-                    self._check_watcher(exchange)
+                    self._check_phases_access(exchange)
                     exchange.prove()
                     self.phases.answer(exchange, query, exchange.peer)
                     return _ANSWERED
@@ -451,26 +437,21 @@ class PeerServer:
                     check_version(body)
                     value = self.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
                 case "POST", ["v1", "leases", lease, "doubt"]:
-                    value = self._doubt(lease, int(query.get("chunk", ["-1"])[0]))
+                    value = self._recheck(lease, int(query.get("chunk", ["-1"])[0]))
                 case "DELETE", ["v1", "leases", lease]:
                     if not self.release(lease):
                         return None
                     value = None
                 case _:
                     raise NotFound("no such thing here")
-        # At this point the caller has sent a grant, a lease or a session. Requests that need none have returned above,
-        # because a stranger must not take the connections that are reserved for members.
+        # Here the caller has proved a grant, a lease or a session. An unauthenticated caller must not occupy the
+        # connections that are reserved for members.
         exchange.prove()
         return value
 
-    def _check_watcher(self, exchange: ServerExchange) -> None:
-        """Check that a caller may see the phases, which contain model names and errors.
-
-        Raises:
-            PermissionDenied: the caller came by TCP without a certificate of the fleet.
-        """
-        # A token would have to be the hub's token. No caller should send that to a member's port, because another
-        # process may listen there by now.
+    def _check_phases_access(self, exchange: ServerExchange) -> None:
+        """Raise PermissionDenied for plain TCP, because the phases contain model names and errors."""
+        # Do not accept the hub's token here. A caller could send the token to another process that now uses this port.
         if not (exchange.is_local or self._is_tls):
             message = "the phases of this process are available on its Unix socket, or by TLS with a certificate"
             raise PermissionDenied(message, hint="ask on its Unix socket or at its metrics endpoint")
@@ -485,13 +466,13 @@ class PeerServer:
             after, wait_ms = (int(query.get(parameter, ["0"])[0]) for parameter in ("after", "wait_ms"))
             if not (0 <= after < 1 << 63 and 0 <= wait_ms < 1 << 63):
                 raise FormatError("after and wait_ms must be numbers below 2**63")
-            # Limit the wait, because it occupies a thread.
+            # A waiting request occupies a thread, so limit the wait.
             reply = weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
-            # Compute the share after the wait, because readers may have come and gone.
+            # The number of readers may have changed during the wait.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such thing here")
 
-    def _doubt(self, lease: str, chunk: int) -> Fault | None:
+    def _recheck(self, lease: str, chunk: int) -> Fault | None:
         if self.recheck(self.leased(lease), chunk):
             return Fault(
                 error=f"chunk {chunk} changed in the holder's memory, which it no longer serves", hint="ask again"
@@ -500,45 +481,43 @@ class PeerServer:
 
 
 _ANSWERED = object()
-"""Returned for a request that was answered already."""
+"""Returned after a handler has sent the response."""
 
 
 class RefusedVersion(Exception):
-    """The error for a reader that speaks another major version of the protocol."""
+    """The reader uses another major version of the protocol."""
 
 
 def check_version(body: bytes) -> None:
-    """Check the protocol version of a request before decoding the rest.
+    """Check the protocol version of a request.
 
     Raises:
-        VersionRefused: the version is another major version. A malformed request raises one of `MALFORMED`.
+        RefusedVersion: the reader uses another major version. A malformed request raises one of `MALFORMED`.
     """
-    # Decode this field alone. Another release may send fields that do not decode, and the refusal must name the
-    # version.
+    # Decode only this field, because the other fields of another version may not decode.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):
         raise RefusedVersion(fault)
 
 
 def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
-    """Receive a body. Raise FormatError if it is empty or longer than `max_bytes`."""
+    """Receive the body. Raise FormatError if it is empty or longer than `max_bytes`."""
     if not 0 < exchange.body_bytes <= max_bytes:
         raise FormatError(f"the body has {exchange.body_bytes} bytes, but must have 1 to {max_bytes}")
     return exchange.read_body(max_bytes)
 
 
 def fault_of(error: PenstockError) -> Fault:
-    """Return the answer for an error. If a member was lost, the answer names that member."""
+    """Return the response for an error. If a member was lost, the response names that member."""
     message, hint = error.message, error.hint or ""
-    # A planner that cannot reach a rank is alive, so the answer must name the rank and not the planner.
-    is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)
-    if is_about_member:
+    # A planner that cannot reach a rank is alive, so the response must name the rank and not the planner.
+    if isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX):
         return MemberFault(error=message, hint=hint, member=str(error.uri).removeprefix(MEMBER_PREFIX))
     return Fault(error=message, hint=hint)
 
 
 def _send_malformed(exchange: ServerExchange, error: Exception) -> None:
-    # Close the connection, because nothing is known about a client that sends malformed requests.
+    # After a malformed request the rest of the stream cannot be trusted.
     exchange.closes = True
     _send(exchange, HTTPStatus.BAD_REQUEST, Fault(error=str(error)[:512]))
 
