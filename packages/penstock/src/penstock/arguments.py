@@ -1,4 +1,4 @@
-"""Type checks for arguments. A wrong argument raises a ConfigError that names it, and not a TypeError deep inside."""
+"""Checks for arguments. A wrong argument raises a ConfigError that names it, and not a TypeError deep inside."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept arguments by their former names too, with a DeprecationWarning.
-
-    Args:
-        names: maps each former name to the current name.
-    """
+    """Accept arguments by their former names too, with a DeprecationWarning. `names` maps former to current names."""
 
     def accepting(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -36,13 +32,7 @@ def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def former_value(what: str, value: T, former: Mapping[str, T]) -> T:
-    """Return the value of an argument, by its present name. A former name causes a DeprecationWarning.
-
-    Args:
-        what: the argument.
-        value: as the caller gave it.
-        former: the former name -> the present one.
-    """
+    """Replace a former value of an argument, with a DeprecationWarning. `former` maps former to current values."""
     if not isinstance(value, str) or value not in former:
         return value
     warnings.warn(f"{what}={value!r} is called {former[value]!r} now", DeprecationWarning, stacklevel=3)
@@ -51,7 +41,7 @@ def former_value(what: str, value: T, former: Mapping[str, T]) -> T:
 
 def wrong(what: str, value: object, expected: str) -> ConfigError:
     """Return the error for an argument with an unexpected type or value."""
-    # Shorten the repr, because the value may be a dict with thousands of tensors.
+    # The value may be a dict with thousands of tensors.
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"give {expected}")
@@ -59,7 +49,6 @@ def wrong(what: str, value: object, expected: str) -> ConfigError:
 
 def require_type(what: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Raise ConfigError unless a value has one of these types. A bool does not count as an int."""
-    # For Python True is the int 1, but as a number of bytes or readers it is always a mistake.
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise wrong(what, value, expected)
@@ -69,7 +58,7 @@ def require_seconds(what: str, value: object) -> None:
     """Raise ConfigError unless a value is None or a number of seconds that is not negative."""
     if value is None:
         return
-    # `not value >= 0` also refuses NaN, with which a wait would never end.
+    # `not value >= 0` also rejects NaN, with which a wait would never end.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise wrong(what, value, "a number of seconds, 0 or more, or None")
 
@@ -87,7 +76,7 @@ def require_name(what: str, value: object) -> None:
 
 
 def require_texts(what: str, value: object, expected: str) -> None:
-    """Raise ConfigError unless a value is None or a collection of texts. A single str is refused."""
+    """Raise ConfigError unless a value is None or a collection of texts. A single str is rejected."""
     if value is None:
         return
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
@@ -112,8 +101,7 @@ def require_hub_address(value: object) -> None:
         # Without a host the URL would mean this host, and any process listening there would receive the token.
         is_address = bool(parts.hostname) if parts.scheme in {"http", "https"} else str(value).startswith("unix:///")
         is_address = is_address and (parts.scheme == "unix" or parts.port != 0)
-    # The port is not a number or is out of range.
-    except ValueError:
+    except ValueError:  # The port is not a number or is out of range.
         is_address = False
     if not is_address:
         raise ConfigError(f"{value!r} is not the address of a hub", hint="write http(s)://host:port or unix:///path")

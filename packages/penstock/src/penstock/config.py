@@ -1,8 +1,7 @@
 """Every environment variable that Penstock reads, with its default. No other module reads `os.environ`.
 
-`Settings` holds the values of one process. A caller's arguments win over the environment, which wins over the defaults.
-`ConnectionSettings` is the argument of every verb that uses a hub, and `ReadSettings` of the verbs that load. obstore
-reads the credentials of object stores itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
+A caller's arguments override the environment, and the environment overrides the defaults. obstore reads the credentials
+of object stores itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 def parse_bytes(text: str | int) -> int:
     """Return the number of bytes in an int or a text such as `"256M"`, `"1.5GiB"` or `"4096"`.
 
-    Suffixes are powers of 1024.
-
-    Raises:
-        ConfigError: the value is not a number of bytes.
+    Suffixes are powers of 1024. Any other value raises ConfigError.
     """
     if not isinstance(text, str | int) or isinstance(text, bool):
         message = f"{text!r} is not a number of bytes: it is a {type(text).__name__}, not an int or a str"
@@ -60,12 +56,15 @@ def _flag(text: str) -> bool:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    """Return the paths in a colon-separated text."""
     return tuple(Path(part) for part in text.split(os.pathsep) if part)
 
 
-def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"env": name, "parse": parse, "doc": doc})
+def _env(parse: Callable[[str], Any], default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "doc": doc})
+
+
+def _variable(name: str) -> str:
+    return f"PENSTOCK_{name.upper()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,68 +104,37 @@ def asks_for_metrics() -> bool:
 class Settings:
     """The settings of a process. `Settings.read()` applies the environment to the defaults."""
 
-    memory_bytes: int = _env(
-        "PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host memory that one load uses for staging, in bytes"
-    )
-    chunk_bytes: int = _env(
-        "PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "bytes in one read; see docs/operate/tuning.md"
-    )
-    fetch_threads: int = _env(
-        "PENSTOCK_FETCH_THREADS", int, 0, "number of reading threads; 0: chosen by source and cores"
-    )
-    stall_s: float = _env("PENSTOCK_STALL_S", float, 30.0, "seconds without a byte before a source counts as stalled")
-    retries: int = _env("PENSTOCK_RETRIES", int, 5, "attempts without progress before a source counts as unavailable")
-    cache_dir: Path | None = _env(
-        "PENSTOCK_CACHE_DIR", Path, None, "directory of the local cache of remote objects; unset: no cache"
-    )
-    cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size limit of that cache")
-    progress: bool | None = _env(
-        "PENSTOCK_PROGRESS", _flag, None, "show progress bars on stderr; unset: only on a terminal"
-    )
-    io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files with io_uring if the kernel has it")
-    safetensors_log: bool = _env(
-        "PENSTOCK_SAFETENSORS_LOG", _flag, False, "print on stderr how `penstock run` reads each file"
-    )
-    nixl_tls: str = _env(
-        "PENSTOCK_NIXL_TLS", str, "", "transports that UCX uses for NIXL (as UCX_TLS); unset: UCX chooses"
-    )
-    ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that verifies object stores and hubs")
-    cert_file: Path | None = _env(
-        "PENSTOCK_CERT_FILE", Path, None, "PEM certificate of this process, for members and hubs"
-    )
-    key_file: Path | None = _env(
-        "PENSTOCK_KEY_FILE", Path, None, "PEM key for PENSTOCK_CERT_FILE; unset: that file has it"
-    )
-    hub: str | None = _env("PENSTOCK_HUB", str, None, "address of the hub; unset: the hub of this host")
-    token_file: Path | None = _env(
-        "PENSTOCK_TOKEN_FILE", Path, None, "file whose first token is sent to the hub (not for `penstock hub`)"
-    )
-    runtime_dir: Path | None = _env(
-        "PENSTOCK_RUNTIME_DIR", Path, None, "directory of sockets and locks; unset: XDG_RUNTIME_DIR or /tmp"
-    )
-
+    memory_bytes: int = _env(parse_bytes, 256 * MIB, "host memory that one load uses for staging, in bytes")
+    chunk_bytes: int = _env(parse_bytes, 8 * MIB, "bytes in one read; see docs/operate/tuning.md")
+    fetch_threads: int = _env(int, 0, "number of reading threads; 0: chosen by source and cores")
+    stall_s: float = _env(float, 30.0, "seconds without a byte before a source counts as stalled")
+    retries: int = _env(int, 5, "attempts without progress before a source counts as unavailable")
+    cache_dir: Path | None = _env(Path, None, "directory of the local cache of remote objects; unset: no cache")
+    cache_bytes: int = _env(parse_bytes, 100 * GIB, "size limit of that cache")
+    progress: bool | None = _env(_flag, None, "show progress bars on stderr; unset: only on a terminal")
+    io_uring: bool = _env(_flag, True, "read cached files with io_uring if the kernel has it")
+    safetensors_log: bool = _env(_flag, False, "print on stderr how `penstock run` reads each file")
+    nixl_tls: str = _env(str, "", "transports that UCX uses for NIXL (as UCX_TLS); unset: UCX chooses")
+    ca_file: Path | None = _env(Path, None, "PEM bundle that verifies object stores and hubs")
+    cert_file: Path | None = _env(Path, None, "PEM certificate of this process, for members and hubs")
+    key_file: Path | None = _env(Path, None, "PEM key for PENSTOCK_CERT_FILE; unset: that file has it")
+    hub: str | None = _env(str, None, "address of the hub; unset: the hub of this host")
+    token_file: Path | None = _env(Path, None, "file whose first token is sent to the hub (not for `penstock hub`)")
+    runtime_dir: Path | None = _env(Path, None, "directory of sockets and locks; unset: XDG_RUNTIME_DIR or /tmp")
     compile_cache_dir: Path | None = _env(
-        "PENSTOCK_COMPILE_CACHE_DIR", Path, None, "compiled code of engines; unset: penstock/compile-cache in ~/.cache"
+        Path, None, "compiled code of engines; unset: ~/.cache/penstock/compile-cache"
     )
-    compile_cache_keys: tuple[Path, ...] = _env(
-        "PENSTOCK_COMPILE_CACHE_KEYS", _paths, (), "public keys (PEM) whose bundles are unpacked, by colons"
-    )
+    compile_cache_keys: tuple[Path, ...] = _env(_paths, (), "public keys (PEM) whose bundles are unpacked, by colons")
     compile_cache_signing_key: Path | None = _env(
-        "PENSTOCK_COMPILE_CACHE_SIGNING_KEY", Path, None, "private key (PEM) that signs bundles; unset: none are saved"
+        Path, None, "PEM private key that signs bundles; unset: none are saved"
     )
-
     metrics: MetricsAddress | None = _env(
-        "PENSTOCK_METRICS", metrics_address, None, "address where this process serves its metrics; unset: not served"
+        metrics_address, None, "address where this process serves its metrics; unset: not served"
     )
-    metrics_token_file: Path | None = _env(
-        "PENSTOCK_METRICS_TOKEN_FILE", Path, None, "file of tokens; a reader of the metrics must send one of them"
-    )
-
-    redis_url: str = _env(
-        "PENSTOCK_REDIS_URL", str, "", "Redis that several hubs share; `penstock hub` reads it unless --redis is given"
-    )
+    metrics_token_file: Path | None = _env(Path, None, "file of tokens; a reader of the metrics must send one of them")
+    redis_url: str = _env(str, "", "Redis that several hubs share; `penstock hub` reads it unless --redis is given")
     redis_password_file: Path | None = _env(
-        "PENSTOCK_REDIS_PASSWORD_FILE", Path, None, "file with the password for that Redis; `penstock hub` reads it"
+        Path, None, "file with the password for that Redis; `penstock hub` reads it"
     )
 
     @classmethod
@@ -179,27 +147,20 @@ class Settings:
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         for item in fields(cls):
-            text = environ.get(item.metadata["env"], "")
-            # An empty variable counts as unset, because shells and container specs cannot easily unset one.
-            if text:
-                values[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
+            # An empty variable counts as unset, because shells and container specs cannot easily unset a variable.
+            if text := environ.get(_variable(item.name), ""):
+                values[item.name] = _parse(_variable(item.name), item.metadata["parse"], text)
         values |= {name: value for name, value in overrides.items() if value is not None}
         settings = replace(cls(), **values)
-        for item in fields(cls):
-            least = _LEAST.get(item.name)
-            value = getattr(settings, item.name)
-            if least is not None and not (value > 0 if least == "positive" else value >= 0):
-                is_given = overrides.get(item.name) is not None
-                what = item.name if is_given else f"environment variable {item.metadata['env']}={value}"
-                raise ConfigError(f"{what} must be {least}" + (f", not {value}" if is_given else ""))
+        for name in ("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes", "fetch_threads"):
+            least = "0 or more" if name == "fetch_threads" else "positive"
+            value = getattr(settings, name)
+            # The comparison also rejects NaN.
+            if not (value > 0 or (value == 0 and name == "fetch_threads")):
+                if overrides.get(name) is not None:
+                    raise ConfigError(f"{name} must be {least}, not {value}")
+                raise ConfigError(f"environment variable {_variable(name)}={value} must be {least}")
         return settings
-
-
-_LEAST = {
-    **dict.fromkeys(("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"), "positive"),
-    "fetch_threads": "0 or more",
-}
-"""The allowed range of each numeric field."""
 
 
 def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
@@ -216,27 +177,21 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
 class ConnectionSettings:
     """How a process reaches the hub, and how other members reach the process.
 
-    Every verb that uses a hub takes this value as `connection=`. The verb reads fields that are None from the
-    environment when it is called.
+    Every verb that uses a hub accepts it as `connection=`. An invalid field raises ConfigError.
 
     Attributes:
         hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If that is unset,
             the hub of this host is used, which the first process to join runs.
         token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr
             omits it.
-        token_file: path of a file whose first token is sent to the hub. Use it instead of `token`. The verb reads the
-            file when it is called.
+        token_file: path of a file whose first token is sent to the hub, instead of `token`.
         listen: `host:port` where other hosts reach this member. None means that only this host reaches it.
-        data_port: a second port at the host of `listen`, from which others read bytes. 0 means any free port.
-        rack: a label that nearby hosts share.
+        data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
+        rack: label that nearby hosts share.
         transports: names of the allowed transports: `loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
             name. None allows every transport that works here.
         stall_s: seconds without progress after which the hub or a member counts as stalled. None means
             `PENSTOCK_STALL_S`.
-
-    Raises:
-        ConfigError: a field has the wrong type, `hub` is not an address, both `token` and `token_file` are given,
-            `data_port` equals the port of `listen`, `transports` is empty, or `stall_s` is not positive.
     """
 
     hub: str | None = None
@@ -279,9 +234,8 @@ class ConnectionSettings:
         if not self.data_port:
             return
         if self.listen is None:
-            raise ConfigError(
-                "data_port was given without listen, so no other host would use it", hint='give listen="HOST:PORT"'
-            )
+            message = "data_port was given without listen, so no other host would use it"
+            raise ConfigError(message, hint='give listen="HOST:PORT"')
         if isinstance(self.listen, str) and self.listen.rpartition(":")[2] == str(self.data_port):
             raise ConfigError(f"listen and data_port are both port {self.data_port}", hint="give two ports")
 
@@ -299,23 +253,20 @@ class ConnectionSettings:
 class ReadSettings:
     """Settings of a read that most calls leave at their defaults.
 
-    `load`, `stream`, `load_into` and `load_in_background` accept this value as `settings=`.
+    Verbs that load accept it as `settings=`. An invalid field raises ConfigError.
 
     Attributes:
         memory_bytes: limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
             or 256 MiB if that is unset.
-        storage_options: options for the object store, with obstore's names. They win over the environment. The repr
+        storage_options: options for the object store, with obstore's names. They override the environment. The repr
             omits them, because they may hold credentials.
         trace: path of a Chrome trace file to write. None writes no trace.
         cache: whether a model from a model hub is first written to the local cache of the hub's library, verified file
             by file, and then loaded from there. Not possible with `group`.
         copy: whether `load` and `stream` read into new memory on the CPU. By default local files are mapped with
             private pages.
-        arena: whether `load_into` first moves the target into one arena (`memory.rehome`), so that peers reach it with
-            one registration. The other verbs refuse it.
-
-    Raises:
-        ConfigError: a field has the wrong type, or `memory_bytes` is not a number of bytes.
+        arena: whether `load_into` first moves the target into one arena, so that peers reach it with one registration.
+            The other verbs reject it.
     """
 
     memory_bytes: int | str | None = None
@@ -326,12 +277,10 @@ class ReadSettings:
     arena: bool = False
 
     def __post_init__(self) -> None:
-        # Parsed here only to be checked: an unreadable size should fail where it is written.
+        # Reject an invalid size where it is written.
         if self.memory_bytes is not None:
             parse_bytes(self.memory_bytes)
-        require_type(
-            "storage_options", self.storage_options, (Mapping, type(None)), "options of the store by name, or None"
-        )
+        require_type("storage_options", self.storage_options, (Mapping, type(None)), "options by name, or None")
         require_type("trace", self.trace, (str, os.PathLike, type(None)), "a file, or None")
         require_type("cache", self.cache, bool, "True or False; cache_dir is PENSTOCK_CACHE_DIR")
         require_type("copy", self.copy, (bool, type(None)), "True, False or None")
@@ -339,13 +288,13 @@ class ReadSettings:
 
     @classmethod
     def of(cls, settings: ReadSettings | None) -> ReadSettings:
-        """Return the settings that a verb's argument stands for. None means the defaults."""
+        """Return a verb's `settings` argument, or the defaults for None."""
         require_type("settings", settings, (cls, type(None)), "a penstock.ReadSettings, or None")
         return cls() if settings is None else settings
 
 
 def _check_token(token: object) -> None:
-    # Errors are logged, so no message contains the token.
+    # Errors are logged, so no message may contain the token.
     if not isinstance(token, str):
         raise ConfigError(f"token is a {type(token).__name__}", hint="give a str, or None")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -354,32 +303,21 @@ def _check_token(token: object) -> None:
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return the devices in CUDA_VISIBLE_DEVICES, or None if it is not set, so that every device is visible."""
+    """Return the devices in CUDA_VISIBLE_DEVICES, or None if the variable is not set."""
     # CUDA ignores the first entry that is not a device, such as `-1`, and all entries after it.
     shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
 
-# Penstock uses only directories below it that this user owns and whose mode is 700.
+# Penstock uses only subdirectories that this user owns and whose mode is 700.
 SHARED_TMP = Path("/tmp")  # nosec B108
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
     """Return the directory for the sockets and locks of this user's processes. It may not exist yet.
 
-    The first of these that applies is used:
-
-    1. `PENSTOCK_RUNTIME_DIR`
-    2. `penstock` below `XDG_RUNTIME_DIR`
-    3. `/tmp/penstock-UID`
-    4. this user's oldest `/tmp/penstock-UID-*`, if another user owns the third. It is created if needed.
-
-    Args:
-        environ: environment to read. None means the environment of this process.
-        shared: directory that all users can write to.
-
-    Raises:
-        ConfigError: the fourth directory cannot be created.
+    It is the first of `PENSTOCK_RUNTIME_DIR`, `XDG_RUNTIME_DIR/penstock` and `/tmp/penstock-UID` that this user can
+    own. If another user owns the last, it is this user's oldest `/tmp/penstock-UID-*`, which is created if needed.
     """
     environ = os.environ if environ is None else environ
     configured = Settings.read(environ).runtime_dir
@@ -393,7 +331,6 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
 
 
 def _own_directory(shared: Path, name: str) -> Path:
-    """Return this user's directory below a shared directory, even if another user owns the usual name."""
     usual = shared / name
     # Check the other names first, because a running process may use one after the usual name became free.
     others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
@@ -405,8 +342,8 @@ def _own_directory(shared: Path, name: str) -> Path:
         is_taken = False
     if not is_taken:
         return usual
-    # Another user owns the usual name, and nobody else can remove it from the sticky /tmp. Names that begin with the
-    # time sort by age, so processes that start together agree on the oldest. The random part cannot be guessed.
+    # Another user's directory cannot be removed from the sticky /tmp. Names that begin with the time sort by age, so
+    # processes that start together agree on the oldest. The random suffix cannot be guessed.
     new = shared / f"{name}-{time.time_ns():020d}-{secrets.token_hex(4)}"
     try:
         new.mkdir(mode=0o700)
@@ -420,7 +357,7 @@ def _own_directory(shared: Path, name: str) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a path is a directory, and not a link, that only this user can enter."""
+    """Return whether a path is a directory, not a symlink, that only this user can enter."""
     try:
         status = path.lstat()
     except OSError:
@@ -433,11 +370,10 @@ def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str
     environ = os.environ if environ is None else environ
     variables = []
     for item in fields(Settings):
-        name = item.metadata["env"]
-        value = environ.get(name)
+        value = environ.get(_variable(item.name))
         if value is not None and item.name in {"redis_url", "hub"}:
             value = without_password(value)
-        variables.append((name, value, item.metadata["doc"]))
+        variables.append((_variable(item.name), value, item.metadata["doc"]))
     return variables
 
 
@@ -455,12 +391,12 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkEnvironment:
-    """The variables for proxies and certificates that other network tools also read. `http.network` applies them.
+    """The variables for proxies and certificates that other network tools also read.
 
     Attributes:
         proxies: name and value of the proxy variable for each scheme (`http`, `https`, `all`).
         no_proxy: hosts that are reached without a proxy.
-        bundles: name of each variable that names a certificate bundle, and its path.
+        bundles: variables that name a certificate bundle, each with the bundle's path.
     """
 
     proxies: Mapping[str, tuple[str, str]]
@@ -469,7 +405,7 @@ class NetworkEnvironment:
 
 
 def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvironment:
-    """Read the variables for proxies and certificates. A lower-case one hides the upper-case one, even if empty."""
+    """Read the variables for proxies and certificates. A lower-case name overrides the upper-case name."""
     environ = os.environ if environ is None else environ
 
     def either(name: str) -> tuple[str, str]:
@@ -490,7 +426,7 @@ def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvi
 
 
 _UCX = {
-    # Penstock's errors already report the failures of NIXL and UCX.
+    # Penstock's errors already report failures of NIXL and UCX.
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "FATAL",
     # Larger segments and buffers mean fewer wake-ups of the TCP threads. They reach 0.95 of a 10 Gb/s link instead of
@@ -504,10 +440,7 @@ _UCX = {
 
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """Set the environment variables with which NIXL starts: quiet logs, large TCP segments, and UCX's transports.
-
-    Variables that the user has set stay unchanged, except that `tls` wins. UCX reads them only when it starts.
-    """
+    """Set the variables that UCX reads when it starts. The user's values stay, except that `tls` replaces UCX_TLS."""
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
     # On a host without RDMA devices, UCX's RDMA modules with Debian's ibverbs-providers crash the process at exit.
     if not any(Path("/sys/class/infiniband").glob("*")):
@@ -528,25 +461,22 @@ def ucx_variables(tls: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunaiSettings:
-    """The environment variables of Run:ai Model Streamer in Penstock's terms. None means that a variable is unset."""
+    """Environment variables of the Run:ai Model Streamer, as Penstock settings. None means that a variable is unset."""
 
     fetch_threads: int | None
     chunk_bytes: int | None
     memory_bytes: int | None
-    """The limit, if it is below Penstock's default. That default is already far below Run:ai's 40 GB."""
+    """Limit in bytes, if it is below Penstock's default."""
     distributed: Literal["auto", "on", "off"]
     storage_options: Mapping[str, str]
     """Options for S3, with obstore's names."""
 
 
 def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
-    """Read `RUNAI_STREAMER_*`: concurrency, chunk size, memory limit, distribution, S3 endpoint and addressing.
+    """Read the variables `RUNAI_STREAMER_*`. An invalid value raises ConfigError.
 
     The values -1 (no limit) and 0 (the largest tensor) of `RUNAI_STREAMER_MEMORY_LIMIT` have no effect, because
     Penstock's staging memory is always limited.
-
-    Raises:
-        ConfigError: a variable does not parse or is out of range.
     """
     environ = os.environ if environ is None else environ
 
@@ -579,16 +509,12 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set environment variables for other libraries in this process and for the processes that it starts."""
+    """Set environment variables for other libraries in this process and in its child processes."""
     os.environ.update(values)
 
 
 def home_cache(name: str) -> Path:
-    """Return `penstock/NAME` below `XDG_CACHE_HOME`, or below `~/.cache` if that is unset.
-
-    Raises:
-        ConfigError: this user has no home directory.
-    """
+    """Return `penstock/NAME` below `XDG_CACHE_HOME` or `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(cache) if cache else Path.home() / ".cache") / "penstock" / name

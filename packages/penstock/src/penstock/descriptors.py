@@ -1,4 +1,4 @@
-"""The limit on open file descriptors. Penstock raises the soft limit when needed, and its error names the limit.
+"""The limit on open file descriptors.
 
 The soft limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,024. It
 stays raised for the rest of the process.
@@ -20,26 +20,23 @@ _UNLIMITED = 1 << 30
 # The soft limit is raised to at least this number. It exceeds the need of any load, and a subprocess that closes every
 # possible descriptor is still quick.
 _ROOM = 1 << 16
-# Descriptors reserved for sockets, pipes and libraries, in addition to the files of a load.
+# Descriptors for sockets, pipes and libraries, in addition to the files of a load.
 _SPARE = 64
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors for exhausted descriptors, in this process or on the whole host."""
 # The largest number of descriptors that a call needed. The error message of a later call suggests it.
 _needed = 0
 
 
 def limit() -> int:
-    """Return the current limit on open file descriptors in this process."""
+    """Return the soft limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit(needed: int | None = None) -> int:
-    """Raise the soft limit, within the hard limit, and return it.
+    """Raise the soft limit within the hard limit, and return the new soft limit.
 
-    Args:
-        needed: number of descriptors. Nothing is changed if the limit allows it already. Otherwise the soft limit is
-            raised to at least a moderate number. None raises it to the hard limit.
+    The limit stays unchanged if it allows `needed` descriptors. None raises it to the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or (needed is not None and soft >= needed):
@@ -54,23 +51,19 @@ def raise_limit(needed: int | None = None) -> int:
 def make_room(count: int) -> None:
     """Raise the soft limit if it may be too low for `count` more descriptors.
 
-    A hard limit that is too low raises no error here. Fewer descriptors may suffice, and the failing `open` reports it.
+    A hard limit that is too low raises no error here, because fewer descriptors may suffice.
     """
     global _needed
-    # Most loads have few files. For them, skip counting the open descriptors.
+    # Most loads have few files. Skip the count of open descriptors for them.
     if count > limit() // 4:
         _needed = max(_needed, _open_now() + count + _SPARE)
         raise_limit(_needed)
 
 
 def opened(call: Callable[[], T], uri: str | None = None) -> T:
-    """Make a call that opens a file. If no descriptor is left, raise the limit and call again.
+    """Make a call that opens a file or a URL. If no descriptor is free, raise the limit and call again.
 
-    Args:
-        uri: the file or URL being opened, for the error.
-
-    Raises:
-        ConfigError: the hard limit is reached. Other errors of the call are raised unchanged.
+    Raises ConfigError at the hard limit. Other errors of the call are raised unchanged.
     """
     try:
         return retried(call)
@@ -111,8 +104,8 @@ def hint_of(error: BaseException) -> str | None:
 
 
 def _open_now() -> int:
-    """Return the number of open descriptors, or an estimate where /proc is missing."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
+        # /proc is not mounted.
         return _SPARE

@@ -1,4 +1,4 @@
-"""Metadata of installed packages: entry points of storages, transports and formats, and the extras of this package."""
+"""Entry points of installed packages, and the extras of this package."""
 
 from __future__ import annotations
 
@@ -25,23 +25,19 @@ _EXTRA_OF = {
     "starlette": "hub",
     "uvicorn": "hub",
 }
-"""Maps the import name of each optional package to the extra that installs it."""
+"""Maps the import name of each optional package to its extra."""
 _OWN = {"compile-cache", "convert", "rl", "sglang", "tools", "transformers", "vllm"}
 """Extras that install other packages of this project."""
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
-    """Return the entry points in a group, optionally with one name. Scanning all packages takes milliseconds."""
+    """Return the entry points in a group, optionally with one name. The scan of all packages takes milliseconds."""
     in_group = importlib.metadata.entry_points(group=group)
     return iter(in_group if name is None else in_group.select(name=name))
 
 
 def load(entry: importlib.metadata.EntryPoint) -> object:
-    """Import the object of an entry point.
-
-    Raises:
-        ConfigError: the module or the name in it does not exist. The hint names the package that declares it.
-    """
+    """Import the object of an entry point. Raise ConfigError if its module or attribute cannot be imported."""
     try:
         return entry.load()
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -62,11 +58,7 @@ def own_version() -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs the packages in an extra of this package.
-
-    The command names packages of other projects and not the extra, so it also works if Penstock came from a clone or a
-    wheel.
-    """
+    """Return the command that installs an extra's packages, however Penstock was installed."""
     if extra in _OWN:
         return f'pip install "penstock[{extra}]"'
     try:
@@ -82,7 +74,7 @@ def install_hint(extra: str) -> str:
 
 
 def missing_extra(error: ImportError) -> MissingExtra | None:
-    """Return the error that names the extra to install, or None if no extra of this package has the module."""
+    """Return the error that names the extra to install, or None if no extra contains the module."""
     package = (error.name or "").partition(".")[0]
     extra = _EXTRA_OF.get(package)
     if extra is None:
@@ -106,10 +98,7 @@ def extras_named() -> Iterator[None]:
 
 
 def require_package(name: str) -> None:
-    """Raise MissingExtra unless an optional package is installed, without importing it.
-
-    Use it before work whose later steps, or whose other processes, import the package.
-    """
+    """Raise MissingExtra unless an optional package is installed, without importing the package."""
     with extras_named():
         try:
             found = importlib.util.find_spec(name) is not None

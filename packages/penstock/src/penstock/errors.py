@@ -1,25 +1,4 @@
-"""Every error that Penstock raises, with its cause, the state of the destination and a hint.
-
-PenstockError
-  ConfigError             config       an argument, option or environment variable is wrong
-    MissingExtra                       an optional package is not installed
-  FormatError             source       a file breaks its format (names file, tensor, fault)
-  SourceError             source
-    NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled  StaleDescriptor
-    SourceBusy                         a holder has reached its maximum number of readers, so ask another holder
-    GrantRefused                       (a PermissionDenied) a grant is forged, expired, replayed or for another read
-    HubUnavailable  UnknownMember      the hub failed, and peers with their weights stay usable
-  IntegrityError          source       bytes differ from their digest, revision or signature
-  PlanError               plan         names, shapes or dtypes of source and destination do not match
-    BudgetTooSmall                     a memory limit is below `minimum_bytes`
-  BaseMismatch            plan         an adapter was published for a different base model than the receiver's
-  DestinationError        destination
-    DeviceOutOfMemory  DiskFull
-  OperationFailed         config       an operation raised, or returned tensors that differ from its declaration
-  PeerLost                source       another rank or process failed or stopped answering
-  VersionRefused          source       a version was withdrawn or failed its check, and never goes live
-  VersionNotLive          destination  a request is pinned to a version that is not live
-  Cancelled               config       the caller cancelled, or abandoned an iterator
+"""Every error that Penstock raises. `PenstockError` is the root.
 
 Four errors also derive from the built-in class that a caller would catch: ConfigError is a ValueError, MissingExtra an
 ImportError, NotFound a FileNotFoundError and PermissionDenied a PermissionError. Code inside the package that catches
@@ -36,9 +15,7 @@ import msgspec
 Blame = Literal["source", "destination", "plan", "config"]
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions that msgspec raises for malformed input: a wrong message type, invalid UTF-8, and nesting that is too
-deep. Code that decodes bytes from a file or from another process catches all three."""
-
+"""The exceptions that msgspec raises for malformed input: a wrong message type, invalid UTF-8, and too deep nesting."""
 
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>;]*", re.IGNORECASE)

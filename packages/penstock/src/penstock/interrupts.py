@@ -1,9 +1,8 @@
 """Delay Ctrl-C until the program can handle it.
 
-Python can raise KeyboardInterrupt between any two steps of the main thread: after opening a descriptor and before
-storing it, after starting a thread and before recording it, or in a finalizer, where it is printed and lost. The verbs
-therefore run inside `deferred`. In this block the handler only notes the signal. Waits call `raise_if_noted`, and the
-end of the block raises. Other threads are not affected, and neither are programs that install a SIGINT handler.
+Python can raise KeyboardInterrupt between any two steps of the main thread, for example after opening a descriptor and
+before storing it. The verbs therefore run inside `deferred`, where the handler only notes the signal. Waits call
+`raise_if_noted`, and the end of the block raises. Programs that install a SIGINT handler are not affected.
 """
 
 from __future__ import annotations
@@ -19,35 +18,29 @@ from types import FrameType, TracebackType
 from typing import Self
 
 LOOK_S = 0.2
-"""Longest wait inside `deferred` between two checks for a signal. A user perceives it as immediate."""
+"""Longest wait in seconds inside `deferred` between two checks for a signal."""
 INSISTS_S = 2.0
-"""A signal that arrives this long after the first one raises at once, because something hangs (a dead NFS server).
-An earlier second signal does not, because shells and launchers often send one Ctrl-C twice."""
+"""A signal that arrives this many seconds after the first one raises at once, because something hangs. An earlier
+second signal does not, because shells and launchers often send Ctrl-C twice."""
 _SEND_AGAIN_S = 0.01
-"""Pause before a signal that arrived in a finalizer is sent again. Most finalizers take microseconds."""
+"""Pause in seconds before a signal that arrived in a finalizer is sent again."""
 
 
 class State(enum.Enum):
-    """Where the main thread is."""
+    """The state of the main thread."""
 
     OUTSIDE = enum.auto()
     """Outside any block. A signal raises."""
     DEFERRING = enum.auto()
-    """Inside a block, and no signal arrived so far."""
+    """Inside a block, before any signal."""
     NOTED = enum.auto()
     """A signal arrived. The next check raises."""
     RAISED = enum.auto()
-    """A check has raised. Cleaning up is not interrupted again."""
+    """A check has raised. The cleanup is not interrupted again."""
 
 
 class Interrupt:
-    """The state machine of the main thread. It installs no handler and reads no clock.
-
-        OUTSIDE --begin--> DEFERRING --note--> NOTED --take--> RAISED
-           ^---------------- end, from every state ---------------'
-
-    Only the main thread and its signal handlers may use it.
-    """
+    """The state machine of the main thread. Only the main thread and its signal handlers may use it."""
 
     def __init__(self) -> None:
         self.state = State.OUTSIDE
@@ -83,7 +76,7 @@ _interrupt = Interrupt()
 
 
 class deferred:
-    """A block that notes SIGINT and raises KeyboardInterrupt at its end. Of nested blocks only the outermost raises."""
+    """A block that notes SIGINT and raises KeyboardInterrupt at its end. Only the outermost nested block raises."""
 
     __slots__ = ("_is_outermost",)
 
@@ -110,16 +103,13 @@ class defer_in_finalizer(deferred):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_outermost and _end():
-            # While the interpreter shuts down no thread can start (RuntimeError), and there is nothing to interrupt.
+            # During interpreter shutdown no thread can start, and there is nothing to interrupt.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=_send_again, name="penstock-interrupt", daemon=True).start()
 
 
 class allow_interrupts:
-    """A section of a `deferred` block in which SIGINT raises at once, for library calls that may take long.
-
-    An interrupted call must release its resources.
-    """
+    """A section of a `deferred` block in which SIGINT raises at once, for slow library calls."""
 
     __slots__ = ("_is_inside",)
 
@@ -149,7 +139,7 @@ def is_deferring() -> bool:
 
 
 def raise_if_noted() -> None:
-    """Raise KeyboardInterrupt if a signal was noted, but only once in a block, so that cleaning up can finish."""
+    """Raise KeyboardInterrupt if a signal was noted, but only once in a block, so that the cleanup can finish."""
     if is_deferring() and _interrupt.take():
         raise KeyboardInterrupt
 
@@ -175,7 +165,6 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def _codes_of_handlers() -> set[object]:
-    """Return the code objects of all signal handlers that are written in Python."""
     codes = set[object]()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
@@ -189,7 +178,7 @@ def _codes_of_handlers() -> set[object]:
 
 
 def _begin() -> bool:
-    """Start noting signals. Return False if they are noted already or cannot be noted in this thread or program."""
+    """Install the handler. Return False if it is installed already or cannot be installed in this thread or program."""
     if threading.current_thread() is not threading.main_thread() or _interrupt.state is not State.OUTSIDE:
         return False
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -200,27 +189,24 @@ def _begin() -> bool:
 
 
 def _end() -> bool:
-    """Let signals raise again, and return whether a signal was noted."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A library that was called inside the block may have installed a handler. Keep it.
+        # Keep a handler that a library installed inside the block.
         if before is not _note and before is not signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
     finally:
-        # If another signal raises above, the state must still be reset. Otherwise this signal would end the next block.
+        # Reset the state even if another signal raises above. Otherwise the next block would raise.
         was_noted = _interrupt.end()
     return was_noted
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT inside `deferred` by noting it."""
     if _interrupt.note(time.monotonic()):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt
 
 
 def _send_again() -> None:
-    """Send SIGINT to the main thread after a pause. This is the body of a thread."""
     time.sleep(_SEND_AGAIN_S)
     identity = threading.main_thread().ident
     if identity is not None:
@@ -229,8 +215,7 @@ def _send_again() -> None:
 
 
 def _forked() -> None:
-    """End the block in a forked child."""
-    # If another thread forked, the parent's main thread, which is inside the block, does not exist in the child.
+    # If another thread forked, the child does not have the parent's main thread, which is inside the block.
     if _interrupt.state is not State.OUTSIDE:
         _end()
 

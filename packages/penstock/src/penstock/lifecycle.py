@@ -1,10 +1,4 @@
-"""The lifecycle of objects: closing, forked children and interpreter shutdown. Also two process-wide settings.
-
-- `Closeable` makes a class with a `close` method a context manager.
-- `is_ending` tells whether the interpreter shuts down, so that nothing may wait for a thread.
-- `release_after_fork` releases locks, sockets, pages and transports of the parent in a forked child.
-- `paused_gc` and `quick_handover` change settings of the whole process while a load needs them.
-"""
+"""Closing objects, forked children, interpreter shutdown, and two settings of the whole process."""
 
 from __future__ import annotations
 
@@ -25,9 +19,8 @@ class _Closes(Protocol):
 def is_ending() -> bool:
     """Return whether the interpreter shuts down.
 
-    Python has stopped all daemon threads by then, and their locks stay locked. Code that still runs must not wait. This
-    concerns finalizers and the `with` blocks of generators that were not read to their end. The operating system frees
-    all open resources.
+    Python has then stopped all daemon threads, and their locks stay locked. Finalizers and the `with` blocks of
+    abandoned generators must not wait.
     """
     return sys.is_finalizing()
 
@@ -48,11 +41,10 @@ T = TypeVar("T")
 
 def release_after_fork(release: Callable[[T], object]) -> WeakSet[T]:
     """Return a weak set. In every forked child, `release` is called for each object in the set."""
-    # The set must not keep an object alive after its owner dropped it.
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:
-        # Iterate over a copy, because a release may drop the last reference to another member and change the set.
+        # A release may drop the last reference to another member and so change the set.
         for member in list(alive):
             release(member)
 
@@ -68,11 +60,9 @@ _was_enabled = False
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Stop automatic garbage collection inside the block. Blocks may nest and may run in several threads."""
-    # Creating 60,000 tensors triggers full collections, which raise the cost of a tensor from 1 to 5 us (measured on 2
-    # CPU cores with torch 2.13 in a small process).
+    # Automatic collections raise the cost of 60,000 new tensors from 1 to 5 us each (measured with torch 2.13).
     global _depth, _was_enabled
     with _lock:
-        # Only the outermost block reads the setting. An inner block would find collection disabled and keep it so.
         if _depth == 0:
             _was_enabled = gc.isenabled()
             gc.disable()
@@ -87,8 +77,8 @@ def paused_gc() -> Iterator[None]:
 
 
 HANDOVER_S = 5e-5
-"""Seconds that a thread keeps the GIL after another thread asks for it, while bytes move to a device. In Python's
-default of 5 ms, 60 chunks of 4 MiB move at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""Switch interval of the GIL in seconds while bytes move to a device. During Python's default of 5 ms, 60 chunks of
+4 MiB move at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 _num_quick = 0
 _interval_s = 0.0
@@ -101,21 +91,21 @@ def quick_handover() -> Iterator[None]:
     with _lock:
         if _num_quick == 0:
             _interval_s = sys.getswitchinterval()
-            # The program may have set a shorter interval, which must not grow.
+            # The program may have set a shorter interval.
             sys.setswitchinterval(min(HANDOVER_S, _interval_s))
         _num_quick += 1
     try:
         yield
     finally:
         with _lock:
-            # In a forked child the count is 0 already.
+            # In a forked child the count is already 0.
             _num_quick = max(0, _num_quick - 1)
             if _num_quick == 0:
                 sys.setswitchinterval(_interval_s)
 
 
 def _end_quick() -> None:
-    """Restore the switch interval in a forked child, where the threads that shortened it do not exist."""
+    # The threads that shortened the interval do not exist in the forked child.
     global _lock, _num_quick
     # Another thread may have held the lock at the moment of the fork.
     _lock = threading.Lock()

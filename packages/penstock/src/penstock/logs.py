@@ -1,7 +1,4 @@
-"""The loggers of this package. They escape their arguments, which may contain text from other programs or users.
-
-Errors and terminal output call `errors.printable` instead.
-"""
+"""The loggers of this package. They escape their arguments, which may contain text from other programs or users."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ class _Escaped:
 
 
 def _escaped(value: object, is_shown: bool) -> object:
-    """Return an argument as escaped text. With `is_shown`, also prepare its `repr` for `%r`."""
     # Numbers stay numbers, for `%d` and `%.3f`.
     if value is None or isinstance(value, int | float) or (isinstance(value, str) and value.isprintable()):
         return value

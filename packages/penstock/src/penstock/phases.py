@@ -1,12 +1,7 @@
 """The phases of this process's start, as seconds for reports and as a record for health checks and `penstock status`.
 
-Each load, fetch and attach has a stopwatch, `Phases`. An engine adds its own steps with `phase`.
-
-    Phases("discover", journey="fetch") --enter, stop, fail--> record of the process --snapshot--> Boot
-    phase("warm up") -----------------------------------------'
-
-A process has one record, because an engine that loads a model and its draft model is ready when both are loaded. The
-record covers the last start only. The first journey after `NEW_BOOT_S` without a journey begins a new record.
+Each load, fetch and attach has a stopwatch, `Phases`. A process has one record, because an engine that loads a model
+and its draft model is ready when both are loaded. The first journey after `NEW_BOOT_S` begins a new record.
 """
 
 from __future__ import annotations
@@ -27,18 +22,16 @@ from penstock.arguments import require_name
 from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 
 MAX_PHASES = 64
-"""Maximum number of phases in a record. A start has about ten. The oldest are dropped, so that a heartbeat stays below
-16 KiB."""
+"""Maximum number of phases in a record, so that a heartbeat stays below 16 KiB. The oldest phases are dropped."""
 NEW_BOOT_S = 60.0
-"""Seconds without a journey after which the next journey begins a new start. Between two models of the same start only
-a few seconds pass."""
+"""Seconds without a journey after which the next journey counts as a new start."""
 MAX_NAME = 64
 _Text = Annotated[str, Meta(max_length=1024)]
 
 PhaseStanding = Literal["running", "done", "failed", "cancelled"]
 Standing = Literal["starting", "ready", "failed"]
 Look = Callable[[], tuple[int, int]]
-"""A function that returns the number of finished bytes and the total number of bytes."""
+"""A function that returns the number of bytes moved so far and the total."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +46,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 0.0
     """Seconds between the start of the boot and the start of this phase."""
     seconds: float = 0.0
-    """Duration in seconds. If the phase still runs, the duration so far."""
+    """Duration in seconds, so far if the phase is running."""
     state: PhaseStanding = "done"
     done_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     nbytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
@@ -72,12 +65,12 @@ class BootError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of one process: its phases and whether it is ready."""
+    """The start of one process."""
 
     started_at: float
-    """Unix time in seconds at which the first phase began, by the clock of the process."""
+    """Unix time in seconds at which the first phase began, by the process's clock."""
     process_s: float = 0.0
-    """Seconds between the start of the process and its first phase. This includes imports."""
+    """Seconds between the start of the process and its first phase, including imports."""
     seconds: float = 0.0
     """Seconds from `started_at` until now, or until the last phase ended."""
     ready: bool = False
@@ -100,7 +93,7 @@ class _PhaseSpan:
         self.model = model
         self.start = start
         self.began = began
-        """Time at which the journey of this phase began."""
+        """When the phase's journey began."""
         self.look = look
         self.moved = (0, 0)
         self.stop: float | None = None
@@ -110,17 +103,12 @@ class _PhaseSpan:
         self.error: BootError | None = None
 
     def end(self, now: float, state: PhaseStanding) -> None:
-        """End the phase, and drop the function that counts its bytes, because it may refer to weights."""
+        """End the phase. Drop `look`, because it may refer to weights."""
         if self.look is not None:
             self.moved, self.look = self.look(), None
         self.stop, self.state = now, state
 
-    def resume(self, look: Look | None) -> None:
-        """Continue a phase that had ended."""
-        self.stop, self.state, self.look = None, "running", look
-
     def value(self, zero: float, now: float) -> Phase:
-        """Return the current state of the phase. `zero` is the time at which the boot started."""
         # Read the attribute once, because the journey's thread may end the phase between a check and the call.
         look = self.look
         done, total = self.moved if look is None else look()
@@ -140,7 +128,7 @@ class BootRecord:
     """The record of one process. Thread-safe."""
 
     def __init__(self) -> None:
-        # The lock is re-entrant, because the garbage collector may close a stream, and so end its phase, while this
+        # The lock is re-entrant, because the garbage collector may close a stream, which ends a phase, while this
         # thread holds the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -151,14 +139,14 @@ class BootRecord:
         self._process_s = 0.0
 
     def add(self, span: _PhaseSpan) -> None:
-        """Begin a phase. If no phase ran during the last `NEW_BOOT_S`, begin a new record."""
+        """Begin a phase, in a new record if no phase ran during the last `NEW_BOOT_S`."""
         with self._lock:
             running = any(old.stop is None for old in self._spans)
             last = max((old.stop for old in self._spans if old.stop is not None), default=float("-inf"))
             if not running and span.start - last > NEW_BOOT_S:
                 self._spans.clear()
                 self._zero = span.start
-                # The phase may have begun a moment ago, so subtract that time.
+                # The phase may have begun a moment ago.
                 self._started_at = time.time() - (time.perf_counter() - span.start)
                 self._process_s = _process_age_s()
             self._spans.append(span)
@@ -190,7 +178,7 @@ class BootRecord:
             phases = tuple(span.value(self._zero, now) for span in spans)
             running = [span for span in spans if span.stop is None]
             failed = [span for span in spans if span.state == "failed"]
-            # A journey that begins after a failure counts as another attempt and hides the failure.
+            # A journey that begins after a failure is another attempt and hides the failure.
             fault = next(
                 (span for span in reversed(failed) if not any(other.began > (span.stop or now) for other in spans)),
                 None,
@@ -213,13 +201,13 @@ class BootRecord:
 
 
 class Phases:
-    """A stopwatch for the phases of one journey. With a `journey` name, the record of the process contains them.
+    """A stopwatch for the phases of one journey.
 
     It is a context manager. Its exit ends the running phase, which counts as failed if the block raised.
 
     Args:
         first: name of the phase that begins now.
-        journey: `fetch`, `load`, `attach` or `engine`. If empty, the phases are not recorded.
+        journey: `fetch`, `load`, `attach` or `engine`. If empty, the process's record does not contain the phases.
         model: see `Phase.model`.
     """
 
@@ -239,11 +227,10 @@ class Phases:
         self._name, self._since = name, now
         if not self._journey:
             return
-        # A phase that is entered again continues the earlier one. A search for a weight cache tries 20 times a second,
-        # and each attempt would otherwise add two phases.
+        # A phase that is entered again continues, because a search for a weight cache retries 20 times a second.
         self._span = self._spans.get(name)
         if self._span is not None:
-            self._span.resume(look)
+            self._span.stop, self._span.state, self._span.look = None, "running", look
             return
         self._span = self._spans[name] = _PhaseSpan(name, self._journey, self._model, now, self._began, look)
         _record.add(self._span)
@@ -305,14 +292,10 @@ class Phases:
 def phase(name: str) -> Phases:
     """Report a phase of this process's start that Penstock cannot see: `with penstock.telemetry.phase("warm up"):`.
 
-    The process is not ready while the block runs, and its start has failed if the block raises. Blocks may be nested. A
-    block around the whole start keeps the process from being ready before the end of the block.
+    The process is not ready while the block runs, and its start has failed if the block raises. Blocks may be nested.
 
     Args:
-        name: name of the phase, at most 64 characters.
-
-    Raises:
-        ConfigError: the name is empty or too long.
+        name: name of the phase, at most 64 characters. An invalid name raises ConfigError.
     """
     require_name("name", name)
     if len(name) > MAX_NAME:
@@ -321,15 +304,15 @@ def phase(name: str) -> Phases:
 
 
 def boot_record() -> BootRecord:
-    """Return the record of this process. A forked child has a separate record."""
+    """Return the record of this process."""
     return _record
 
 
 def _process_age_s() -> float:
-    """Return the age of this process in seconds, or 0 if the system does not report it."""
+    """Return the age of this process in seconds, or 0 if it is unknown."""
     try:
-        # The name in parentheses may contain spaces, so split after it. Field 22 is the start time of the process, in
-        # clock ticks since the host booted.
+        # The name in parentheses may contain spaces, so split after it. Field 22 is the start time in clock ticks since
+        # the host booted.
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
@@ -341,7 +324,6 @@ _record = BootRecord()
 
 
 def _forked() -> None:
-    """Begin an empty record in a forked child."""
     global _record
     _record = BootRecord()
 

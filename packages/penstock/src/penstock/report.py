@@ -13,16 +13,12 @@ from typing import Any, Protocol, cast
 import msgspec
 
 
-class HasSummary(Protocol):
-    """A value with a summary for people."""
-
-    def summary(self) -> str:
-        """Return a few lines for people."""
-        ...
+class _HasSummary(Protocol):
+    def summary(self) -> str: ...
 
 
 class Readable:
-    """The methods of every report. `str()` returns the `summary`, and `to_dict()` returns the fields."""
+    """Methods of every report."""
 
     __slots__ = ()
 
@@ -30,10 +26,10 @@ class Readable:
         """Return the fields by name, as values that JSON can represent."""
         return cast("dict[str, Any]", plain(self))
 
-    def __str__(self: HasSummary) -> str:
+    def __str__(self: _HasSummary) -> str:
         return self.summary()
 
-    def _repr_html_(self: HasSummary) -> str:
+    def _repr_html_(self: _HasSummary) -> str:
         return pre(self.summary())
 
 
@@ -64,7 +60,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
-    # Only numpy scalars are left. Any other type fails here, in tests, and not in a user's JSON parser.
+    # Only numpy scalars remain. Any other type fails here, in tests, and not in a user's JSON parser.
     return value.item()
 
 
@@ -74,13 +70,13 @@ def pre(text: str) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Return the first three names and the number of the others."""
+    """Return the first three names and the number of further names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def bytes_text(nbytes: float) -> str:
     """Return a number of bytes in decimal units, such as `2.14 GB` or `512 B`."""
-    # Vendors state link speeds in powers of 1000, so rates in GB/s can be compared with a data sheet.
+    # Vendors state link speeds in powers of 1000.
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

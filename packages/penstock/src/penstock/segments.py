@@ -1,7 +1,4 @@
-"""Byte copies as columns: many runs of bytes that are copied from one address space to another.
-
-A plan has millions of runs, so they are numpy columns, and no function here loops over them in Python.
-"""
+"""Byte copies between two address spaces as numpy columns. A plan has millions of runs, so nothing loops over them."""
 
 from __future__ import annotations
 
@@ -54,11 +51,11 @@ class Segments:
     def joined(self, *, padding_bytes: int = 0) -> Segments:
         """Return the same bytes in as few segments as possible, sorted by destination.
 
-        Empty segments are dropped. Segments are joined if they are adjacent at both the source and the destination.
+        Segments are joined if they are adjacent at both the source and the destination. Empty segments are dropped.
 
         Args:
-            padding_bytes: largest gap between joined segments, which must be equal at both ends. The bytes in the gap
-                are copied too, so they must be padding. Two arenas with the same layout need `arena.ALIGN_BYTES - 1`.
+            padding_bytes: largest gap between joined segments, which must be equal at source and destination. The gap
+                is copied too, so it must be padding. Two arenas with the same layout need `arena.ALIGN_BYTES - 1`.
         """
         rows = np.flatnonzero(self.nbytes)
         rows = rows[np.argsort(self.dst[rows], kind="stable")]
@@ -67,7 +64,7 @@ class Segments:
         src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
         first = np.ones(len(rows), bool)
         gap = dst[1:] - dst[:-1] - nbytes[:-1]
-        # Unequal gaps would put the bytes after the gap in the wrong place.
+        # Unequal gaps would misplace the bytes after the gap.
         first[1:] = (src[1:] - src[:-1] - nbytes[:-1] != gap) | (gap < 0) | (gap > padding_bytes)
         heads = np.flatnonzero(first)
         lasts = np.append(heads[1:], len(rows)) - 1
@@ -110,7 +107,7 @@ class Rectangles:
 
     @property
     def nbytes(self) -> I64:
-        """Return the bytes of each rectangle."""
+        """Return the size of each rectangle in bytes."""
         return self.run_bytes * self.num_rows
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
@@ -130,12 +127,12 @@ class Rectangles:
             raise PlanError(f"rectangle {i} is outside the memory: {runs} {where}")
 
     def longest_runs(self) -> I64:
-        """Return the run length of each rectangle in bytes. A rectangle that is contiguous at both ends is one run."""
+        """Return the run length of each rectangle in bytes. A fully contiguous rectangle is a single run."""
         whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
         return np.where(whole, self.nbytes, self.run_bytes)
 
     def segments(self) -> Segments:
-        """Return one segment for each run. A rectangle that is contiguous at both ends is one run."""
+        """Return one segment for each run. A fully contiguous rectangle is a single run."""
         run = self.longest_runs()
         rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
@@ -144,9 +141,9 @@ class Rectangles:
         return Segments(src=src, dst=dst, nbytes=run[at])
 
     def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
-        """Separate long runs, which copy engines move, from short ones, which a kernel moves.
+        """Separate long runs, which copy engines move, from short runs, which a kernel moves.
 
-        If there are fewer than `many` short runs, all runs are returned as segments for the copy engines.
+        If there are fewer than `many` short runs, return all runs as segments for the copy engines.
         """
         short = self.longest_runs() < short_bytes
         if int(self.num_rows[short].sum()) < many:

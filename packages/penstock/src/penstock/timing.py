@@ -1,7 +1,7 @@
-"""Waiting times: pauses, polling intervals and how long one request waits at the other side.
+"""Waiting times: pauses, polling intervals and durations of long polls.
 
-These are no options for users. Deadlines that a user may set (`stall_s`, `timeout_s`) are arguments of the verbs. Tests
-pass a `Timing` with shorter times to the objects that they test.
+Deadlines that a user may set (`stall_s`, `timeout_s`) are arguments of the verbs. Tests pass a `Timing` with shorter
+times.
 """
 
 from __future__ import annotations
@@ -16,122 +16,110 @@ class Timing:
     # -- sync: a subscriber that receives.
 
     version_grace_s: float = 1.0
-    """How long an update retries while no member has its version. A receiver that has just finished it reports to the
-    hub much sooner."""
+    """How long an update retries while no member has its version."""
     version_pause_s: float = 0.1
-    """Pause between two attempts to find a version. It is short compared with a training step, and long compared with
-    the request to the hub that each attempt makes."""
+    """Pause between two attempts to find a version. Each attempt sends a request to the hub."""
     member_list_s: float = 0.5
     """Maximum age of the member list from which an update chooses its planner, and a planner its sources."""
     retry_pause_s: float = 0.05
     """Pause before an update is repeated without the source that it lost. The member list changes within one heartbeat,
     so a back-off would not help."""
     news_wait_s: float = 1.0
-    """How long one request for a newer version waits at the planner."""
+    """Duration of a long poll for a newer version at the planner."""
     no_planner_pause_s: float = 0.1
-    """Pause between two attempts to find a planner that answers."""
+    """Pause between two attempts to find a planner that responds."""
     next_update_pause_s: float = 1.0
-    """Pause of `for report in subscriber` after a failed update. A lost source is replaced within some heartbeats."""
+    """Pause of `for report in subscriber` after a failed update."""
     map_wait_s: float = 1.0
-    """How long one request for a version map waits at the source until the version begins there."""
+    """Duration of a long poll for a version map at the source."""
     map_pause_s: float = 0.02
-    """Pause before a request for a version map is repeated. A source waits before it answers, and a restarted hub does
-    not."""
+    """Pause before a request for a version map is repeated."""
     digest_wait_s: float = 0.5
-    """How long one request for digests or packed rows waits at the source. A run that has ended stops within this
-    time."""
+    """Duration of a long poll for digests or packed rows at the source. A run that has ended stops within this time."""
     progress_interval_s: float = 0.5
-    """Interval of progress reports to the planner. It is well below the smallest stall deadline, and cheap for a rank 0
-    with hundreds of receivers."""
+    """Interval of progress reports to the planner. It is shorter than any stall deadline, and cheap for a rank 0 with
+    hundreds of receivers."""
     decision_wait_s: float = 1.0
-    """How long one request for the fleet's decision waits at rank 0 of the publishers."""
+    """Duration of a long poll for the fleet's decision at rank 0 of the publishers."""
     decision_pause_s: float = 0.1
     """Pause between two requests for the fleet's decision."""
 
     # -- sync: the ranks of a trainer that publishes.
 
     group_pause_s: float = 0.2
-    """Pause between two requests for the members while a rank claims the name or joins rank 0. A quarter of it is
-    random, because hundreds of ranks start together."""
+    """Pause between two requests for the members while a rank claims the name or joins rank 0. A quarter of the pause
+    is random, because hundreds of ranks start at the same time."""
     group_list_s: float = 1.0
-    """Maximum age of the member list from which a publish takes the subscribers that it waits for."""
+    """Maximum age of the member list with the subscribers that a publish waits for."""
     record_pause_s: float = 0.05
     """Pause before a decision is sent to the hub again. The fleet waits for the record."""
     probe_interval_s: float = 1.0
-    """How long a subscriber is silent before rank 0 checks whether its process is alive. A dead process must not delay
-    the trainer until the stall deadline."""
+    """How long a subscriber may be silent before rank 0 checks whether its process is alive. A dead process must not
+    delay the trainer until the stall deadline."""
     members_pause_s: float = 0.05
-    """Pause between two checks for ranks or subscribers for which the caller waits."""
+    """Pause between two checks for ranks or subscribers that the caller waits for."""
     exchange_first_pause_s: float = 0.0005
-    """First pause before a rank asks again for its part of the boundary exchange. Each pause doubles. All ranks publish
-    within milliseconds of each other. With 20 ms, an early rank began to quantise late in most versions."""
+    """First pause before a rank repeats its request for data of the boundary exchange. Each pause doubles. With 20 ms,
+    a rank that published some milliseconds early began to quantise late in most versions."""
     exchange_pause_s: float = 0.02
-    """Maximum pause before a rank asks again for its part of the boundary exchange."""
+    """Maximum pause before a rank repeats its request for data of the boundary exchange."""
     exchange_probe_s: float = 1.0
-    """Interval at which rank 0 checks whether a rank in the boundary exchange is alive. Each check asks the hub."""
+    """Interval at which rank 0 asks the hub whether a rank in the boundary exchange is alive."""
 
     # -- sync: the members of a sync.
 
     restarted_hub_pause_s: float = 0.1
-    """Pause between two requests to a hub that has just restarted. It knows all members after about two heartbeats."""
+    """Pause between two requests to a restarted hub. It knows all members after about two heartbeats."""
     alive_s: float = 2.0
-    """Deadline of an alive check. A server that answers later may be a stopped process. Only a refused connection
-    proves that the process is gone."""
+    """Deadline of an alive check. Only a refused connection proves that the process is gone."""
 
     # -- cache: models that stay in memory, and the processes that attach to them.
 
     cache_drain_s: float = 30.0
-    """How long a cache that leaves waits for engines and readers. A killed engine counts until its lease expires after
-    15 s."""
+    """How long a cache that leaves waits for engines and readers. The lease of a killed engine expires after 15 s."""
     recall_wait_s: float = 4.0
-    """How long a request for a lease waits for a model to come back, before the reader is told to ask again."""
+    """How long a request for a lease waits until an evicted model is back in memory."""
     tier_pause_s: float = 0.02
-    """Pause before a model that is being moved is freed."""
+    """Pause before the memory of a model that is being moved is freed."""
     lease_renew_s: float = 2.0
-    """Interval between renewals of a lease, a fraction of its 15 s. An engine learns about a drain after at most this
-    time."""
+    """Interval between renewals of a lease of 15 s. An engine learns about a drain within this time."""
     lease_end_s: float = 0.5
     """How long closing waits for the release of a lease. A lease that was not released expires."""
     cache_pause_s: float = 0.05
-    """Pause between two requests to a cache. It is short compared with the start of an engine, and long compared with a
-    request to the hub."""
+    """Pause between two requests to a cache."""
 
     # -- fetch: a member that reads from others and from storage.
 
     fetch_turn_s: float = 0.05
-    """Maximum pause between two rounds of assignment. News from an upstream ends it earlier."""
+    """Maximum pause between two rounds of assignment. News from an upstream shortens it."""
     hub_pause_s: float = 0.1
     """Minimum pause between two requests for upstreams, even for a member that has nothing to read."""
     hub_retry_s: float = 0.5
     """Pause before a failed request to the hub is repeated."""
     hub_word_s: float = 1.0
-    """The hub's answer about other readers' progress is valid for twice the polling interval plus this time."""
+    """The hub's reply about other readers' progress is valid for twice the polling interval plus this time."""
     gather_s: float = 0.25
-    """Maximum wait for enough chunks for one read of an upstream, while storage is read. Each read, with its digests
-    and reports, takes some milliseconds of Python, for which the threads that read storage wait. A link that is slower
-    than storage gets few chunks at once, so nothing waits there."""
+    """Maximum wait for enough chunks for one read of an upstream, while storage is read. Each read takes some
+    milliseconds of Python, which delay the threads that read storage."""
     failed_pause_s: float = 2.0
-    """Pause before an upstream that failed is tried again, if the hub still names it. It doubles after each failure."""
+    """Pause before a failed upstream is retried. It doubles after each failure."""
     silent_pause_s: float = 30.0
     """Pause for an upstream that sent nothing within its deadline, if storage can be read instead. The hub counts the
     complaint for the same time (`hub.complaints.COMPLAINT_TTL_S`)."""
     full_pause_s: float = 0.5
-    """Pause before a parent without a free reservation for a reader is tried again. Reservations become free as readers
-    finish. Other holders are tried again at the earliest after this time, once the hub answers. If they caused a
-    request each, a fleet that starts cold would ask the hub all the time."""
+    """Pause before a parent without a free reservation for a reader is retried. Other full holders are retried
+    after this time at the earliest, because a fleet that starts cold would otherwise flood the hub."""
     log_wait_s: float = 1.0
-    """How long a request for a log waits for news at the upstream. Each request also renews the lease."""
+    """Duration of a long poll for an upstream's log. Each request also renews the lease."""
     log_gather_s: float = 0.002
-    """Minimum time between two requests for a log. Chunks verified in between arrive in one answer and cause one
-    wake-up."""
+    """Minimum time between two requests for a log, so that several verified chunks arrive in one reply."""
     log_pause_s: float = 0.02
-    """Maximum pause between requests for a log while more chunks are known than one read takes."""
+    """Maximum pause between requests for a log while more chunks are known than one read can request."""
     spare_pause_s: float = 0.25
     """Delay before connecting to a later upstream, and pause between requests for its log. Most fetches never need it.
-    With two trees only parents are connected before another upstream is needed, because a member's two children in each
-    tree, with their own children, would use all of its reservations for readers."""
+    With two trees only parents are connected at first, because a member's children use all its reservations."""
     fetch_end_s: float = 0.5
-    """How long closing waits for threads that only send requests. They do not use the memory, so they may end later."""
+    """How long closing waits for threads that only send requests and do not use the memory."""
 
 
 DEFAULT = Timing()

@@ -1,4 +1,4 @@
-"""Counters over the life of this process, which its metrics export."""
+"""Counters for the metrics of this process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Frozen values that every room uses: dtypes, boxes, tensor tables and manifests. No torch, no I/O and no clock."""
+"""Immutable values that the whole package uses: dtypes, boxes, tensor tables and manifests. No torch and no I/O."""
 
 from __future__ import annotations
 
 import enum
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ GIB = 1 << 30
 
 
 class DType(enum.StrEnum):
-    """Element types of the safetensors format. The values are the names in the file.
+    """Element types of the safetensors format, by their names in the file.
 
     Source: the `Dtype` enum of safetensors 0.8.0.
     """
@@ -55,38 +56,16 @@ class DType(enum.StrEnum):
 
 
 NOT_IN_TORCH = frozenset({DType.F6_E2M3, DType.F6_E3M2})
-"""Dtypes without a counterpart in torch. A test compares them with `_TORCH` in `loader.tensor`."""
+"""Dtypes without a counterpart in torch."""
 
-_BITS: Mapping[DType, int] = {
-    DType.BOOL: 8,
-    DType.F4: 4,
-    DType.F6_E2M3: 6,
-    DType.F6_E3M2: 6,
-    DType.U8: 8,
-    DType.I8: 8,
-    DType.F8_E5M2: 8,
-    DType.F8_E4M3: 8,
-    DType.F8_E8M0: 8,
-    DType.F8_E4M3FNUZ: 8,
-    DType.F8_E5M2FNUZ: 8,
-    DType.I16: 16,
-    DType.U16: 16,
-    DType.F16: 16,
-    DType.BF16: 16,
-    DType.I32: 32,
-    DType.U32: 32,
-    DType.F32: 32,
-    DType.C64: 64,
-    DType.F64: 64,
-    DType.I64: 64,
-    DType.U64: 64,
-}
+# The first number in each name but BOOL is the number of bits.
+_BITS = {dtype: 8 if dtype is DType.BOOL else int(re.findall(r"\d+", dtype)[0]) for dtype in DType}
 
 
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
-    """Return the number of bytes that `num_elements` packed elements fill. Raise ValueError for a partial byte."""
+    """Return the size of `num_elements` packed elements in bytes. Raise ValueError for a partial byte."""
     bits = num_elements * dtype.bits
-    # The format packs elements of 4 and 6 bits without gaps, so a tensor could end in the middle of a byte.
+    # The format packs elements of 4 and 6 bits without gaps.
     if bits % 8:
         raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
     return bits // 8
@@ -106,7 +85,6 @@ class Box:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
         # An empty box is allowed, because a tensor may have fewer rows than there are ranks.
-        # A plain loop is fast enough for recorded loaders, which make several boxes for each tensor.
         for a, b in zip(self.start, self.stop, strict=True):
             if a < 0 or b < a:
                 raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
@@ -121,7 +99,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """Return the box that covers a whole tensor of this shape."""
+        """Return the box of a whole tensor."""
         return cls(start=(0,) * len(shape), stop=tuple(shape))
 
     @property
@@ -142,9 +120,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TensorTable:
-    """A table of tensors, stored as columns. Each row is one tensor, and names are unique."""
+    """A table of tensors, stored as columns. Each row is one tensor, and names are unique.
 
-    # An MoE checkpoint has 60,000 rows. With columns, planning runs no Python code for each row.
+    An MoE checkpoint has 60,000 rows. With columns, planning runs no Python code for each row.
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
@@ -182,8 +161,7 @@ class FileEntry:
     """Path relative to the manifest, with `/` between its parts."""
     nbytes: int
     identity: str = ""
-    """The ETag of an object, or `dev:inode:mtime_ns:size` for a file. It changes when the content changes. The
-    revision does not depend on it."""
+    """The ETag of an object, or `dev:inode:mtime_ns:size` for a file. The revision does not depend on it."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """`__metadata__` from the file's header."""
 
@@ -193,7 +171,7 @@ class Manifest:
     """The immutable description of a weight set.
 
     `leaves` contains XXH3-64 digests in the order of `tensors`: one for each run of `leaf_bytes` bytes in a tensor. The
-    last run of a tensor may be shorter, and an empty tensor has no leaf. None means that no digest was computed yet.
+    last run of a tensor may be shorter, and an empty tensor has no leaf. None means that no digest was computed.
     """
 
     files: tuple[FileEntry, ...]
@@ -201,8 +179,7 @@ class Manifest:
     leaf_bytes: int
     leaves: U64 | None
     revision: str
-    """`w1-...` is a digest over names, dtypes, shapes and leaves, independent of the files. `h1-...` covers the headers
-    only."""
+    """`w1-...` is a digest over names, dtypes, shapes and leaves. `h1-...` covers only the headers."""
 
     @property
     def nbytes(self) -> int:

@@ -1,20 +1,7 @@
 """Waits that end when their call is left because of an error, Ctrl-C, or a signal handler that raises.
 
-A verb waits for the network in many threads. When the verb is left early, its threads must not go on waiting until a
-server's deadline. The threads of one call therefore share a `Scope`, and each wait registers a function that ends it.
-
-    scope = Scope()
-    thread: with scope.inside():                      caller: scope.leave()
-                with ended_by(connection.cut):  <------------'  calls cut(), and later waits raise Cancelled at once
-                    ...recv...
-
-- `ended_by` is a block that waits for a socket.
-- `pause` is a sleep.
-- `limited` is a block with one deadline for all its waits.
-- `in_helper` makes a library call that cannot be interrupted. A second thread makes the call and is left behind.
-- `Threads` is a thread pool for the calls in one block. It also works while the interpreter shuts down, when the pool
-  of the standard library refuses.
-- `start_thread` starts a thread, or names the limit that forbids it.
+A verb waits for the network in many threads. When the verb is left early, its threads must not wait until a server's
+deadline. The threads of one call therefore share a `Scope`, in which each wait registers a function that aborts it.
 """
 
 from __future__ import annotations
@@ -37,18 +24,12 @@ from penstock.errors import Cancelled, DestinationError, SourceStalled
 T = TypeVar("T")
 
 JOIN_S = 1.0
-"""Seconds that a pool waits for its threads after an error. Waits on sockets end in milliseconds. A name resolver or a
-dead NFS server cannot be interrupted, and these threads use no memory that the caller frees."""
+"""Seconds that a pool waits for its threads after an error. A name resolver or a dead NFS server cannot be
+interrupted."""
 
 
 class Scope:
-    """The waits in the threads of one call. Thread-safe.
-
-    A scope created inside another scope is left together with it.
-
-    Attributes:
-        is_left: whether the call was left. New waits are refused then.
-    """
+    """The waits in the threads of one call. Thread-safe. A scope created inside another scope is left with it."""
 
     def __init__(self) -> None:
         self.is_left = False
@@ -59,7 +40,7 @@ class Scope:
         self._outer_number = None if self._outer is None else self._outer.add(self.leave)
 
     def add(self, end: Callable[[], object]) -> int | None:
-        """Register the function that ends a wait, and return its number. Return None if the scope was left."""
+        """Register the function that aborts a wait, and return its number. Return None if the scope was left."""
         with self._lock:
             if self.is_left:
                 return None
@@ -74,16 +55,16 @@ class Scope:
                 self._ends.pop(number, None)
 
     def leave(self) -> None:
-        """End all waits and refuse later ones. Idempotent."""
+        """Abort all waits and refuse later ones. Idempotent."""
         with self._lock:
             self.is_left = True
-            # Keep the lock, so that `end` cannot reach a connection after its wait returned it to the pool.
+            # Hold the lock, so that `end` cannot reach a connection that its wait has returned to the pool.
             for end in self._ends.values():
                 end()
             self._ends.clear()
 
     def close(self) -> None:
-        """Deregister from the outer scope, whose thread may create many scopes one after the other."""
+        """Deregister from the outer scope."""
         if self._outer is not None:
             self._outer.remove(self._outer_number)
 
@@ -102,7 +83,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-# The operating system's generator has no state, so forked children get different numbers.
+# The operating system's generator has no state, so forked children draw different numbers.
 _random = random.SystemRandom()
 
 
@@ -121,11 +102,9 @@ def require_wanted() -> None:
 
 @contextlib.contextmanager
 def ended_by(end: Callable[[], object]) -> Iterator[None]:
-    """Run a block that waits. To end the wait, another thread calls `end`, which makes the block fail.
+    """Run a block that waits. To abort the wait, another thread calls `end`, which makes the block fail.
 
-    Raises:
-        Cancelled: the call was left before or during the block. It replaces the error that `end` caused.
-        KeyboardInterrupt: raised at once in the main thread.
+    Cancelled replaces the error that `end` caused. In the main thread Ctrl-C raises at once.
     """
     scope = current()
     if scope is None:
@@ -147,41 +126,39 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
 
 
 def jitter(low: float, high: float) -> float:
-    """Return a random number in this range, with which many processes spread their requests.
+    """Return a random number with which many processes spread their requests.
 
-    It does not draw from the global generator of `random`: a program that has set its seed gets the same numbers with
-    Penstock's threads as without them.
+    It does not use the global generator of `random`, so a program with a fixed seed gets the same numbers as without
+    Penstock.
     """
     return _random.uniform(low, high)
 
 
 def pause(seconds: float) -> None:
     """Sleep until the time is over or the call is left. Raise what `require_wanted` raises."""
-    scope, over = current(), threading.Event()
-    number = None if scope is None else scope.add(over.set)
-    try:
-        until_s = time.monotonic() + seconds
+    over, until_s = threading.Event(), time.monotonic() + seconds
+    with _registered(over.set):
         while (left_s := until_s - time.monotonic()) > 0:
             require_wanted()
             over.wait(interrupts.longest_wait_s(left_s))
-    finally:
-        if scope is not None:
-            scope.remove(number)
     require_wanted()
 
 
 @contextlib.contextmanager
+def _registered(end: Callable[[], object]) -> Iterator[None]:
+    """Let the thread's scope, if any, call `end` during the block."""
+    scope = current()
+    number = None if scope is None else scope.add(end)
+    try:
+        yield
+    finally:
+        if scope is not None:
+            scope.remove(number)
+
+
+@contextlib.contextmanager
 def limited(wait_s: float, *, uri: str) -> Iterator[None]:
-    """Give all waits of the calling thread inside the block one deadline.
-
-    Args:
-        wait_s: seconds that the whole block may take.
-        uri: source that the error names.
-
-    Raises:
-        SourceStalled: the time is over.
-        Cancelled: the call was left.
-    """
+    """Limit the total time of the block's waits. Raise SourceStalled for `uri` at the deadline."""
     scope, is_over = Scope(), threading.Event()
 
     def end() -> None:
@@ -208,12 +185,8 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
 def in_helper(function: Callable[[], T]) -> T:
     """Make a call that cannot be interrupted in another thread, and return its result.
 
-    If the wait for the result ends early, the thread is left behind. The function must have deadlines and must not
-    write to memory that the caller may free.
-
-    Raises:
-        Cancelled, KeyboardInterrupt: raised as by `require_wanted`.
-        BaseException: whatever the function raises.
+    If the wait is aborted, the thread is abandoned. The function must have deadlines and must not write to memory that
+    the caller may free. Raises the function's errors and those of `require_wanted`.
     """
     done: Future[T] = Future()
     call = _Call(done, function, ())
@@ -221,27 +194,21 @@ def in_helper(function: Callable[[], T]) -> T:
         call.run()
     over = threading.Event()
     done.add_done_callback(lambda _: over.set())
-    scope = current()
-    number = None if scope is None else scope.add(over.set)
-    try:
+    with _registered(over.set):
         while not done.done():
             require_wanted()
             over.wait(interrupts.longest_wait_s(3600.0))
-    finally:
-        if scope is not None:
-            scope.remove(number)
     try:
         return done.result()
     finally:
-        # Otherwise the error's frames would refer to the future, which refers to the error.
+        # Break the cycle between the error's frames and the future.
         del done, call
 
 
 class _Result(Future[T]):
-    """The future of a call in `Threads`. Ctrl-C ends the wait for its result, even inside `deferred`."""
+    """The future of a call in `Threads`. Ctrl-C aborts the wait for its result, even inside `deferred`."""
 
     def result(self, timeout: float | None = None) -> T:
-        """See `Future.result`."""
         while interrupts.is_deferring() and timeout is None and not self.done():
             wait((self,), interrupts.LOOK_S)
             interrupts.raise_if_noted()
@@ -251,14 +218,13 @@ class _Result(Future[T]):
 class Threads:
     """A thread pool for the calls in one block, with the methods of `concurrent.futures.Executor`.
 
-    Leaving the block waits for the calls. An error ends the waits of the running calls and drops those that have not
-    begun. If no thread can be started, `submit` makes the call in the calling thread.
-
-    After an error, a call whose wait cannot be ended may still run when the block has ended (see `JOIN_S`). Such calls
-    must not use memory or files that the caller frees, unless `waits_for_calls` is set.
+    The end of the block waits for the calls. An error aborts the waits of the running calls and drops the queued calls.
+    If no thread can be started, `submit` makes the call in the calling thread. Unlike the pool of the standard library,
+    it also works while the interpreter shuts down.
 
     Args:
-        waits_for_calls: after an error, wait until the running calls have ended, without a time limit.
+        waits_for_calls: after an error, wait for the running calls without a time limit. Otherwise a call that cannot
+            be aborted may continue after the block (see `JOIN_S`), so it must not use memory that the caller frees.
     """
 
     def __init__(self, num_threads: int, thread_name_prefix: str, *, waits_for_calls: bool = False) -> None:
@@ -292,12 +258,12 @@ class Threads:
         return (future.result() for future in futures)
 
     def end(self) -> None:
-        """Tell the threads to end after the submitted calls. Does not wait."""
+        """Stop the threads after the submitted calls. Does not wait."""
         for _ in self._threads:
             self._calls.put(None)
 
     def leave(self) -> None:
-        """End the waits of running calls, and drop calls that have not begun. Idempotent."""
+        """Abort the waits of running calls, and drop queued calls. Idempotent."""
         self._is_left = True
         self._scope.leave()
 
@@ -310,7 +276,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Wait for the calls, and end the threads. Idempotent."""
+        """Wait for the calls, and stop the threads. Idempotent."""
         self.end()
         until_s = time.monotonic() + JOIN_S
         try:
@@ -318,7 +284,6 @@ class Threads:
                 is_bounded = self._is_left and not self._waits_for_calls
                 thread.join(max(0.0, until_s - time.monotonic()) if is_bounded else None)
         except BaseException:
-            # An interrupt arrived during the wait for the last calls.
             self.leave()
             raise
         finally:
@@ -331,13 +296,11 @@ class Threads:
                     call.done.cancel()
                 else:
                     call.run()
-                # The result may be large. Drop it before waiting for the next call.
+                # Drop the result, which may be large, before waiting for the next call.
                 del call
 
 
 class _Call:
-    """A call and the future for its result."""
-
     __slots__ = ("args", "done", "function")
 
     def __init__(self, done: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -346,7 +309,6 @@ class _Call:
         self.args = args
 
     def run(self) -> None:
-        """Make the call, unless its future was cancelled. Never raises."""
         if not self.done.set_running_or_notify_cancel():
             return
         try:
@@ -358,18 +320,13 @@ class _Call:
 
 
 def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread. Return False if it cannot start and is not needed.
-
-    Raises:
-        DestinationError: a needed thread cannot start, because a limit is reached or the interpreter shuts down.
-    """
+    """Start a thread. If it cannot start, raise DestinationError, or return False if it is not needed."""
     try:
         thread.start()
     except RuntimeError as error:
         if not is_needed:
             return False
-        # Python 3.12 refuses new threads from the first exit handler on, and 3.13 after the last one. Python 3.12 has
-        # no separate exception type for this.
+        # Python 3.12 has no separate exception type for a thread that is started in an exit handler.
         if "interpreter shutdown" in str(error):
             message = "cannot start a thread because the interpreter is shutting down"
             hint = "make this call before the program ends, because Python 3.12 starts no thread in an atexit handler"
@@ -381,7 +338,6 @@ def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
 
 
 def _thread_limits() -> str:
-    """Describe the limits on this process's threads, for an error message."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
     with contextlib.suppress(OSError, IndexError):
@@ -393,7 +349,6 @@ def _thread_limits() -> str:
 
 
 def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Start a daemon thread, or return None if it cannot start."""
-    # A thread that hangs in a system call (a dead NFS server) must not keep the process alive at its end.
+    # A daemon thread that hangs in a system call does not delay the end of the process.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=False) else None

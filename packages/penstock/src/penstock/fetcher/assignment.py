@@ -1,8 +1,4 @@
-"""Assigns the missing chunks of a fetch to upstreams and to storage.
-
-`choice` ranks the upstreams and picks their chunks, `run` does the reads, and `hub_poller` talks to the hub. Every
-method takes the lock, because the threads for the hub, for claims and for reads all call this object.
-"""
+"""Assigns the missing chunks of a fetch to upstreams and to storage. Thread-safe."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from penstock.timing import Timing
 from penstock.types import I64
 
 READS_OF_ONE = 3
-"""Number of concurrent reads from one upstream. Its link stays busy while one read ends and the next is posted."""
+"""Number of concurrent reads from one upstream, so that its link stays busy between two reads."""
 
 MakeReader = Callable[[Upstream, tuple[int, ...]], UpstreamReader]
 """Creates a reader that follows an upstream with these ranks."""
@@ -35,18 +31,10 @@ Read = tuple[UpstreamReader, I64]
 
 
 class Assignment:
-    """The chunks of a fetch that are being read, and the upstreams they are read from.
-
-    Args:
-        weights: the weights to fill.
-        make_reader: see `MakeReader`.
-        can_read_storage: whether chunks can also be read from storage.
-        stall_s: the longest pause before a failed upstream is tried again, in seconds.
-        timing: waiting times.
-        provenance: receives the faults of upstreams.
+    """The chunks of a fetch that are being read, and their upstreams.
 
     Attributes:
-        can_read_storage: see above. It becomes False after storage failed.
+        can_read_storage: whether chunks can also be read from storage. It becomes False after storage failed.
     """
 
     def __init__(
@@ -72,32 +60,30 @@ class Assignment:
         self._is_closed = False
         self._failed_since_progress: set[str] = set()
         self._reported: set[str] = set()
-        """Failed members about which the hub accepted a complaint. It no longer counts their chunks."""
+        """Failed members about which the hub accepted a complaint."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock, so that no chunk is assigned or released inside."""
+        """Hold the lock, so that no chunk is assigned or released in the block."""
         with self._lock:
             yield
 
     @property
     def readers(self) -> list[UpstreamReader]:
-        """The upstreams in use, those with the best ranks first."""
+        """The upstreams in use, in the order of their ranks."""
         return self._choice.readers
 
     @property
     def has_sources(self) -> bool:
-        """Return whether there is an upstream, or one failed since the last progress."""
+        """Return whether there is an upstream, or an upstream failed since the last progress."""
         return bool(self._choice.readers or self._failed_since_progress)
 
     # -- Upstreams.
 
     def follow(self, reply: UpstreamsReply) -> float:
-        """Start readers for new upstreams and rank all upstreams in the hub's order.
+        """Start readers for new upstreams and rank all upstreams in the hub's order. Unnamed upstreams are last.
 
-        Upstreams that the hub no longer names come last.
-
-        Returns the seconds until a full parent may be tried again, or inf if no parent is full.
+        Returns the seconds until a full parent may be retried, or inf if no parent is full.
         """
         now = time.monotonic()
         with self._lock:
@@ -116,19 +102,19 @@ class Assignment:
                 if reader.is_connected:
                     self._retries.note_place(reader.upstream.member)
                 if reader.is_parent:
-                    # It may have been a spare until now, and spares are not asked for news.
+                    # The reader may have been a spare, which is not asked for news.
                     reader.request_news()
             parents = self._parents(reply, now)
             if reply.is_placed:
-                # Report parents only when the hub has placed this member. The relay keeps reported parents, so it would
-                # put all members that start at the same moment below the same holder.
+                # The relay keeps reported parents. Reported earlier, all members that start at the same moment would
+                # be placed below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
         """Return, for each of the hub's orders, the first member that did not fail and is not full for long."""
-        # Report the first member even if it is full now. The hub keeps a reported parent, so reporting the next member
-        # would make this process read from further away for good, although the first one soon has a free place.
+        # Report the first member even if it is full now. It soon has a free reservation, but the hub would keep a more
+        # distant parent for good.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
         may_be = {name for name in names if self._retries.may_be_parent(name, now)}
@@ -141,7 +127,7 @@ class Assignment:
             return self._choice.pop_unneeded()
 
     def pop_failed(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that failed or are full. Note when each may be tried again."""
+        """Remove and return upstreams that failed or are full. Note when each may be retried."""
         now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
@@ -149,9 +135,8 @@ class Assignment:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is not a fault. When members complained about full holders, the hub discounted their
-                # chunks and assigned these to be read from storage again, so eight cold starters read storage 3.3 to
-                # 5.9 times.
+                # A full holder is not a fault. If members complain about it, the hub discounts its chunks and has them
+                # read from storage again: eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
                     self._retries.note_full(member, now)
                     self._provenance.full[member] = str(reader.error)
@@ -172,7 +157,7 @@ class Assignment:
     # -- Chunks.
 
     def is_idle(self) -> bool:
-        """Return True if nothing is being read and no upstream has a chunk for us. The hub is then polled sooner."""
+        """Return True if nothing is being read and no upstream has a chunk for this fetch."""
         with self._lock:
             return self._choice.is_idle()
 
@@ -180,8 +165,8 @@ class Assignment:
         """Assign chunks to every upstream with a free slot, and post their reads.
 
         Args:
-            post: begins these reads. It is called at most once, with the lock held, and never after `close`.
-            is_storage_read: whether storage is being read. If so, reads of few chunks wait for more.
+            post: called at most once, with the lock held, and never after `close`.
+            is_storage_read: whether storage is being read. Reads of few chunks then wait for more chunks.
 
         Returns:
             Seconds until the next round, and whether an upstream failed, so that the hub should be asked.
@@ -197,7 +182,11 @@ class Assignment:
                     reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
                 ):
                     chunks = self._choice.next_chunks(reader)
-                    gathers = is_storage_read and self._should_gather(reader, len(chunks))
+                    gathers = (
+                        is_storage_read
+                        and len(chunks) < reader.step_chunks
+                        and time.monotonic() - reader.last_read < self._timing.gather_s
+                    )
                     if gathers or not len(chunks) or self._is_closed:
                         break
                     self._flying[chunks] = True
@@ -210,20 +199,15 @@ class Assignment:
                 post(reads)
         return pause_s, has_failed
 
-    def _should_gather(self, reader: UpstreamReader, num_chunks: int) -> bool:
-        """Return True if this read should wait for more chunks while storage is being read."""
-        return num_chunks < reader.step_chunks and time.monotonic() - reader.last_read < self._timing.gather_s
-
     def missing(self, at_most: int) -> I64:
         """Return missing chunks that are not being read."""
         with self._lock:
             return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
-        """Assign the given chunks that are missing to storage. Return False if none is missing.
+        """Assign the missing chunks among these to storage. Return False if none of them is missing.
 
-        Args:
-            post: begins to read these chunks. It is called with the lock held, and never after `close`.
+        `post` is called with the lock held, and never after `close`.
         """
         with self._lock:
             free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
@@ -240,7 +224,6 @@ class Assignment:
             self._clear(chunks)
 
     def _clear(self, chunks: I64) -> None:
-        """Clear the flags of chunks that are no longer being read. The caller holds the lock."""
         self._flying[chunks] = self._claimed[chunks] = False
         self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
@@ -272,5 +255,5 @@ class Assignment:
         return reader.upstream.member in self._failed_since_progress
 
     def has_unreported_failure(self) -> bool:
-        """Return whether an upstream failed since the last verified byte and the hub does not know."""
+        """Return whether the hub does not know of an upstream that failed since the last verified byte."""
         return bool(self._failed_since_progress - self._reported)

@@ -1,17 +1,13 @@
-"""Chooses the chunks that a fetch reads from each upstream, from the hub's orders and the missing chunks.
-
-It also tells which upstreams to ask for news and which to leave. Threads, locks and reads are in `run`, the state of
-one upstream is in `upstream`, and the hub makes the orders in `plan.relay`.
-"""
+"""Chooses the chunks that a fetch reads from each upstream, from the hub's orders and the missing chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
 from penstock.fetcher.upstream import UNNAMED, UpstreamReader
-from penstock.hub.messages import Upstream, UpstreamsReply
+from penstock.hub.messages import UpstreamsReply
 from penstock.peer.local_weights import Bools
 from penstock.types import I64
 
@@ -29,8 +25,8 @@ class ChunkChoice:
     """The upstreams of a fetch, and the chunks that are here or being read. The owner's lock guards it.
 
     Attributes:
-        readers: the upstreams in use, those with the best ranks first.
-        num_trees: number of orders from the hub. With two, one tree has the even chunks and the other the odd ones.
+        readers: the upstreams in use, in the order of their ranks.
+        num_trees: number of orders from the hub. With two, one tree has the even chunks and the other the odd chunks.
 
     Args:
         have: per chunk, True if it is here. The owner changes this array and the next.
@@ -45,25 +41,21 @@ class ChunkChoice:
         self._is_placed = False
 
     def ranks(self, reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each member after an answer from the hub, which may change the number of trees."""
+        """Return the ranks of each member after a reply from the hub, which may change the number of trees."""
         if reply.is_placed or not self._is_placed:
             self._is_placed = reply.is_placed
             self.num_trees = max(1, len(reply.orders))
             return ranks_of(reply)
-        return self._ranks_with(reply.upstreams)
-
-    def _ranks_with(self, upstreams: Sequence[Upstream]) -> dict[str, tuple[int, ...]]:
-        """Return the present ranks, with new upstreams behind them."""
-        # A restarted hub names arbitrary holders until it knows the fleet again. If they were ranked first, a fetch
+        # A restarted hub names arbitrary holders until it knows the fleet again. Rank new upstreams last, or a fetch
         # with two trees would leave its parents and read all chunks from one member.
         ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
         behind = 1 + max((rank for by_tree in ranks.values() for rank in by_tree if rank != UNNAMED), default=-1)
-        new = (upstream.member for upstream in upstreams if upstream.member not in ranks)
+        new = (upstream.member for upstream in reply.upstreams if upstream.member not in ranks)
         return ranks | {member: (behind + i,) * self.num_trees for i, member in enumerate(new)}
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Set the ranks of the readers. Readers without a rank come last."""
-        # With one order the last rank still means a last resort. With trees, such an upstream only adds the chunks it
+        # With one order the last rank means a last resort. With trees, an unranked upstream only adds the chunks it
         # has, and no other upstream waits for it.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
@@ -71,11 +63,11 @@ class ChunkChoice:
         self.readers.sort(key=lambda reader: min(reader.ranks))
 
     def is_idle(self) -> bool:
-        """Return True if nothing is being read and no upstream has a chunk for us."""
+        """Return True if nothing is being read and no upstream has a chunk for this fetch."""
         return not (self._flying.any() or any((reader.has & ~self._have).any() for reader in self.readers))
 
     def next_chunks(self, reader: UpstreamReader) -> I64:
-        """Return the chunks to read from an upstream now: missing chunks that no earlier upstream will provide."""
+        """Return the chunks to read from an upstream now. No earlier upstream will provide them."""
         free = {tree for tree in range(self.num_trees) if self.may_read(reader, tree)}
         chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
         # The pace of a parent is known from its own tree, so it is not probed.
@@ -90,8 +82,7 @@ class ChunkChoice:
 
     def wants_news(self, reader: UpstreamReader) -> bool:
         """Return True if few chunks are known that only this upstream should provide, so its log is read soon."""
-        # An upstream that the hub does not name for a tree ranks behind all others there. It is asked for news only
-        # when all of those stall, since it may then be the only one left.
+        # An upstream without a rank in a tree is asked for news only when all other upstreams stall.
         own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
 
@@ -101,7 +92,7 @@ class ChunkChoice:
         return [other for other in self.readers if other.ranks[tree] < rank and other.holds_back(tree)]
 
     def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
-        """Return the missing chunks of these trees that an upstream has and nobody reads yet."""
+        """Return the missing chunks of these trees that an upstream has and that are not being read."""
         wanted = reader.has & ~self._have & ~self._flying
         if len(trees) < self.num_trees:
             for tree in set(range(self.num_trees)).difference(trees):
@@ -109,10 +100,10 @@ class ChunkChoice:
         return wanted
 
     def pop_unneeded(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that need no reader's place once every tree has a working parent."""
-        # With one order they stay, in case all others fail while the hub is away. With trees a member has two children
-        # on other hosts. Readers from the time when the fleet was smaller, and readers that only measure whether it is
-        # faster than their parent, would take the places of these children.
+        """Remove and return upstreams without a purpose once every tree has a working parent."""
+        # With one order they stay, in case all others fail while the hub is away. With trees, readers from the time
+        # when the fleet was smaller, and readers that only measure the pace, would use the reservations of the
+        # upstream's two children.
         if self.num_trees == 1 or not all(self._has_working_parent(tree) for tree in range(self.num_trees)):
             return []
         unneeded = [
@@ -124,10 +115,9 @@ class ChunkChoice:
         return unneeded
 
     def _has_working_parent(self, tree: int) -> bool:
-        """Return True if the first upstream of a tree is connected and sends its chunks."""
         first = min(self.readers, key=lambda reader: reader.ranks[tree], default=None)
         return first is not None and first.is_connected and first.holds_back(tree)
 
     def _is_slow_spare(self, reader: UpstreamReader) -> bool:
-        """Return True if an upstream was measured and is not much faster than those before it, which all send."""
+        """Return True if an upstream was measured and is not much faster than the working upstreams before it."""
         return reader.is_measured and not any(self.may_read(reader, tree) for tree in range(self.num_trees))

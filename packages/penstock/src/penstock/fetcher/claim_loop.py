@@ -1,7 +1,6 @@
 """The thread of a fetch that claims chunks at the hub and has them read from storage.
 
-`storage_reader` does the reads and `hub_poller` keeps the state of the hub. Without the hub, chunks are read without a
-claim after the fetch has received nothing for some time.
+Without the hub, chunks are read without a claim after the fetch has received nothing for some time.
 """
 
 from __future__ import annotations
@@ -34,19 +33,10 @@ class ClaimLoop:
     """Claims chunks and reads them from storage, until all are here or storage fails.
 
     Args:
-        member: the member of this process.
-        weights: the weights to fill.
-        assignment: tracks which chunks are missing.
-        hub: the state of the hub, and the first claim.
-        storage: reads chunks.
-        reads: the executor of storage reads.
         ticket: fails with storage's error if there is no upstream.
-        provenance: receives the faults of storage.
         starved: measures the time in which nothing feeds the fetch. `run` updates it.
         before_read: called before a byte is requested.
         add_received: receives chunks whose bytes are in place.
-        stall_s: seconds without progress after which the fetch fails.
-        timing: waiting times.
     """
 
     def __init__(
@@ -85,8 +75,8 @@ class ClaimLoop:
 
     def run(self) -> None:
         """Claim and read until all chunks are here. This is the body of the thread."""
-        # The hub's first answer contains the first claim. Otherwise each of 1,000 members that start together would
-        # send two requests at once, while a member should send one claim at a time.
+        # The hub's first reply contains the first claim. Otherwise each of 1,000 members that start at the same time
+        # would send two requests.
         while not (self._hub.answered.wait(self._timing.fetch_turn_s) or self.should_skip_claims()):
             pass
         first = self._hub.pop_first_claim()
@@ -111,7 +101,6 @@ class ClaimLoop:
         self._return_claim()
 
     def _return_claim(self) -> None:
-        """Return the claim after storage failed, so that other members read its chunks."""
         while not self._assignment.can_read_storage and not self._closing.is_set():
             try:
                 self._member.claim(self._weights, ask=False)
@@ -120,13 +109,13 @@ class ClaimLoop:
                 self._closing.wait(self._timing.hub_retry_s)
 
     def should_skip_claims(self) -> bool:
-        """Return True if storage must be read without a claim, because the hub refused us or no byte arrives.
+        """Return True if storage must be read without a claim, because the hub refuses this member or no byte arrives.
 
-        In the second case the hub is unreachable, or members with the missing chunks are alive but send nothing.
+        No byte arrives if the hub is unreachable, or if the holders of the missing chunks are alive but send nothing.
         """
         state = self._hub.state
         # Wait longer than `read_stall_s`, after which a silent holder is reported. The hub then grants claims on the
-        # chunks that only this holder has, so the starting members read storage once together instead of once each.
+        # chunks that only this holder has, so each chunk is read from storage by one member only.
         patience_s = self._stall_s / 2 if state is HubState.AWAY else 0.75 * self._stall_s
         must_skip = state is HubState.REFUSES or self._starved.seconds > patience_s
         if must_skip and self._hub.become(HubState.UNUSED):
@@ -134,28 +123,23 @@ class ClaimLoop:
         return self._hub.state is HubState.UNUSED
 
     def _read(self, ranges: Ranges) -> bool:
-        """Start reading claimed chunks, and wait until it is time for the next claim.
-
-        Returns False if none of the chunks is missing any more.
-        """
+        """Start reading claimed chunks, and wait until the next claim is due. Return False if no chunk is missing."""
         if not self._assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
             return False
-        # No deadline is needed here, because storage has its own and its end sets the event.
+        # No deadline is needed here, because storage has a deadline and its end sets the event.
         while not (self._wanted.wait(self._stall_s) or self._closing.is_set()):
             pass
         return True
 
     def _post(self, chunks: I64) -> None:
-        """Begin to read these chunks."""
         self._wanted.clear()
         first, nbytes = int(chunks[0]), int(self._weights.layout.chunks.nbytes[chunks].sum())
         self._reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
 
     def _read_storage(self, chunks: I64) -> None:
-        """Read claimed chunks from storage, and pass on the complete ones. This is a work item."""
+        """Read claimed chunks from storage, and pass on the complete chunks. This is a work item."""
         unread = set(chunks.tolist())
-        # Set `_wanted` once for each claim. A second time could end the wait for the next claim, which has begun by
-        # then.
+        # Set `_wanted` once for each claim. A second time could end the wait for the next claim.
         is_near_end = threading.Event()
 
         def near_end() -> None:
@@ -177,7 +161,7 @@ class ClaimLoop:
             self._wanted.set()
 
     def fail(self, error: PenstockError, chunks: I64) -> None:
-        """Stop reading storage for good and free these chunks. The fetch fails if it has no upstream left."""
+        """Stop reading storage for good and free these chunks. The fetch fails if it has no upstream."""
         self._provenance.faults.append(f"storage: {error}")
         self._assignment.can_read_storage = False
         if not self._assignment.readers:
@@ -186,6 +170,6 @@ class ClaimLoop:
         self._ticket.wake()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closing.set()
         self._wanted.set()

@@ -1,7 +1,4 @@
-"""Finds the tensors to fetch, from the fallback's headers or from members, and their destination.
-
-The result is a `FetchTarget`. `run` fetches it, and `join` is the API for users.
-"""
+"""Finds the tensors to fetch, from the fallback's headers or from members, and their destination."""
 
 from __future__ import annotations
 
@@ -55,25 +52,21 @@ T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
 MIN_TIMEOUT_S = 0.5
-"""Shortest timeout of a request to the hub, in seconds. Even with `timeout_s=0` a working hub needs time to answer."""
+"""Minimum timeout of a request to the hub, in seconds. Even with `timeout_s=0` a working hub needs time to respond."""
 LOG_AFTER_S = 2.0
-"""A wait longer than this is logged, in seconds."""
+"""A wait longer than this many seconds is logged."""
 REQUEST_PAUSE_S = 0.2
-"""Shortest pause between two requests to the hub while no member holds the model, in seconds."""
+"""Minimum pause between two requests to the hub while no member holds the model, in seconds."""
 
 
 class PlacedTarget(dict[str, torch.Tensor], ABC):
-    """An empty target that decides where its new tensors are placed.
-
-    Attributes:
-        arenas: the arenas that contain the tensors, if any.
-    """
+    """An empty target that allocates its tensors. `arenas` are the arenas that contain them, if any."""
 
     arenas: Sequence[Arena] = ()
 
     @abstractmethod
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """Return the memory for each row of the layout's table, as flat uint8 aligned to its elements."""
+        """Return the memory for each row of the layout's table, as flat uint8 tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -92,17 +85,15 @@ class FetchTarget:
     ) -> tuple[LocalWeights, Callable[[], list[torch.Tensor]] | None]:
         """Return the local weights to fill, and a function that makes their tensors if the memory is new.
 
-        A `PlacedTarget` places new memory itself. Otherwise it is one arena, which needs only one registration.
-
         Raises:
-            PlanError: torch cannot hold a dtype or shape. Nothing was allocated.
+            PlanError: torch does not support a dtype or shape. Nothing was allocated.
             BudgetTooSmall, DestinationError, DeviceOutOfMemory: the memory is too small.
         """
         if self.rows is not None:
             weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
             return weights, None
         table = self.layout.table
-        # Check dtypes and shapes now, because the tensors are made after the fetch has begun.
+        # Check dtypes and shapes now, because the tensors are created after the fetch has begun.
         for dtype, shape in set(zip(table.dtypes, table.shapes, strict=True)):
             torch_dtype(dtype)
             torch_shape(dtype, shape)
@@ -112,10 +103,10 @@ class FetchTarget:
             arenas += target.arenas
             make: Callable[[], list[torch.Tensor]] = partial(self._tensors_of, flat)
         else:
+            # Use one arena, which needs only one registration. A thread touches its pages in advance, because page
+            # faults would delay the reads.
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
-            # A thread touches the pages in advance, because a page fault in the middle of a read stops the reading
-            # thread.
             arena.warm(is_over)
             offsets = arena.place(nbytes)
             with paused_gc():
@@ -128,7 +119,6 @@ class FetchTarget:
         return weights, make
 
     def _tensors_of(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors in the memory of each row."""
         table = self.layout.table
         return [
             as_tensor(raw, dtype, shape)
@@ -139,13 +129,9 @@ class FetchTarget:
 
 
 class Discovery:
-    """Finds the tensors of one fetch, from the fallback's headers or from members.
+    """Finds the tensors of one fetch. Fields of `identity` that the fallback or the fleet knows may be empty.
 
-    Args:
-        identity: the caller's identity. Fields that the fallback or the fleet knows may be empty.
-        member: the member of this process.
-        settings: deadlines, and settings for reading storage.
-        on_wait: called before each pause with the reason for it.
+    `on_wait` is called before each pause with the reason for it.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
@@ -163,10 +149,7 @@ class Discovery:
         wait_s: float | None,
         stack: ExitStack,
     ) -> FetchTarget:
-        """Return the tensors to fetch. See `Fleet.fetch` for arguments and errors.
-
-        Ownership: a session that this opens is closed with `stack`.
-        """
+        """Return the tensors to fetch. `stack` closes the session that this opens. See `Fleet.fetch` for the rest."""
         has_tensors = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target, written=True) if has_tensors else {}
         if has_tensors and not tensors:
@@ -183,7 +166,7 @@ class Discovery:
         wait_s = self._settings.stall_s if wait_s is None else wait_s
         if has_tensors:
             require_whole(tensors, "fetch")
-            # Tied tensors share one row of the layout, so they must be tied in the target too.
+            # Tied tensors share a row of the layout, so they must be tied in the target too.
             tied_targets(list(tensors), list(tensors.values()))
             layout, rows = layout_of_tensors(tensors)
             identity = msgspec.structs.replace(self._identity, layout=layout.digest)
@@ -193,7 +176,7 @@ class Discovery:
         return FetchTarget(identity=state.identity, layout=self._layout_of(state, device, wait_s), device=device)
 
     def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], has_tensors: bool) -> FetchTarget:
-        """Return the tensors of the fallback, or only those that the target has."""
+        """Return the tensors of the fallback, restricted to the target's tensors if it has any."""
         table, rows = session.table(), None
         if has_tensors:
             lines = match_targets(session, tensors, None, True, whole="fetch").lines()
@@ -210,9 +193,9 @@ class Discovery:
             if requested.startswith("w1-"):
                 if not revision.startswith(requested):
                     raise IntegrityError(f"storage has revision {revision}, not {requested}", uri=session.weights.uri)
-                # The request may be a prefix, but members compare whole revisions.
+                # The request may be a prefix, but members compare complete revisions.
                 requested = ""
-            # With tied targets this process has fewer tensors, so their root differs.
+            # With tied targets this process has fewer tensors, and so a different root.
             if len(layout.table) < len(manifest.tensors):
                 revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
         # Without a manifest the root is known only after all files were read, unless members have read them.
@@ -244,7 +227,7 @@ class Discovery:
     def _state_now(
         self, identity: Identity, unknown: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
-        """Return the state of the holder with the most chunks now. Fields in `unknown` may differ.
+        """Return the state of the holder with the most chunks. Fields in `unknown` may differ.
 
         Raises NotFound if there is no holder. `since` completes its message.
         """
@@ -256,8 +239,7 @@ class Discovery:
                     continue
                 differ = {k: v for k, v in identity.differences(state.identity).items() if k not in unknown}
                 if "revision" in differ:
-                    # A member that read files without a manifest knows their `w1-` root only at the end. Its identity
-                    # keeps an `h1-` revision.
+                    # A member that read files without a manifest keeps an `h1-` revision and learns the root last.
                     differ["revision"] = identity.revision, state.revision or state.identity.revision
                     if identity.revision.startswith(("w1-", "h1-")) and state.is_of(identity.revision):
                         del differ["revision"]
@@ -269,14 +251,13 @@ class Discovery:
         if best is not None:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(mismatches.items())[:4])
-        # Name the differences, because the caller cannot find a mismatch of identities otherwise.
+        # The caller cannot find a mismatch of identities otherwise.
         message = f"no member holds {identity.model!r}{' with the same identity' if seen else ''}{since}{seen}"
         raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or pass fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
-        """Return True if members read the same files without a manifest and got the requested revision."""
+        """Return True if members read the same files without a manifest and computed the requested revision."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
-        # Without a holder or a hub, the files are read and compared as usual.
         with contextlib.suppress(SourceError, HubUnavailable):
             if self._member.away is not None:
                 return False
@@ -284,7 +265,7 @@ class Discovery:
         return False
 
     def _layout_of(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
-        """Return the layout of a key from a member that holds it. Wait for a member with a free reader's place."""
+        """Return the layout of a key from a member that holds it. Wait for a member with a free reservation."""
         return self._retry_until(
             "a free holder",
             lambda left_s: self._layout_now(state, device, left_s),
@@ -295,7 +276,7 @@ class Discovery:
         )
 
     def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-        """Call `ask` with the seconds left until it returns. Raise errors of these kinds only after `wait_s`."""
+        """Call `ask` with the remaining seconds until it returns. Raise errors of these kinds only after `wait_s`."""
         begun = time.monotonic()
         is_logged = False
         while True:
@@ -305,7 +286,7 @@ class Discovery:
             except passing as error:
                 if (waited_s := time.monotonic() - begun) >= wait_s:
                     raise
-                # Log it once. Progress is shown on terminals only, so a waiting process would otherwise be silent.
+                # Progress is shown on terminals only, so a waiting process would otherwise be silent.
                 if not is_logged and waited_s >= min(LOG_AFTER_S, wait_s / 2):
                     is_logged = True
                     why = (
@@ -315,11 +296,11 @@ class Discovery:
                     )
                     _log.warning("waiting for %s of %s, at most %g s: %s", what, self._identity.model, wait_s, why)
             self._on_wait(f"waiting for {what}, {waited_s:.0f} of {wait_s:.0f} s")
-            # Pause longer for a slow hub, because each answer lists all members of the fleet.
+            # Pause longer for a slow hub, because each reply lists all members of the fleet.
             time.sleep(max(REQUEST_PAUSE_S, min(self._member.hub.rest_s, wait_s / 8)))
 
     def _layout_now(self, state: HoldingState, device: torch.device, within_s: float) -> WeightLayout:
-        """Return the layout from the first upstream that answers, or raise the last error."""
+        """Return the layout from the first upstream that responds, or raise the last error."""
         empty = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
         reply = self._member.find_holders(empty, within_s=within_s)
         last: PenstockError = NotFound(
@@ -327,17 +308,17 @@ class Discovery:
         )
         for upstream in reply.upstreams:
             try:
-                # Wait a quarter of the stall, so that a slow member leaves time for others that know the layout too.
+                # Leave time for further members if this member is slow.
                 with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
                     layout = from_message(peer.table())
-                    # The digest of the layout comes from the hub, so it detects a wrong table from the peer.
+                    # The digest comes from the hub, so it detects a wrong table from the peer.
                     if layout.digest != state.identity.layout:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms and can overlap the
-                        # allocation. An error here does not affect the layout.
+                        # The fetch will probably read this member. Mapping 60 GB takes 10 ms and can overlap the
+                        # allocation.
                         with contextlib.suppress(PenstockError):
                             _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout
@@ -347,10 +328,7 @@ class Discovery:
 
 
 def _in_background(work: Callable[[], None]) -> None:
-    """Do optional work in a background thread, to save time later.
-
-    Its errors are raised when the work is really needed.
-    """
+    """Do optional work in a background thread. Its errors are raised when the work is really needed."""
 
     def attempt() -> None:
         with contextlib.suppress(PenstockError):

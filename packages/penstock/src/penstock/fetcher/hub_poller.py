@@ -1,7 +1,6 @@
 """The thread of a fetch that asks the hub for upstreams and keeps the state of the hub.
 
-`claim_loop` makes claims, and `peer.member` sends the requests. Known upstreams stay in use while the hub is away,
-because running transfers do not need it.
+Known upstreams stay in use while the hub is away, because running transfers do not need it.
 """
 
 from __future__ import annotations
@@ -22,47 +21,30 @@ from penstock.timing import Timing
 
 
 class HubState(Enum):
-    """The state of the hub as a fetch knows it. It decides whether storage is read with claims."""
+    """The state of the hub for a fetch. It decides whether storage is read with claims."""
 
     UNKNOWN = auto()
-    """The hub was not asked yet."""
+    """No request was sent yet."""
     ANSWERS = auto()
     AWAY = auto()
-    """The last request failed. Claims are still tried."""
+    """The last request failed. Claims are still requested."""
     REFUSES = auto()
-    """The hub refused this member. Retrying cannot change that, so storage will be read without claims."""
+    """The hub refused this member for good, so storage will be read without claims."""
     UNUSED = auto()
     """Storage is read without claims, until the hub names upstreams again."""
-
-
-_NEXT = {
-    HubState.UNKNOWN: {HubState.ANSWERS, HubState.AWAY, HubState.REFUSES, HubState.UNUSED},
-    HubState.ANSWERS: {HubState.AWAY, HubState.REFUSES, HubState.UNUSED},
-    HubState.AWAY: {HubState.ANSWERS, HubState.REFUSES, HubState.UNUSED},
-    HubState.REFUSES: {HubState.ANSWERS, HubState.AWAY, HubState.UNUSED},
-    # Only an answer ends this state.
-    HubState.UNUSED: {HubState.ANSWERS},
-}
-"""The states that may follow each state. Other changes are ignored."""
 
 
 class HubPoller:
     """Asks for upstreams until it is closed.
 
     Args:
-        member: the member of this process.
-        weights: the weights to fill.
-        assignment: receives the upstreams.
         ticket: fails if the hub refuses a fetch that has no other source.
-        provenance: receives the reason if storage is read without claims.
-        stall_s: seconds without progress after which the fetch fails.
-        timing: waiting times.
-        away: why the member has not joined. If given, storage is read without claims from the start.
+        away: why the member has not joined. If set, storage is read without claims from the start.
 
     Attributes:
         state: changed only by `become`.
-        answer: the hub's last answer or failure, in words.
-        answered: set after the first request, whose answer contains the first claim.
+        answer: the hub's last reply or failure, as text.
+        answered: set after the first request, whose reply contains the first claim.
         wanted: set to ask the hub soon.
     """
 
@@ -97,9 +79,10 @@ class HubPoller:
             provenance.read_without_hub(away.message)
 
     def become(self, state: HubState) -> bool:
-        """Change the state. Return False without a change if `state` cannot follow the present one."""
+        """Change the state, and return whether it changed. Only a reply from the hub ends the state UNUSED."""
         with self._changing:
-            if state not in _NEXT[self.state]:
+            is_kept = self.state is HubState.UNUSED and state is not HubState.ANSWERS
+            if is_kept or state in {self.state, HubState.UNKNOWN}:
                 return False
             self.state = state
             return True
@@ -113,13 +96,13 @@ class HubPoller:
             self.answered.set()
             self._closing.wait(self.rest_s)
             if full_s < wait_s:
-                # Ask for a new grant, because the holder invalidates a grant even when it refuses.
+                # A refusing holder invalidates the grant too, so ask for a new grant.
                 self.wanted.wait(full_s)
             elif not self.wanted.wait(rest_s := max(wait_s / 4, self._timing.hub_pause_s)):
                 self.wait_while_fed(wait_s - rest_s)
 
     def _ask(self) -> tuple[float, float]:
-        """Ask once. Return the seconds until the next request and until a full parent may be tried again."""
+        """Ask once. Return the seconds until the next request and until a full parent may be retried."""
         is_first = not self.answered.is_set()
         try:
             reply = self._member.upstreams(
@@ -137,9 +120,8 @@ class HubPoller:
             return self._timing.hub_retry_s, math.inf
 
     def wait_while_fed(self, wait_s: float) -> None:
-        """Wait at most `wait_s` until the hub is wanted or no upstream has a chunk for us."""
-        # Check repeatedly. When members start together, the first ones know few of the others and read all chunks of
-        # these long before the next request.
+        """Wait at most `wait_s` until the hub is wanted or no upstream has a chunk for this fetch."""
+        # Members that start at the same time know few others at first, and soon have all of their chunks.
         until = time.monotonic() + wait_s
         while not self._assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
             if self.wanted.wait(min(self._timing.fetch_turn_s, left_s)):
@@ -147,14 +129,11 @@ class HubPoller:
 
     @property
     def rest_s(self) -> float:
-        """Pause before the next request to a slow hub, in seconds.
-
-        It is well below `stall_s`, so that a stall is noticed in time.
-        """
+        """Pause before the next request to a slow hub, in seconds. It is short enough to detect a stall in time."""
         return min(self._member.hub.rest_s, self._stall_s / 8)
 
     def note_failure(self, error: PenstockError) -> None:
-        """Record that the hub did not answer or refused us."""
+        """Record that the hub did not respond or refused this member."""
         is_refused = isinstance(error, PermissionDenied)
         self.answer = f"it refused: {error.message}" if is_refused else error.message
         self.become(HubState.REFUSES if is_refused else HubState.AWAY)
@@ -162,10 +141,7 @@ class HubPoller:
             self._ticket.fail(error)
 
     def drop_failed(self) -> None:
-        """Drop upstreams that failed or are full. They are tried again later.
-
-        Complain to the hub about the failed ones.
-        """
+        """Drop upstreams that failed or are full, and complain to the hub about failed upstreams."""
         for reader in self._assignment.pop_failed():
             assert reader.error is not None
             member = reader.upstream.member
@@ -175,25 +151,22 @@ class HubPoller:
             reader.close()
 
     def _note_storage_readers(self, reply: UpstreamsReply) -> None:
-        """Record whether other members are making progress reading storage.
-
-        Waiting for their chunks is then not a stall.
-        """
+        """Record whether other members are making progress with storage. Waiting for their chunks is no stall."""
         is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
         valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
     def do_others_read(self) -> bool:
-        """Return whether other members are reading the missing chunks from storage, by the hub's last answer."""
+        """Return whether other members are reading the missing chunks from storage, by the hub's last reply."""
         return time.monotonic() < self._others_read_until
 
     def pop_first_claim(self) -> ClaimReply | None:
-        """Return the claim from the first answer, once."""
+        """Return the claim from the first reply, once."""
         first, self._first_claim = self._first_claim, None
         return first
 
     def close(self) -> None:
-        """End the thread and all waits for this object."""
+        """Stop the thread and all waits for this object."""
         self._closing.set()
         self.wanted.set()
         self.answered.set()

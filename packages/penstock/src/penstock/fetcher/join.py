@@ -1,7 +1,4 @@
-"""The public API of the fleet: `join` it, then `fetch`, `offer`, `serve` and `leave`.
-
-`run` executes a fetch, `hub.app` is the hub's side, and `cache.weight_cache` keeps weights for engines.
-"""
+"""The public API of the fleet: `join`, then `fetch`, `offer`, `serve` and `leave`."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _log = log_named("penstock.fetch")
 class Fleet:
     """This process as a member of the fleet, created by `join`. Only one thread at a time may call its methods.
 
-    As a context manager it drains the readers and leaves the fleet on exit.
+    As a context manager it waits for its readers and leaves the fleet on exit.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
@@ -87,7 +84,7 @@ class Fleet:
 
         Raises:
             NotFound: no member holds the model and there is no fallback.
-            HubUnavailable: the hub does not answer and there is no fallback.
+            HubUnavailable: the hub does not respond and there is no fallback.
             PlanError: the target's tensors differ from those of the fallback.
             SourceError, IntegrityError: see `FetchRun.run`. `mutated` is True if the caller's target was written to.
 
@@ -109,8 +106,8 @@ class Fleet:
             phases.enter("allocate")
             weights, make_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
-            # Serve the weights before the first chunk arrives, because other members read each chunk as soon as it is
-            # verified. The hub learns of the weights from the first request for upstreams.
+            # Serve the weights now, because other members read each chunk as soon as it is verified. The hub learns of
+            # the weights from the first request for upstreams.
             self.member.show(weights, report=False)
             storage = (
                 StorageReader(target_weights.session, target_weights.layout, weights.rows)
@@ -122,7 +119,7 @@ class Fleet:
                 provenance, new_tensors = self._fill(weights, storage, phases, record, journey, make_tensors)
             weights.set_state("whole")
             self.member.beat_now()
-            # Fill an empty target only now, so that it gets all tensors or none.
+            # Fill an empty target only now, so that it receives all tensors or none.
             if make_tensors is not None:
                 assert isinstance(target, MutableMapping)
                 target.update(zip(weights.layout.table.names, new_tensors, strict=True))
@@ -147,11 +144,7 @@ class Fleet:
     ) -> tuple[Provenance, list[torch.Tensor]]:
         """Run the fetch into weights that other members can already read. Stop serving them if it fails.
 
-        Args:
-            make_tensors: makes the tensors of new memory, which are also returned. None means that the caller owns the
-                memory.
-
-        Raises the errors of `fetch`, with `mutated` set if the caller's own memory was written to.
+        `make_tensors` makes the tensors of new memory. None means that the caller owns the memory.
         """
         tensors: list[torch.Tensor] = []
         running = FetchRun(
@@ -167,7 +160,7 @@ class Fleet:
         try:
             with running:
                 running.start()
-                # Make the tensors while the hub and the upstreams connect. 1,800 tensors take 4 to 9 ms.
+                # Overlap this with the connections to the hub and the upstreams. 1,800 tensors take 4 to 9 ms.
                 if make_tensors is not None:
                     with paused_gc():
                         tensors = make_tensors()
@@ -175,13 +168,13 @@ class Fleet:
             phases.enter("commit")
             if weights.damage is not None:
                 raise weights.damage
-            # With a manifest every chunk was already compared with it.
+            # With a manifest every chunk was already verified against it.
             if not weights.has_manifest:
                 weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
-            # Members that read our chunks must not wait for chunks that will never arrive.
+            # Readers must not wait for chunks that will never arrive.
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and make_tensors is None:
                 # Storage writes to the target before it passes on chunks.
@@ -189,7 +182,7 @@ class Fleet:
                 error.mutated = error.mutated or is_touched
             raise
         finally:
-            # torch does not notice writes by address. Nobody has the new tensors yet.
+            # torch does not notice writes by address. New tensors are not visible to the caller yet.
             if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
                 note_written(weights.rows)
             journey.num_wrong = running.provenance.num_wrong
@@ -199,7 +192,7 @@ class Fleet:
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
         """Digest weights that this process already has, then let other members read them.
 
-        The hub knows about them when this returns. If it does not answer, it learns of them from the next heartbeat.
+        The hub knows about them when this returns, or after the next heartbeat if it does not respond now.
 
         Args:
             tensors: contiguous tensors on one device. They must not change until `fence` or `leave`.
@@ -208,7 +201,7 @@ class Fleet:
         Returns:
             The key under which members find them.
         """
-        # Digest without a revision first, because the revision is the root of these digests and the key depends on it.
+        # Digest without a revision first, because the key depends on the revision, which is the root of the digests.
         layout, rows = layout_of_tensors(targets_of(tensors, whole=True))
         chunks = np.arange(layout.chunks.num_chunks)
         draft = LocalWeights(self.identity, layout, rows)
@@ -232,7 +225,7 @@ class Fleet:
             self.member.hide(weights, 0.0)
 
     def serve(self, *, timeout_s: float | None = None) -> None:
-        """Serve as a source until `leave`, SIGTERM or SIGINT. Then drain the readers and leave.
+        """Serve as a source until `leave`, SIGTERM or SIGINT. Then wait for the readers and leave.
 
         Args:
             timeout_s: return after this many seconds and stay a member. None means no limit.
@@ -241,7 +234,6 @@ class Fleet:
             IntegrityError: see `check`. This process has left the fleet.
         """
         require_seconds("timeout_s", timeout_s)
-        # `check` raises for damaged weights. Nothing else would end a process that only serves.
         try:
             if until_stopped(self._left, self.check, timeout_s):
                 self.leave()
@@ -250,13 +242,10 @@ class Fleet:
             raise
 
     def check(self) -> None:
-        """Raise an error if served weights changed in memory after they were verified. Costs microseconds.
+        """Raise IntegrityError if served weights changed in memory after they were verified. Costs microseconds.
 
         One chunk is digested again with every heartbeat. Weights that differ are no longer served. Fetch them again, or
         call `fence` before an intended change.
-
-        Raises:
-            IntegrityError: a chunk changed in memory. The message names the chunk and the model.
         """
         self.member.check()
 
@@ -280,7 +269,7 @@ class Fleet:
 class Variant:
     """The properties in which weights of one model and revision may differ.
 
-    Members exchange weights only if all are equal.
+    Members exchange weights only if all properties are equal. A field of the wrong type raises ConfigError.
 
     Attributes:
         dtype: the dtype of the weights, under any name that all members use.
@@ -290,9 +279,6 @@ class Variant:
         post_processing: the engine's changes to the weights after loading. Empty means no changes.
         engine: name and version of engine and kernels, if `post_processing` depends on them.
         device_capability: the device's compute capability, if `post_processing` depends on it.
-
-    Raises:
-        ConfigError: a field has the wrong type.
     """
 
     dtype: str = ""
@@ -311,11 +297,7 @@ class Variant:
         self.quantization_digest()
 
     def quantization_digest(self) -> str:
-        """Return `quantization` if it is a str, otherwise a digest of the config.
-
-        Raises:
-            ConfigError: it contains a value that JSON cannot represent.
-        """
+        """Return `quantization` if it is a str, otherwise a digest. Raise ConfigError if JSON cannot represent it."""
         if isinstance(self.quantization, str):
             return self.quantization
         try:
@@ -326,7 +308,7 @@ class Variant:
         return str(blake3(ordered).hexdigest(length=16))
 
     def identity(self, model: str, revision: str) -> Identity:
-        """Return the identity by which the hub compares members. Its layout is not known yet."""
+        """Return the identity by which the hub compares members, without a layout."""
         return Identity(
             model=model,
             revision=revision,
@@ -356,8 +338,8 @@ def join(
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
 
-    If the given hub does not answer, this logs a warning and continues without it. A fetch with a `fallback` then reads
-    storage, other fetches raise HubUnavailable, and the member joins once the hub answers.
+    If the given hub does not respond, this logs a warning and continues without it. A fetch with a `fallback` then
+    reads storage, other fetches raise HubUnavailable, and the member joins once the hub responds.
 
     Args:
         model: the name that all members use for the model.
@@ -368,15 +350,16 @@ def join(
         variant: the other properties that must be equal at all members, such as dtype, quantisation and parallel
             coordinates. None means the defaults of `Variant`.
         max_readers: number of concurrent readers of this member. Further readers are sent to other members.
-        max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`. 0 means no limit.
+        max_bytes_per_s: limit for the total of all readers of this member, e.g. `"2G"`. 0 means no limit.
         min_bytes_per_s: do not use members below this rate, e.g. `"1G"`, and report them as slow. 0 means no minimum.
         memory_bytes: limit of host staging memory for storage reads.
-        timeout_s: seconds to wait for a given hub that does not answer. None means 10 s, as for every request.
-        needs_hub: whether a hub that does not answer is an error.
+        timeout_s: seconds to wait for a given hub that does not respond. None means 10 s, as for every request.
+        needs_hub: whether a hub that does not respond is an error.
 
     Raises:
-        HubUnavailable: no hub answers and `needs_hub` is set, or this host's own hub cannot start.
-        ConfigError: an argument is wrong. MissingExtra: a package is missing.
+        HubUnavailable: no hub responds and `needs_hub` is set, or this host's own hub cannot start.
+        ConfigError: an argument is wrong.
+        MissingExtra: a package is missing.
     """
     require_type("needs_hub", needs_hub, bool, "True or False")
     require_name("model", model)
@@ -390,7 +373,7 @@ def join(
     )
     identity = variant.identity(model, revision)
     member = Member.join(
-        # A request to the hub must time out well before the fetch itself stalls.
+        # A request to the hub must time out well before the fetch stalls.
         HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         connection,
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
@@ -414,15 +397,8 @@ def join_or_warn(
 ) -> Fleet | None:
     """Join a fleet. If its hub is not available, warn that `place` is read from storage instead, and return None.
 
-    Only an unavailable hub leads to storage. A hub that refuses the caller is an error.
-
-    Args:
-        place: URI of the model in storage, for the warning.
-        log: receives the warning.
-        connection, max_bytes_per_s, memory_bytes, needs_hub: see `join`.
-
-    Raises:
-        ConfigError, MissingExtra: as `join`.
+    Only an unavailable hub leads to storage. A hub that refuses the caller is an error. The other arguments are those
+    of `join`.
     """
     try:
         return join(

@@ -1,7 +1,4 @@
-"""The report of a fetch: bytes by source with reasons, seconds by phase, and how the bytes were verified.
-
-`Provenance` collects the facts while the fetch runs, and `FetchReport` is what the user gets.
-"""
+"""The report of a fetch. `Provenance` collects the facts while the fetch runs."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class Provenance:
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, with the reasons."""
     full: dict[str, str] = field(default_factory=dict)
-    """Refusal of each member that had no free reader's place. Reported only if the fetch fails."""
+    """Refusal of each member without a free reservation. Reported only if the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
     """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     why_storage: str = NO_MEMBER
@@ -47,29 +44,29 @@ class Provenance:
             self.why[path] = self.why_storage
 
     def received(self) -> dict[tuple[str, str], int]:
-        """Return the verified bytes so far by source and path, for metrics. Any thread may call it."""
+        """Return the verified bytes so far by source and path, for metrics. Thread-safe."""
         received: dict[tuple[str, str], int] = {}
-        # Copy, because the fetch adds paths at the same time.
+        # Copy the items, because the fetch adds paths at the same time.
         for path, nbytes in list(self.nbytes_by_path.items()):
             name = path.partition(" ")[0]
             key = ("storage", "fallback") if name == "storage" else ("peer", name)
             received[key] = received.get(key, 0) + nbytes
         return received
 
-    def read_without_claim(self, hub_says: str) -> None:
-        """Record that storage is read without a claim because the hub refused or did not answer."""
-        self.faults.append(f"hub: {hub_says}; storage is read without a claim")
-        self.why_storage = f"read without a claim, the hub: {hub_says}"
+    def read_without_claim(self, reason: str) -> None:
+        """Record that storage is read without a claim because the hub refused or did not respond."""
+        self.faults.append(f"hub: {reason}; storage is read without a claim")
+        self.why_storage = f"read without a claim, the hub: {reason}"
 
-    def read_without_hub(self, hub_says: str) -> None:
+    def read_without_hub(self, reason: str) -> None:
         """Record that this member could not join the fleet, so that storage is read."""
-        self.faults.append(f"hub: {hub_says}; storage is read without the fleet")
-        self.why_storage = f"no hub answered: {hub_says}"
+        self.faults.append(f"hub: {reason}; storage is read without the fleet")
+        self.why_storage = f"no hub answered: {reason}"
 
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress. Its message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
-        # Name only the last ones, because a fetch of hours may have met dozens of faults.
+        # Name only the last faults, because a long fetch may have met dozens.
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
         hint = f"run `{why_command(self.model)}` to see what each holder lacks, or pass fallback= to read storage"
         return kind(f"{what}: {tried}; {hub_says}", hint=hint)
@@ -81,7 +78,7 @@ class Provenance:
         return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
 
     def reasons(self) -> str:
-        """Return the reasons for the paths that were used. Each reason appears once."""
+        """Return the distinct reasons for the paths that were used."""
         used = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
         return "; ".join(dict.fromkeys(used))
 
@@ -93,17 +90,16 @@ class FetchReport(Summarised):
     model: str
     key: str
     revision: str
-    """Root of all digests that were compared or computed, with the prefix `w1-`."""
+    """Root of all digests, with the prefix `w1-`."""
     num_tensors: int
     nbytes: int
     storage_bytes: int
     """Bytes of weights that this process requested from storage."""
     header_bytes: int
-    """Bytes that it requested from storage to learn names and shapes of the weights. 0 without a fallback.
+    """Bytes that this process requested from storage for names and shapes of the weights. 0 without a fallback.
 
-    For each file it reads 16 KiB (or the whole file if it is shorter), or the header if that is longer. It reads the
-    index and the manifest whole. Every member with a fallback does so, because these bytes determine the key and so the
-    members to read from.
+    They include the index, the manifest, and at least 16 KiB of each file. Every member with a fallback reads them,
+    because they determine which members have the same weights.
     """
     wall_s: float
     phases: Mapping[str, float]
@@ -117,7 +113,7 @@ class FetchReport(Summarised):
     verified: bool
     """Whether every byte was compared with a digest that existed before this process read the byte."""
     verified_against: str
-    """Where the digests for the comparison are from, or that there were none."""
+    """Source of the digests for the comparison, or why there were none."""
 
     @property
     def gb_per_s(self) -> float:
@@ -181,10 +177,10 @@ def report_of(
 
 
 def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
-    """Return whether every byte was compared with a digest, and where these digests are from."""
+    """Return whether every byte was compared with a digest, and the source of these digests."""
     if weights.has_manifest:
         return True, "the manifest's digests"
-    # All digests together had to give this root. See `check_revision`.
+    # All digests together had to yield this root. See `check_revision`.
     if weights.identity.revision.startswith("w1-"):
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"

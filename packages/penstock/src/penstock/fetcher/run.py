@@ -1,14 +1,7 @@
 """A running fetch: reads chunks from upstreams and from storage, verifies them, and serves them to others.
 
-    hub --upstreams--> hub_poller --> assignment --> fetch: read chunks --> compute: digest, compare --> holding.gain
-     '----claims-----> claim_loop --> fetch: read storage ----------------^
-
-Executors, ticket and closing are in `engine.run`. The hub chooses upstreams in `plan.relay`, and `assignment` chooses
-the chunks to read from each. `join` is the API for callers.
-
-`run` has its own loop around the ticket's clock. The caller's thread does not only wait, as it does in other journeys.
-Every `Timing.fetch_turn_s` it assigns missing chunks to upstreams, because the end of a pause (a limit, a probe) wakes
-no thread.
+The hub chooses upstreams, and `assignment` chooses the chunks to read from each. The caller's thread assigns missing
+chunks every `Timing.fetch_turn_s`, because the end of a pause (a limit, a probe) wakes no thread.
 """
 
 from __future__ import annotations
@@ -49,15 +42,14 @@ from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
-"""Number of concurrent reads from all upstreams together."""
+"""Number of concurrent reads from all upstreams in total."""
 PARTS_AT_ONCE = 2
-"""Number of claims read from storage at once. The next one begins when little of the last is unread. See
-`storage_reader.LITTLE`."""
+"""Number of claims read from storage at once. See `storage_reader.LITTLE`."""
 NUM_VERIFYING = 2
 
 
 class FetchState(Enum):
-    """The state of a fetch. Its ticket says whether it succeeded."""
+    """The state of a fetch, in order. Its ticket says whether it succeeded."""
 
     NEW = auto()
     """The fetch has no threads yet."""
@@ -69,32 +61,19 @@ class FetchState(Enum):
     """Nothing writes to the weights from now on."""
 
 
-_NEXT = {
-    FetchState.NEW: {FetchState.STARTED, FetchState.CLOSED},
-    FetchState.STARTED: {FetchState.MOVING, FetchState.CLOSED},
-    FetchState.MOVING: {FetchState.CLOSED},
-    FetchState.CLOSED: set[FetchState](),
-}
-"""The states that may follow each state. Other changes are ignored."""
-
-
 class FetchRun(Run):
-    """A running fetch. As a context manager it ends every thread on exit, and nothing writes to the weights afterwards.
+    """A running fetch. As a context manager it stops every thread on exit. Nothing writes to the weights afterwards.
 
     Attributes:
         state: changed only by `_become`.
         provenance: the source of every byte, and the faults so far.
-        hub: what is known about the hub.
+        hub: the state of the hub.
 
     Args:
-        member: the member of this process.
         weights: the weights to fill, registered and in the state `filling`.
         storage: reads chunks that no member has. None means to read from peers only.
-        stall_s: seconds without progress after which the fetch fails.
-        trace: receives spans.
         on_first: called once, just before the first byte is requested.
-        away: why the member has not joined. If given, storage is read without claims from the start.
-        timing: waiting times.
+        away: why the member has not joined. If set, storage is read without claims from the start.
         make_reader: creates the reader that follows an upstream. None means a reader that sends requests to the peer.
     """
 
@@ -123,14 +102,13 @@ class FetchRun(Run):
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
         self._on_first = on_first
-        # Keep two clocks in addition to the ticket's. The first pauses while something feeds the fetch, and decides
-        # when to read storage without a claim. The second never pauses, and is reported to the hub.
+        # The first clock pauses while something feeds the fetch, and decides when to read storage without a claim. The
+        # second never pauses, and is reported to the hub.
         self._starved = StallTimer()
         self._no_progress = StallTimer()
-
         self._assignment = Assignment(
             weights,
-            # A bound method would form a cycle that keeps the weights alive until the cyclic collector runs.
+            # A bound method would keep the weights alive until the cyclic collector runs.
             make_reader or partial(_follow, member, weights, self.ticket, timing),
             can_read_storage=storage is not None,
             stall_s=stall_s,
@@ -173,9 +151,9 @@ class FetchRun(Run):
         self._read_bytes = 0
 
     def _become(self, state: FetchState) -> bool:
-        """Change the state. Return False without a change if `state` cannot follow the present one."""
+        """Change the state. Return False without a change unless `state` is the next state, or CLOSED."""
         with self._lock:
-            if state not in _NEXT[self.state]:
+            if not (state.value == self.state.value + 1 or (state is FetchState.CLOSED and self.state is not state)):
                 return False
             self.state = state
             return True
@@ -196,7 +174,7 @@ class FetchRun(Run):
         Raises:
             SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or no source sent a byte.
             IntegrityError: holders state different digests, or a verified chunk changed in our memory.
-            PenstockError: storage's own errors.
+            PenstockError: storage's errors.
         """
         while not self.ticket.done:
             pause_s = self.assign()
@@ -219,13 +197,13 @@ class FetchRun(Run):
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         start_thread(thread)
-        # Add it after the start, because `close` joins only threads that were started.
+        # `close` joins only threads that were started.
         self._threads.append(thread)
 
     # -- Progress and deadlines.
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including those of unfinished reads. The number only grows."""
+        """Return the bytes received so far, including unfinished reads. The number only grows."""
         with self._lock:
             nbytes = self._read_bytes + sum(read.received_bytes for read in self._reading)
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
@@ -233,11 +211,11 @@ class FetchRun(Run):
     def _is_feeding(self) -> bool:
         """Return True while the lack of received bytes is not a stall of the fetch.
 
-        This is so while storage is read, while bytes are verified, while other members read the missing chunks from
-        storage, and while the hub is merely slow.
+        Storage is being read, bytes are being verified, the hub is slow, or other members read the missing chunks from
+        storage.
         """
-        # On a host with two cores, 64 starting processes kept the hub from answering for more than half a stall.
-        # Processes that then read storage without a claim made it even slower.
+        # On a host with two cores, 64 starting processes delayed the hub's replies by half a stall. Reads of storage
+        # without a claim made the hub even slower.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
@@ -249,10 +227,10 @@ class FetchRun(Run):
         return self._assignment.is_idle()
 
     def is_busy(self) -> bool:
-        """Return True if an operation with its own deadline is running.
+        """Return True if an operation with a deadline is running.
 
-        A read from an upstream that failed since the last verified byte does not count. An upstream may cost this fetch
-        one stall, but not one stall for each retry.
+        A read from an upstream that failed since the last verified byte does not count, so that an upstream costs this
+        fetch one stall, not one for each retry.
         """
         with self._lock:
             is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
@@ -277,16 +255,13 @@ class FetchRun(Run):
 
     @property
     def read_stall_s(self) -> float:
-        """Seconds to wait for an upstream that sends nothing. It is half a stall if storage can be read instead."""
+        """Deadline for an upstream that sends nothing: half a stall if storage can be read instead."""
         return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
 
     # -- Reads.
 
     def assign(self) -> float:
-        """Post reads for every upstream with a free slot and missing chunks.
-
-        Return the seconds until the next round.
-        """
+        """Post reads for upstreams with a free slot and missing chunks. Return the seconds until the next round."""
         pause_s, has_failed = self._assignment.next_reads(
             self._post_reads, is_storage_read=self._storage_reads.is_busy()
         )
@@ -301,19 +276,16 @@ class FetchRun(Run):
         self._peer_reads.post(*(ReadFromUpstream(self, reader, chunks) for reader, chunks in reads))
 
     def note_first_read(self) -> None:
-        """Call `on_first` at the first call only, when a byte is about to be requested."""
+        """Call `on_first`, at the first call only, when a byte is about to be requested."""
         if self.state is FetchState.STARTED and self._become(FetchState.MOVING):
             self._on_first()
 
     def nbytes_of(self, chunks: I64) -> int:
-        """Return the number of bytes of these chunks."""
+        """Return the total size of these chunks in bytes."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
     def stated_digests(self, chunks: I64) -> U64:
-        """Return the leaf digests of chunks that an upstream has.
-
-        All sources state the same ones, see `UpstreamReader`.
-        """
+        """Return the leaf digests of chunks that an upstream has. All sources state the same digests."""
         digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
         return digests
 
@@ -347,7 +319,7 @@ class FetchRun(Run):
         """Verify a batch of received chunks and let others read them. Return the number of verified bytes."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
-        # An earlier work item may have verified these chunks in its batch.
+        # An earlier work item may have verified all waiting chunks in its batch.
         if not batch:
             return 0
         good = []
@@ -362,7 +334,6 @@ class FetchRun(Run):
         return sum(nbytes for _, nbytes in good)
 
     def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
-        """Record verified chunks in progress, provenance and pace."""
         weights = self._weights
         with self._assignment.held():
             for entry, nbytes in good:
@@ -375,7 +346,7 @@ class FetchRun(Run):
             weights.path, weights.why = self.provenance.shares(), self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
-        """Reject chunks with a wrong digest. They are read again, and their source is not used any more."""
+        """Reject chunks with a wrong digest. They are read again, and their source is no longer used."""
         message = f"chunk {wrong} differs from its digest"
         self.provenance.num_wrong += 1
         reader = arrival.upstream_reader
@@ -389,25 +360,25 @@ class FetchRun(Run):
         self.release_chunks(arrival.chunks)
 
     def close(self) -> None:
-        """End every thread and close every upstream. Idempotent."""
+        """Stop every thread and close every upstream. Idempotent."""
         self._become(FetchState.CLOSED)
         if not self.ticket.done:
             self.ticket.cancel()
-        # From now on an answer from the hub starts no reader.
+        # From now on a reply from the hub starts no reader.
         readers = self._assignment.close()
         self.hub.close()
         if self._claims is not None:
             self._claims.close()
         with self._lock:
             reading = list(self._reading)
-        # Stop the reads, or the executors would wait until they time out.
+        # Otherwise the executors would wait until the reads time out.
         for read in reading:
             read.stop(Cancelled("the fetch is over"))
         super().close()
         for thread in self._threads:
-            # The wait is bounded because the thread may be waiting for the hub. It does not touch the weights.
+            # The thread may be waiting for the hub. It does not touch the weights.
             thread.join(timeout=self._timing.fetch_end_s)
-        # Break the cycle, because the claim loop has bound methods of this object, which has the weights.
+        # Break a cycle that would keep the weights alive.
         self._claims = None
         for reader in readers:
             reader.close()
@@ -423,7 +394,6 @@ def _follow(
     upstream: Upstream,
     ranks: tuple[int, ...],
 ) -> UpstreamReader:
-    """Start to follow an upstream. See `MakeReader`."""
     reader = UpstreamReader(
         member.peer(upstream, weights.key),
         ranks,
@@ -438,10 +408,7 @@ def _follow(
 
 
 class ReadFromUpstream:
-    """A work item that reads chunks from an upstream's memory into ours.
-
-    It is a class because its posted reads are measured, and may be stopped, while it runs.
-    """
+    """A work item that reads chunks from an upstream's memory. Its posted reads may be stopped while it runs."""
 
     __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
 
@@ -460,8 +427,8 @@ class ReadFromUpstream:
         return sum(read.moved_bytes for read in self._posted)
 
     def stop(self, error: PenstockError) -> None:
-        """Stop the read early if its transport supports that. Nothing is written after this item has ended."""
-        # Copy, because the item's own thread may be posting.
+        """Stop the read early if its transport supports that."""
+        # Copy the list, because the item's thread may be posting.
         for read in list(self._posted):
             if isinstance(read, Stoppable):
                 read.fail(error)
@@ -505,7 +472,7 @@ class ReadFromUpstream:
             yield transport, read
 
     def finish(self) -> None:
-        """Do nothing, because `start` has passed on the chunks. See `WorkItem.finish`."""
+        """Do nothing, because `start` has passed on the chunks."""
 
     def abandon(self) -> None:
         """Unregister the read, because the fetch has ended."""
@@ -528,7 +495,7 @@ class VerifyReceived:
         self.nbytes = self._fetch.verify()
 
     def finish(self) -> None:
-        """Do nothing, because `start` has recorded the chunks. See `WorkItem.finish`."""
+        """Do nothing, because `start` has recorded the chunks."""
 
     def abandon(self) -> None:
-        """Do nothing, because the item holds nothing. See `WorkItem.abandon`."""
+        """Do nothing, because the item has no resources."""

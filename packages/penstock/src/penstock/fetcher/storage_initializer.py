@@ -1,9 +1,6 @@
-"""Storage initializer: puts a model's files in a directory before an engine starts, from a fleet or from storage.
+"""Puts a model's files in a directory before an engine starts, from a fleet or from storage.
 
-    SRC --list--> files --hub: fetch the weights; else copy--> DEST/.penstock.partial --verify, rename--> DEST
-
-KServe passes a URI and a directory to an init container. `cli.initialize` is the command, `fetcher.to_files` fetches,
-and `storage.download` copies.
+KServe passes a URI and a directory to an init container, which calls `initialize`.
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ if TYPE_CHECKING:
     from penstock.fetcher.report import FetchReport
 
 FLEET_PREFIX = "penstock+"
-"""Prefix for URIs that another storage initializer in the cluster would also claim, as in
-`penstock+s3://bucket/model`."""
+"""Prefix for URIs that another storage initializer in the cluster would also claim."""
 PARTIAL = ".penstock.partial"
-"""Name of the directory inside the destination where files are written before they are renamed."""
+"""Directory inside the destination where files are written before they are renamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class InitializeReport(Summarised):
     """Sources that failed, with the reasons."""
 
     def summary(self) -> str:
-        """Return a readable line."""
+        """Return the size, the paths and the verification on a line, and a line for each fault."""
         size = f"{self.num_files} files, {bytes_text(self.nbytes)} in {self.wall_s:.1f} s"
         total = max(1, sum(self.nbytes_by_path.values()))
         paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
@@ -80,22 +76,20 @@ def initialize(
     """Put all files of a model into a directory, and verify its weights.
 
     With a hub (`connection`, `PENSTOCK_HUB`) the weights are fetched from members of the fleet, and from storage if no
-    member has them. The other files are copied from storage. If the hub does not answer, this logs a warning and copies
-    everything from storage.
+    member has them. The other files are copied from storage. If the hub does not respond, this logs a warning and
+    copies everything from storage.
 
     Args:
         uri: a directory, prefix or file as for `load`, with files of any format. It may start with `penstock+`. Its
-            last part is the model's name in the fleet.
+            last segment is the model's name in the fleet.
         destination: a directory, which may exist. Files with the same names are replaced.
         connection: the hub, or its address. See `penstock.join`.
 
     Raises:
-        ConfigError: the destination has weights that are not the model's, or is the source. Nothing was changed.
+        ConfigError: the destination has weights of a different model, or is the source. Nothing was changed.
         IntegrityError: weights differ from the manifest. The destination has none of the files.
         DiskFull, DestinationError: the destination cannot be written, or another process writes to it.
         SourceError, FormatError: the storage failed, or the weights are malformed.
-
-    Cost: disk space for the files once. Verifying without a fleet reads the weights once more, from the page cache.
     """
     from penstock.hub.client import resolve_connection
 
@@ -104,7 +98,7 @@ def initialize(
     settings, connection = Settings.read(), resolve_connection(connection)
     target = OutputPlace.at(destination).path
     partial = target / PARTIAL
-    # Pin the revision once for all files, so that a moving branch cannot mix files from two commits.
+    # A moving branch must not mix files from two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
     with typed(target):
         require_apart([place], target, replace=True)
@@ -113,11 +107,11 @@ def initialize(
     with new_directory(target), DestinationClaim.open(target, partial):
         try:
             with typed(target):
-                # Remove the leftovers of a killed container, because this attempt starts again.
+                # Remove the files of a killed container.
                 clear(partial)
             weights = {name for name in files if _is_weights(name)}
             if not any(name.endswith(SUFFIX) for name in weights):
-                # These are GGUF files. A fetch would write their blocks as safetensors, so copy the files as they are.
+                # A fetch would write the blocks of GGUF files as safetensors, so copy these files unchanged.
                 weights = set()
             fetched = None
             if connection.hub is not None and weights:
@@ -158,7 +152,7 @@ def copy_other_files(
 ) -> None:
     """Put all files of a model except its weights into a directory: configuration, tokenizer, index.
 
-    Several processes may do so at the same time. Each file appears complete and replaces the previous one.
+    Several processes may do so at the same time. Each file appears complete and replaces an existing file.
 
     Args:
         place: a pinned URI.
@@ -176,7 +170,7 @@ def copy_other_files(
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target) as temporary:
             partial = Path(temporary)
-            wanted = {uri: inside(partial, name, uri=place) for name, uri in files.items() if not _is_bulk(name)}
+            wanted = {uri: inside(partial, name, uri=place) for name, uri in files.items() if not name.endswith(_BULK)}
             for path in wanted.values():
                 path.parent.mkdir(parents=True, exist_ok=True)
             download(wanted, settings=settings, storage_options=storage_options)
@@ -189,27 +183,27 @@ def copy_other_files(
 
 
 _BULK = (SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", SIDECAR)
-"""Endings of weight files in any format. It includes the manifest, because it describes weights that are not copied."""
-
-
-def _is_bulk(name: str) -> bool:
-    return name.endswith(_BULK)
+"""Endings of weight files in any format, and of the manifest, which describes weights that are not copied."""
 
 
 def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the files of a model by their names relative to `place`, including those in subdirectories."""
+    """Return the files of a model by their names relative to `place`, including subdirectories."""
     listed = list_files(place, settings=settings, storage_options=storage_options)
     if listed == [place]:
         name = display(place).rpartition("/")[2]
-        return {name: place, **_manifest_of(name, place, settings)}
+        manifest = f"{place}.{SIDECAR}"
+        # A URI with a query has no manifest next to the file.
+        if not name.endswith(SUFFIX) or display(place) != place or read_small(manifest, settings=settings) is None:
+            return {name: place}
+        return {name: place, f"{name}.{SIDECAR}": manifest}
     if place.startswith(("http://", "https://")):
-        # HTTP has no listing of directories, so `list_files` finds the files by their published names.
+        # HTTP has no directory listings, so `list_files` finds the files by their published names.
         return {file.removeprefix(directory_prefix(place)): file for file in listed}
     root = listed[0].rpartition("/")[0]
     if not is_remote(place):
-        # Copy all files, as the cluster's own initializers do. A link to a parent directory is followed once.
+        # Copy all files, as the cluster's initializers do. A symlink to a parent directory is followed once.
         found, left_out = walk(root, follow_links=True, max_below=None)
-        # A skipped directory was already walked under another name. Anything else would be missing from the copy.
+        # A skipped directory was already visited under another name. Anything else would be missing from the copy.
         for path, why in left_out.items():
             if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
                 raise SourceUnavailable(why, uri=path, hint="remove it or repair it")
@@ -220,14 +214,6 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
     }
 
 
-def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
-    """Return the manifest next to a single weight file by its name, or an empty dict if there is no manifest."""
-    if not name.endswith(SUFFIX) or display(file) != file:
-        return {}
-    manifest = f"{file}.{SIDECAR}"
-    return {} if read_small(manifest, settings=settings) is None else {f"{name}.{SIDECAR}": manifest}
-
-
 def _is_weights(name: str) -> bool:
     """Return whether a fetch writes this file, as a shard, the index, or the manifest of the set."""
     return "/" not in name and name.endswith((SUFFIX, INDEX_SUFFIX, SIDECAR))
@@ -235,7 +221,7 @@ def _is_weights(name: str) -> bool:
 
 def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
     """Fetch the weights into the partial directory. Return None if no hub answers."""
-    # Import on first use, because both import torch, which copying files does not need.
+    # Both modules import torch, which copying files does not need.
     from penstock.fetcher.join import join_or_warn
     from penstock.fetcher.to_files import fetch_to_files
 
@@ -253,18 +239,15 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
 
 
 def _verify(directory: Path, weights: Collection[str], compared: Collection[str]) -> tuple[bool, str]:
-    """Compare the copied weights with their manifest.
+    """Compare the copied weights with their manifest. Return whether they are verified, and against which digests.
 
-    Return whether they are verified, and what they were compared with.
-
-    Args:
-        compared: files whose SHA-256 matched the storage's when they were copied.
+    `compared` are the files whose SHA-256 matched the storage's when they were copied.
     """
     from penstock.loader.verify import verify
 
     if not weights:
         return False, "there are no safetensors files"
-    # A single file has its own manifest. A directory has one manifest for all files.
+    # A single file has a manifest for itself. A directory has one manifest for all files.
     own = [name for name in weights if f"{name}.{SIDECAR}" in weights]
     verdict = verify(str(directory / own[0] if own else directory))
     shards = {name for name in weights if name.endswith(SUFFIX)}
@@ -274,14 +257,13 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
 
 
 def _require_no_others(target: Path, names: Collection[str]) -> None:
-    """Raise ConfigError if the destination has weights with other names."""
     if others := {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names):
         message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
         raise ConfigError(message, uri=str(target), hint="remove them, or pass an empty directory")
 
 
 def _publish(partial: Path, target: Path) -> tuple[int, int]:
-    """Rename all files into the target, with index and manifest last. Return their number and total bytes."""
+    """Rename all files into the target, with index and manifest last. Return their number and total size in bytes."""
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     _require_no_others(target, names)
     nbytes = sum((partial / name).stat().st_size for name in names)

@@ -1,4 +1,4 @@
-"""Reads claimed chunks from storage, each byte once, directly into the destination tensors. It does not verify them."""
+"""Reads claimed chunks from storage, each byte once, directly into the destination tensors, without verification."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Minimum number of chunks passed on together (64 MiB). Members read the first chunks from slow storage while the rest
+"""Minimum number of chunks passed on at once (64 MiB). Members read the first chunks from slow storage while the rest
 is still being read."""
 HAND_ON_S = 1.0
-"""Chunks that waited this many seconds are passed on even if fewer than `AT_ONCE` are ready, so that slow storage shows
-progress."""
+"""Chunks that waited this many seconds are passed on even if fewer than `AT_ONCE` are ready."""
 GATHER_S = 0.1
-"""Shortest time between two batches, in seconds. Each batch is digested, reported and read by others in Python, which
-delays the reading threads, so fast storage passes on a whole claim at once. This delays a chunk once on its way to all
-members. Two cold starters took 1.35 times a split read with this value, and 1.49 times with 25 ms. Source:
+"""Minimum time between two batches, in seconds. Each batch costs Python time, which delays the reading threads. Two
+cold starters took 1.35 times a split read with this value, and 1.49 times with 25 ms. Source:
 benchmarks/results/h200x2_202611/fetch.md."""
 LITTLE = 0.5
-"""Fraction of a claim that is unread when the next one begins. Otherwise fast storage would be idle while the next
-claim is requested, planned and started."""
+"""Unread fraction of a claim at which the next claim begins, so that fast storage is never idle."""
 
 
 class StorageReader:
@@ -42,7 +39,7 @@ class StorageReader:
         rows: the destination for each row of the layout, as flat uint8.
 
     Attributes:
-        nbytes: bytes of the complete reads so far.
+        nbytes: total size of the completed reads in bytes.
         is_touched: whether a byte of the destination may have been written.
     """
 
@@ -61,8 +58,8 @@ class StorageReader:
 
     @property
     def received_bytes(self) -> int:
-        """Return a progress counter. It grows with every byte received, but it is not their sum."""
-        # `Counting` sources report bytes before a read is complete. The runs report complete reads, some of them again.
+        """Return a progress counter. It grows with every byte received, but may count some bytes twice."""
+        # `Counting` sources report bytes before a read is complete, and the runs report complete reads.
         counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
             return counted + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
@@ -70,10 +67,8 @@ class StorageReader:
     def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
         """Read these chunks into their rows. Yield chunks as soon as their bytes are complete.
 
-        Args:
-            near_end: called once, when at most the fraction `LITTLE` of the bytes is unread.
-
-        Raises the loader's errors. Closing the iterator early stops the reads.
+        `near_end` is called once, when at most the fraction `LITTLE` of the bytes is unread. Closing the iterator early
+        stops the reads.
         """
         pieces, owner = self._layout.chunks.pieces_apart(chunks)
         table, count = self._layout.table, len(pieces.row)
@@ -113,8 +108,8 @@ class StorageReader:
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
-            # Two claims may be read at once with one staging pool. Closing the failed run makes the other fail too, so
-            # the first error is the cause.
+            # Two claims may share one staging pool. Closing the failed run makes the other run fail too, so the first
+            # error is the cause.
             self._error = self._error or error
             raise self._error from None
         finally:
@@ -122,15 +117,14 @@ class StorageReader:
                 self.nbytes += sum(run.paths.values())
                 self._runs.remove(run)
                 self._moved_bytes += run.ticket.moved_bytes
-            # Close the run before asking, because a read that is still running may be the first to write.
+            # Close the run first, because a read that is still running may be the first to write.
             run.close()
             self.is_touched |= run.is_touched
 
     def _begin(self, wanted: TensorTable, flat: list[torch.Tensor]) -> LoadRun:
-        """Start a run of the loader that reads these rows into these tensors."""
         session = self._session
         with self._lock:
-            # Warm the staging buffers at the first claim only, because most fetches read nothing from storage.
+            # Most fetches read nothing from storage, so allocate the staging buffers at the first claim.
             if not self._is_warm:
                 self._is_warm = True
                 session.intake.warm(self.uri)

@@ -1,8 +1,4 @@
-"""The implementation of `penstock fetch`: fetches a model from the fleet into files, or to a device as a test.
-
-The output is a directory of shards with index and manifest, which appears only when complete. `join` does the fetch,
-and `storage.safetensors` has the format.
-"""
+"""The implementation of `penstock fetch`: fetches a model from the fleet into files, or to a device as a test."""
 
 from __future__ import annotations
 
@@ -37,12 +33,10 @@ from penstock.types import GB, Manifest, TensorTable
 SHARD_BYTES = 5 * GB
 """Size limit of a shard in bytes. Only a single larger tensor exceeds it. Source: the default of transformers'
 `save_pretrained`."""
-
 _TOKEN = "fetch-"
-"""Prefix for the token of a staging directory. See `OutputPlace.staging`."""
-
+"""Prefix for the token of a staging directory."""
 _EXPLAIN_S = 2.0
-"""Longest wait for the hub's explanation of why storage was read, in seconds. The fetch is already done."""
+"""Maximum wait for the hub's explanation of why storage was read, in seconds. The fetch is already done."""
 
 
 def fetch_to_files(
@@ -57,12 +51,14 @@ def fetch_to_files(
 ) -> FetchReport:
     """Fetch the fleet's model and write it to a directory, or only to a device.
 
+    With `to`, bytes are received into the pages of the files, so they use only reclaimable memory.
+
     Args:
         fleet: a member, from `join`.
         to: a directory that does not exist or is empty. It appears complete, with its manifest. None writes nothing.
         device: destination of the fetch. It must be the host if `to` is given.
         fallback, timeout_s, progress: see `Fleet.fetch`.
-        replace: replace an existing weight set at `to` once the new one is complete.
+        replace: replace an existing weight set at `to` once the new set is complete.
 
     Returns:
         The fetch's report. With `to`, `phases` also has `write`.
@@ -72,18 +68,16 @@ def fetch_to_files(
             write. Nothing was fetched.
         DiskFull, DestinationError: the directory cannot be written, or another process writes to it. Nothing remains.
         PenstockError: see `Fleet.fetch`.
-
-    Cost: with `to`, only reclaimable memory, because bytes are received into the pages of the files.
     """
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
-    # Check before anything is fetched. The check is repeated when the directory is renamed.
+    # Check before the fetch, and again when the directory is renamed.
     place = OutputPlace.at(to)
     sources = [] if fallback is None else texts_of(fallback)
     place.require_free(replace=replace, sources=sources)
     # Remove the directories of earlier calls that were killed.
     remove_dead(place, _TOKEN)
-    # Stage on the same file system as the target, so that one rename publishes it.
+    # Stage on the file system of the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
     with DestinationClaim.open(place.path, staging):
         files = _MappedFiles(staging)
@@ -110,16 +104,9 @@ def fetch_model(
     timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
-    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub answers, read the fallback.
+    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub responds, read the fallback.
 
-    Args:
-        model, connection, revision: see `penstock.join`.
-        to, device, replace: see `fetch_to_files`.
-        fallback: URI of the model in storage. With None, a hub that does not answer is an error.
-        timeout_s: seconds to wait for the hub, and for a first holder.
-
-    Raises:
-        HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `fetch_to_files`.
+    Without a fallback, HubUnavailable is raised. See `penstock.join` and `fetch_to_files` for the arguments.
     """
     before = None if to is None else _directory_at(OutputPlace.at(to).path)
     try:
@@ -129,15 +116,15 @@ def fetch_model(
         if to is not None and _directory_at(to) != before:
             interrupt.add_note(f"{to} is complete. Penstock only waited for readers of this process. To fetch again:")
         else:
-            state = (
-                "nothing was written" if to is None else f"{to} is unchanged, because all files appear there at once"
-            )
+            state = "nothing was written"
+            if to is not None:
+                state = f"{to} is unchanged, because all files appear there at once"
             interrupt.add_note(f"the fetch of {model} was not complete; {state}. To start it again:")
         raise
 
 
 def _directory_at(path: str | os.PathLike[str]) -> int | None:
-    """Return the inode at a path, or None if nothing is there."""
+    """Return the inode at a path, or None if it does not exist."""
     # The fetch itself reports any other problem with the path.
     with contextlib.suppress(OSError):
         return os.stat(path).st_ino
@@ -155,8 +142,7 @@ def _fetch_model(
     device: str | int | torch.device,
     replace: bool,
 ) -> FetchReport:
-    """Fetch as `fetch_model`, without notes about an interrupt."""
-    # Without a fallback the hub is needed, and the error from joining says best what is wrong with it.
+    # Without a fallback the hub is needed, and the error of `join` describes its problem best.
     needs_hub = fallback is None
     with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
         report = fetch_to_files(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
@@ -164,12 +150,12 @@ def _fetch_model(
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
-    """Add to the report of a fetch from storage which member has the whole model under another key, and why."""
+    """Add to the report of a fetch from storage which member holds the whole model under another key, and why."""
     # Ask only in this case, because the answer lists all members of the model.
     mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
     if mine is None or set(report.why.values()) != {NO_MEMBER}:
         return report
-    # The fetch is done, so an error from the hub must not spoil it.
+    # The fetch is done, so an error from the hub must not fail it.
     with contextlib.suppress(SourceError):
         for member in fleet.member.hub.status(report.model, within_s=_EXPLAIN_S).members:
             whole = [state.identity for state in member.holdings if state.state == "whole"]
@@ -193,7 +179,7 @@ class _MappedFiles(PlacedTarget):
         self._output: OutputSet | None = None
 
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """Create the files at full size and map them. See `PlacedTarget`. Raises DiskFull, DestinationError."""
+        """Create the files at full size and map them."""
         placed, body_nbytes = _places(layout.table)
         output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"}, stem=layout.stem)
         output.create()
@@ -206,8 +192,7 @@ class _MappedFiles(PlacedTarget):
     def publish(self, target: Path, weights: LocalWeights, replace: bool) -> None:
         """Publish the files at `target` with index and manifest."""
         assert self._output is not None
-        # Read names, shapes and offsets back from the files. The digests are from the fetch, which verified the same
-        # pages.
+        # Read names, shapes and offsets back from the files. The fetch verified the digests of the same pages.
         with open_weights(
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
@@ -232,8 +217,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
         file_index[row] = len(bodies) - 1
         bodies[-1] += length
     filled = [0] * len(bodies)
-    # With the widest elements first, each tensor starts at a multiple of its element size, as readers that map the file
-    # require.
+    # Each tensor then starts at a multiple of its element size, as readers that map the file require.
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]
@@ -241,13 +225,12 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """Return a file's bytes as a tensor with a shared mapping."""
+    """Return a shared mapping of a file as a tensor."""
     with typed(path), open(path, "r+b") as file:
         return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 
 
 def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
-    """Return the manifest of the written files, with the digests that the fetch verified."""
     layout = weights.layout
     row_of = {name: row for row, name in enumerate(layout.table.names)}
     rows = np.array([row_of[name] for name in written.tensors.names], np.int64)

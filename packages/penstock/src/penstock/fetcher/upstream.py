@@ -1,8 +1,7 @@
 """An upstream of a fetch. A thread follows its log, so that its available chunks are known.
 
-`choice` decides which of its chunks are read. The thread records digests in the weights, sets `has`, then wakes the
-fetch, whose threads read both and note finished reads. Values that both sides write are single attributes. A stale
-value changes the choice of a source but never the bytes.
+The thread records digests in the weights, sets `has`, then wakes the fetch, whose threads read both and note finished
+reads. A stale value changes the choice of a source but never the bytes.
 """
 
 from __future__ import annotations
@@ -40,38 +39,36 @@ UNNAMED = 1 << 16
 PATIENCE_S = 0.5
 """After this many seconds without new chunks and without bytes, later upstreams no longer wait for an upstream."""
 STEP_S = 0.02
-"""Target duration of one read, in seconds: short compared with a stall, long compared with the cost of a read (0.1
-ms)."""
+"""Target duration of a read in seconds: short compared with a stall, long compared with its cost (0.1 ms)."""
 MAPPED_STEP_CHUNKS = 32
 """Size of the first reads from mapped memory (512 MiB), which is `STEP_S` of PCIe. Growing from one chunk took 10 ms of
-Python. Larger first reads would delay the first news for the next member in a chain."""
+Python."""
 MAX_STEP_CHUNKS = 128
 """Maximum size of a read (2 GiB). A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source:
 docs/design/fetch.md."""
 _FIRST_S = 5.0
-"""Longest wait for the first read under a limit, in seconds. A chunk of 16 MiB takes this long at 3 MB/s. A slower
-reader should exceed the limit once rather than seem to stall."""
+"""Maximum wait in seconds for the first read under a rate limit, the time of a 16 MiB chunk at 3 MB/s. A slower reader
+should exceed the limit once rather than seem to stall."""
 LIMITED_STEP_S = 0.1
-"""Duration of one read from an upstream that limits its readers, in seconds, so that its bytes arrive evenly."""
+"""Duration of one read from an upstream that limits its readers, in seconds."""
 JUDGED_AFTER_S = 1.0
-"""Seconds of reading before an upstream's pace is compared with the minimum. The first reads set up links."""
+"""Seconds of reading before an upstream's pace is compared with the minimum. The first reads set up connections."""
 PROBE_S = 1.0
-"""Interval in seconds at which a later upstream is read for one chunk, to measure its pace. It is also the time before
-an earlier upstream is compared with it. With two trees, the upstream after a parent is connected for this measurement
-only, after twice this time, and is left at once if it is not much faster."""
+"""Interval in seconds at which one chunk is read from a later upstream to measure its pace, and the age at which an
+earlier upstream is compared with it. With two trees, the upstream after a parent connects for this measurement only."""
 MUCH_FASTER = 4.0
-"""A later upstream is used together with an earlier one if it is this many times as fast. The factor is well above the
-difference between two upstreams that share a link."""
+"""A later upstream is used in addition to an earlier one if it is this many times as fast. Upstreams that share a
+network link differ by less."""
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
 
 
 class UpstreamReader:
-    """The state of an upstream, kept up to date by a thread that follows its log.
+    """The state of an upstream, which a thread updates from its log.
 
     Attributes:
-        ranks: its position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
+        ranks: position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
         has: per chunk, True if it can be read from this upstream.
         num_flying: number of running reads.
         last_read: time when the last read ended.
@@ -81,7 +78,6 @@ class UpstreamReader:
 
     Args:
         min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less. 0 means no minimum.
-        timing: waiting times.
     """
 
     def __init__(
@@ -116,7 +112,7 @@ class UpstreamReader:
         self._read_s = 0.0
         self._read_until = 0.0
         self._followed_at = self._probed_at = time.monotonic()
-        # Kept per tree, because an upstream whose parent stalls in one tree still sends chunks of the other.
+        # One value for each tree, because an upstream whose parent stalls in one tree still sends the other.
         self._alive_at = [self._probed_at] * NUM_TREES
         self._recent_pace = _Pace(self._probed_at)
         self._silence = StallTimer()
@@ -140,12 +136,12 @@ class UpstreamReader:
 
     @property
     def is_parent(self) -> bool:
-        """Return whether it is the first choice for all chunks or for a tree of them."""
+        """Return whether it is the first choice for all chunks or for a tree of chunks."""
         return 0 in self.ranks
 
     @property
     def is_measured(self) -> bool:
-        """Return whether it was read, or was connected long enough for one read if it had a missing chunk."""
+        """Return whether it was read, or was connected long enough for a read."""
         return self.is_connected and (self.moved_bytes > 0 or time.monotonic() - self._followed_at >= PROBE_S)
 
     @property
@@ -154,10 +150,9 @@ class UpstreamReader:
         return self._generation >= 0
 
     def holds_back(self, tree: int) -> bool:
-        """Return whether later upstreams should wait because this one has or will have a tree's chunks.
+        """Return whether later upstreams should wait because this upstream has or will have a tree's chunks.
 
-        An upstream that the hub does not name for a tree is not waited for there. It may get its own chunks of that
-        tree from us.
+        An upstream without a rank in a tree may read that tree's chunks from this process.
         """
         if self.error is not None or self.ranks[tree] == UNNAMED:
             return False
@@ -171,15 +166,14 @@ class UpstreamReader:
         return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
-        """Return True if the earlier upstream `other` provides far less, so that waiting for it wastes time."""
+        """Return True if the earlier upstream `other` is so much slower that waiting for it wastes time."""
         now = time.monotonic()
-        # Give its bytes time to arrive. The chunks of one tree may be some hops away while the other tree already
-        # sends.
+        # The first chunks of a tree may be some hops away.
         is_new = now - other._followed_at < PROBE_S
         return not is_new and self.pace > MUCH_FASTER * other._recent_pace.value(now)
 
     def should_probe(self) -> bool:
-        """Return True at most once in `PROBE_S`, when it is time to read one chunk out of turn to measure the pace."""
+        """Return True at most once in `PROBE_S`, when it is time to read one chunk to measure the pace."""
         now = time.monotonic()
         if now - self._probed_at < PROBE_S:
             return False
@@ -187,7 +181,7 @@ class UpstreamReader:
         return True
 
     def note_transport_used(self, transport: Transport, source: Descriptor) -> None:
-        """Record a finished read's transport. Only now does it say whether it compressed these bytes."""
+        """Record a finished read's transport, which knows only now whether it compressed the bytes."""
         if isinstance(transport, Coding):
             name, why = transport.way(source)
             self._set_path(name, "; ".join(filter(None, (self._why_no_nearer, why))))
@@ -201,17 +195,12 @@ class UpstreamReader:
         self._news_wanted.set()
 
     def renew(self, upstream: Upstream) -> None:
-        """Use a newer grant from the hub. Grants are valid for 30 to 45 s, and a spare may connect later."""
+        """Use a newer grant from the hub, because grants are valid for 30 to 45 s and a spare may connect later."""
         if not self.is_connected:
             self.upstream = self.peer.upstream = upstream
 
-    def _wait_for_news(self) -> None:
-        """Wait until the next log request is useful."""
-        self._news_wanted.wait(self._timing.log_pause_s if self.is_parent else self._timing.spare_pause_s)
-        self._news_wanted.clear()
-
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed. A parent needs it now. See `Timing.spare_pause_s` and `PROBE_S`."""
+        """Wait until a lease may be needed. A parent needs a lease now. See `Timing.spare_pause_s` and `PROBE_S`."""
         begun = time.monotonic()
         while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(self._timing.spare_pause_s)):
             if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
@@ -226,12 +215,12 @@ class UpstreamReader:
         ]
 
     def note_read(self, chunks: I64, nbytes: int, seconds: float) -> None:
-        """Record a finished read. Its pace determines the size of the next one."""
+        """Record a finished read, whose pace determines the size of the next read."""
         self.last_read = now = time.monotonic()
         self._note_alive(chunks)
         self.moved_bytes += nbytes
         self._recent_pace.add(now, nbytes)
-        # Reads overlap. Time counted for an earlier read is not counted again.
+        # Reads overlap, so do not count time twice.
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
         if self._read_s > JUDGED_AFTER_S:
@@ -249,28 +238,27 @@ class UpstreamReader:
 
     def charge(self, nbytes: int) -> None:
         """Count a read that begins now against the holder's limit."""
-        # The holder cannot slow down one-sided reads, so it relies on its readers to respect the limit. A read counts
-        # when it begins, because several run at once.
+        # The holder cannot slow down one-sided reads, so its readers must respect the limit. A read counts when it
+        # begins, because several run at once.
         if self._max_bytes_per_s:
             self.not_before = max(self.not_before, time.monotonic()) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
-        """Record that it sent, or now has, these chunks."""
+        """Record that the upstream sent, or now has, these chunks."""
         now = time.monotonic()
         for tree in set((chunks % NUM_TREES).tolist()):
             self._alive_at[tree] = now
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
         """Return True if the running reads received less than `LEAST_BYTES` within `stall_s`."""
-        # Judge all reads from this upstream together, because they may share a connection.
+        # Judge all reads from this upstream as a group, because they may share a connection.
         if not is_read:
             self._silence.begin()
             return False
         return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
     def _check_minimum(self, bytes_per_s: float, how: str) -> None:
-        """Stop using the upstream if it is slower than the caller's minimum."""
-        # This applies to the only holder too. The fetch then reads storage, or fails.
+        """Stop using the upstream if it is slower than the caller's minimum, even if it is the only holder."""
         minimum = self._min_bytes_per_s
         if bytes_per_s < minimum:
             self.is_too_slow = True
@@ -282,8 +270,7 @@ class UpstreamReader:
     def _apply_limit(self, max_bytes_per_s: int) -> None:
         """Apply the holder's limit for this reader, in bytes/s. 0 means no limit."""
         if max_bytes_per_s and not self.not_before:
-            # A read begins once the limit allows all of its bytes. The first read waits as long as the largest read
-            # takes.
+            # A read begins once the limit allows all of its bytes, so the first read waits too.
             chunk_s = self._weights.layout.chunks.chunk_bytes / max_bytes_per_s
             first_s = min(_FIRST_S, max(LIMITED_STEP_S, chunk_s))
             self.not_before = time.monotonic() + first_s
@@ -293,14 +280,13 @@ class UpstreamReader:
 
     def note_wrong_chunk(self, chunk: int) -> None:
         """Remember a wrong chunk. When this reader ends, it asks the holder to digest the chunk again."""
-        # The hub does not trust one reader's report about another member's bytes. The holder stops serving damaged
-        # weights itself, which protects the other readers.
+        # The hub does not trust a reader's report about another member's bytes. A corrupt holder stops serving.
         self._suspect_chunk = chunk
 
     def fail(self, error: PenstockError) -> None:
         """Stop using the upstream. Keep the first error without its traceback."""
-        # The frames of the traceback refer to this object and so to the destination memory. One dead upstream would
-        # keep all weights of a finished fetch alive until Python's cyclic collector runs.
+        # The traceback's frames refer to the destination memory, which would stay allocated until the cyclic collector
+        # runs.
         if self.error is None:
             self.error = without_frames(error)
         self._closing.set()
@@ -308,10 +294,10 @@ class UpstreamReader:
         self._ticket.wake()
 
     def close(self) -> None:
-        """Stop following the log. The thread releases the lease. Wait for it at most `Timing.fetch_end_s`."""
+        """Stop following the log. Wait at most `Timing.fetch_end_s` for the thread, which releases the lease."""
         self._closing.set()
         self._news_wanted.set()
-        # A log request may be waiting at the peer for news.
+        # A log request may be waiting at the peer.
         self.peer.interrupt()
         self.thread.join(timeout=self._timing.fetch_end_s)
 
@@ -330,46 +316,42 @@ class UpstreamReader:
                     self._read_log(peer)
                 finally:
                     if self._suspect_chunk is not None:
-                        # An error is expected. SourceBusy says that the holder found the damage and stopped serving.
+                        # SourceBusy is expected: the holder detected the corruption and stopped serving.
                         with contextlib.suppress(PenstockError):
                             peer.recheck(self._suspect_chunk)
         except PenstockError as error:
-            # While this reader is closing, the error is only the interrupted request.
+            # While this reader is closing, the error is only the aborted request.
             if not self._closing.is_set():
                 self.fail(error)
 
     def _connect(self, peer_map: HoldingMap) -> None:
         """Check the peer's map against our layout, and choose a transport for each pair of regions.
 
-        Raises:
-            PlanError: the peer's chunks differ, or no transport reaches it.
-            FormatError: the map does not fit.
+        Raises PlanError if the peer's chunks differ or no transport reaches it, and FormatError if the map is invalid.
         """
         chunks, ours = self._weights.layout.chunks, self._weights.place
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
-        if theirs_are != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
-            expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
+        expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
+        if theirs_are != expected:
             message = f"(leaf_bytes, chunk_bytes, num_chunks) are {theirs_are} at the peer and {expected} here"
             raise PlanError(message, hint="run releases with the same chunk size at all members")
         capacities = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
-        region, offset = locate_rows(self._weights.layout, peer_map, capacities)
-        self._row_region = region
-        self._row_offset = offset
+        self._row_region, self._row_offset = locate_rows(self._weights.layout, peer_map, capacities)
         has_bytes = ours.row_region >= 0
-        pairs = set(zip(region[has_bytes].tolist(), ours.row_region[has_bytes].tolist(), strict=True))
+        pairs = set(zip(self._row_region[has_bytes].tolist(), ours.row_region[has_bytes].tolist(), strict=True))
         for theirs, mine in sorted(pairs):
             handles = self._weights.handles(mine)
             transport, descriptor, why = self._links.choose(
                 handles, peer_map.regions[theirs], same_host=self.peer.is_on_host, same_process=False
             )
-            # Map before the first read, so that its time is not the time of the mapping.
+            # Map before the first read, so that the read's duration does not include the mapping.
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name].memory.device, descriptor)
                 self.step_chunks = self.step_chunks if self._max_bytes_per_s else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
-        # Keep this order, because another thread reads the time once it sees that this upstream is connected.
+        # Set `_generation` last, because another thread reads the time once it sees that this upstream is connected.
         self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 
@@ -388,23 +370,22 @@ class UpstreamReader:
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
             if reply.state != "filling" and reply.serial == serial:
-                # The peer has no further news. Only renew the lease.
+                # The peer has no further news, so only renew the lease.
                 self._closing.wait(self._timing.log_wait_s)
             elif len(chunks):
                 self._closing.wait(self._timing.log_gather_s)
-                self._wait_for_news()
+                self._news_wanted.wait(self._timing.log_pause_s if self.is_parent else self._timing.spare_pause_s)
+                self._news_wanted.clear()
             serial = reply.serial
 
     def _add_news(self, chunks: I64, leaves: U64) -> None:
-        """Check and record chunks that the peer has verified, with their digests."""
         table = self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk that does not exist", uri=f"penstock:{self.upstream.member}")
         if len(leaves) != table.leaf_counts(chunks).sum():
-            raise FormatError(
-                "its log has the wrong number of leaf digests for its chunks", uri=f"penstock:{self.upstream.member}"
-            )
-        # Check before a byte is read. Digests that contradict the manifest prove that the member is damaged or lying.
+            message = "its log has the wrong number of leaf digests for its chunks"
+            raise FormatError(message, uri=f"penstock:{self.upstream.member}")
+        # Digests that contradict the manifest prove that the member is corrupt or lying.
         clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
             message = f"its digests of chunk {int(clash[0])} differ from the manifest's"
@@ -414,8 +395,7 @@ class UpstreamReader:
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
-        # Keep this last, because another thread reads the digests of chunks that it sees in `has`. By now our weights
-        # have them, from the manifest or from the first source that stated them.
+        # Keep this last, because another thread reads the digests of chunks that it sees in `has`.
         self.has[chunks] = True
         self._ticket.wake()
 
@@ -440,7 +420,7 @@ class _Pace:
 
     def _turn(self, now: float) -> None:
         """Begin a new interval if the present one is over."""
-        # Compute it once, because another thread may change `_since` between check and use.
+        # Another thread may change `_since` between the check and the use.
         passed_s = now - self._since
         if passed_s >= PROBE_S:
             self._before = self._nbytes / passed_s

@@ -1,7 +1,4 @@
-"""Verifies received chunks: digests them together, compares the digests, and marks correct chunks as verified.
-
-`run` reads the chunks and reacts to wrong ones.
-"""
+"""Verifies received chunks: digests a batch, compares the digests, and marks correct chunks as verified."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.types import I64, U64
 
 MAX_CHUNKS = 128
-"""Maximum number of chunks digested at once (2 GiB). It takes a device a millisecond and a CPU core 0.2 s."""
+"""Maximum number of chunks in a batch (2 GiB). It takes a device a millisecond and a CPU core 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,10 +28,7 @@ class ReceivedChunks:
 
 
 def next_batch(waiting: deque[ReceivedChunks], num_threads: int) -> list[ReceivedChunks]:
-    """Remove and return one thread's share of the waiting chunks, oldest first.
-
-    Return at least one entry if any waits.
-    """
+    """Remove and return one thread's share of the waiting chunks, oldest first. Return at least one waiting entry."""
     share, batch, count = -(-len(waiting) // num_threads), list[ReceivedChunks](), 0
     while waiting and len(batch) < share and (not batch or count + len(waiting[0].chunks) <= MAX_CHUNKS):
         batch.append(waiting.popleft())
@@ -45,11 +39,7 @@ def next_batch(waiting: deque[ReceivedChunks], num_threads: int) -> list[Receive
 def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple[ReceivedChunks, I64]]:
     """Digest a batch and compare the digests. Mark entries without a wrong chunk as verified.
 
-    Returns:
-        Each entry with its wrong chunks, which is an empty array if all are right.
-
-    Raises:
-        IntegrityError: storage and a member state different digests.
+    Returns each entry with its wrong chunks. Raises IntegrityError if storage and a member state different digests.
     """
     table = weights.layout.chunks
     chunks = np.concatenate([entry.chunks for entry in batch])
@@ -58,15 +48,14 @@ def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple
     for entry in batch:
         stop = at + int(table.leaf_counts(entry.chunks).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
-        # Compare chunks from storage with the manifest. Without a manifest, the digests of this read become the
-        # reference.
+        # Without a manifest, the digests of chunks that are read from storage become the reference.
         if wanted is None and weights.has_manifest:
             wanted = weights.leaves[table.leaves_of(entry.chunks)]
         wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
         if wanted is None:
             weights.record_digests(entry.chunks, mine, "storage, as it was read here")
         compared.append((entry, mine, wrong))
-    # Drop the whole entry if a chunk is wrong, because its source is not trusted any more.
+    # Drop the whole entry if a chunk is wrong, because its source is no longer trusted.
     good = [(entry.chunks, mine) for entry, mine, wrong in compared if not len(wrong)]
     if good:
         weights.mark_verified(*(np.concatenate(column) for column in zip(*good, strict=True)))

@@ -1,14 +1,8 @@
-"""Join both sides of a sync by tensor, and cut each wanted box into pieces of held boxes, first as boxes and then as
-bytes.
+"""Join both sides of a sync by tensor, and cut each wanted box into pieces of held boxes.
 
-A kind is the set of tensors that the same teams hold in the same forms and that are wanted in the same forms. 70,000
-tensors have a few hundred kinds, and each kind is planned once. A team is the set of ranks that hold the same box of
-the same tensor.
-
-    held      wanted     pieces
-    +--+--+   +-----+   +--+--+
-    |a |b |   |     |   |a |b |
-    +--+--+   +-----+   +--+--+
+A team is the set of ranks that hold the same box of the same tensor. A kind is the set of tensors that the same teams
+hold in the same forms and that are wanted in the same forms. 70,000 tensors have a few hundred kinds, and each kind is
+planned once.
 
 The proof of coverage puts a sign on each corner of a box: (-1)^(number of dims in which the corner is at `stop`). If
 the signs of all pieces sum to those of the wanted box at every point, each of its elements is in exactly one piece and
@@ -30,7 +24,7 @@ from penstock.segments import spread
 from penstock.types import I64, Box
 
 _PAIRS_AT_ONCE = 1 << 18
-"""Pairs of a held and a wanted box that are compared in one step. This bounds the memory to tens of MiB."""
+"""Pairs of a held and a wanted box that are compared in one step, which bounds the memory to tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -76,7 +70,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BoxPieces:
-    """Box that each wanted box takes from each held box, sorted by `want`."""
+    """The regions in which wanted boxes intersect held boxes, sorted by `want`."""
 
     want: I64
     """Index among all wanted forms of all kinds."""
@@ -87,8 +81,7 @@ class BoxPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BoxStrips:
-    """Pieces as bytes. Strip i has `num_rows` runs of `run_bytes`, `src_pitch` apart in the source and `dst_pitch`
-    apart in the destination.
+    """Pieces as bytes. Strip i has `num_rows` runs of `run_bytes`, which are `src_pitch` and `dst_pitch` apart.
 
     `src` and `dst` count from the first byte of the held and of the wanted box.
     """
@@ -105,19 +98,14 @@ class BoxStrips:
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxPieces, dict[int, Box]]:
     """Return pieces that cover each wanted box, and the first hole of each wanted box that the held boxes do not cover.
 
-    Args:
-        forms: forms of both sides.
-        held: forms in which each kind is held. Where they overlap, the larger box is used.
-        wanted: forms in which each kind is wanted.
-
-    Cost: number of held times wanted forms of each kind, in bounded memory.
+    `held` and `wanted` are the forms of each kind. Where held boxes overlap, the larger box is used.
     """
     boxes = Boxes.of([form.box for form in forms])
     kind = np.repeat(np.arange(len(wanted.first) - 1), wanted.counts)
     counts = held.counts[kind]
     parts: list[BoxPieces] = []
     holes: dict[int, Box] = {}
-    # Work in blocks, since all pairs of a trillion parameters would need gigabytes for their boxes.
+    # Work in blocks, because all pairs of a trillion parameters would need gigabytes for their boxes.
     for first, stop in _blocks(counts):
         num_held = counts[first:stop]
         want = np.repeat(np.arange(first, stop), num_held)
@@ -134,8 +122,10 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
 
 
 def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
-    """Return, sorted, the wanted boxes that do not have each element in exactly one piece. `piece_want` is the
-    wanted box of each piece."""
+    """Return, sorted, the wanted boxes that do not have each element in exactly one piece.
+
+    `piece_want` is the wanted box of each piece.
+    """
     # The corners are at `stop`, after the last element, so the extent is one more than that of the box.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
@@ -151,13 +141,13 @@ def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
         points = np.concatenate((points + low[:, d], points + high[:, d]))
         signs = np.concatenate((signs, -signs))
     owners, flat, sign = np.tile(owner, len(points)), points.reshape(-1), signs.reshape(-1)
-    # After sorting, equal points are neighbours and one pass sums their signs.
+    # Sort, so that equal points are neighbours and one pass sums their signs.
     order = np.lexsort((flat, owners))
     owners, flat, sign = owners[order], flat[order], sign[order]
     new = np.ones(len(order), bool)
     new[1:] = (owners[1:] != owners[:-1]) | (flat[1:] != flat[:-1])
     heads = np.flatnonzero(new)
-    # Check separately for a piece outside its box, since its points could wrap around to points inside.
+    # Check for a piece outside its box separately, because its points could wrap around to points inside.
     outside = ((pieces.start < wanted.start[piece_want]) | (pieces.stop > wanted.stop[piece_want])).any(axis=1)
     sums = np.add.reduceat(sign, heads) if len(heads) else sign
     return np.unique(np.concatenate((owners[heads[sums != 0]], piece_want[outside])))
@@ -168,7 +158,7 @@ def prove_coverage(wanted: Boxes, piece_want: I64, pieces: Boxes) -> None:
     bad = uncovered(wanted, piece_want, pieces)
     if not len(bad):
         return
-    # The proof finds the wrong box. Find the fault itself box by box, for the message.
+    # Locate the fault box by box, for the message.
     want = wanted.box(int(bad[0]))
     fault, where = _fault(want, [pieces.box(int(i)) for i in np.flatnonzero(piece_want == bad[0])])
     raise PlanError(f"wanted box {bad[0]} {show(want)}: {fault} {show(where)}")
@@ -177,8 +167,7 @@ def prove_coverage(wanted: Boxes, piece_want: I64, pieces: Boxes) -> None:
 def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> BoxStrips:
     """Return the bytes of these boxes in both memories, in as few strips as the layouts allow.
 
-    Raises:
-        PlanError: a box cuts a byte that packed elements share.
+    Raises PlanError if a box cuts a byte that packed elements share.
     """
     all_boxes = Boxes.of([form.box for form in forms])
     bits = np.array([form.dtype.bits for form in forms], np.int64)
@@ -186,13 +175,13 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     for i, form in enumerate(forms):
         assert form.strides is not None
         steps[i, : len(form.strides)] = form.strides
-    # Count in bits, so that strides of packed four-bit elements are whole numbers too.
+    # Count in bits, so that strides of packed four-bit elements are integers too.
     steps *= bits[:, None]
     src_steps, dst_steps = steps[held_form], steps[want_form]
     src = ((boxes.start - all_boxes.start[held_form]) * src_steps).sum(axis=1)
     dst = ((boxes.start - all_boxes.start[want_form]) * dst_steps).sum(axis=1)
     extent, src_step, dst_step = _levels(bits[held_form], boxes.stop - boxes.start, src_steps, dst_steps)
-    # Write out one strip for each index of the levels above a run and its rows.
+    # Emit one strip for each index of the levels above a run and its rows.
     counts = extent[:, 2:].prod(axis=1)
     piece = np.repeat(np.arange(len(src)), counts)
     index = spread(np.zeros(len(src), np.int64), counts)
@@ -202,23 +191,27 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         index //= extent[piece, level]
         src, dst = src + digit * src_step[piece, level], dst + digit * dst_step[piece, level]
     columns = (src, dst, extent[piece, 0], src_step[piece, 1], dst_step[piece, 1])
-    # Two four-bit elements share a byte, and a box may begin at the second.
+    # Two four-bit elements share a byte, and a box may begin at the second element.
     broken = np.any([column % 8 != 0 for column in columns], axis=0)
     if broken.any():
         i = int(piece[broken.argmax()])
         raise PlanError(f"{show(boxes.box(i))} of {forms[int(want_form[i])].spec} cuts through a byte")
     src, dst, run, src_pitch, dst_pitch = (column // 8 for column in columns)
-    rows = extent[piece, 1]
     return BoxStrips(
-        piece=piece, src=src, dst=dst, run_bytes=run, num_rows=rows, src_pitch=src_pitch, dst_pitch=dst_pitch
+        piece=piece,
+        src=src,
+        dst=dst,
+        run_bytes=run,
+        num_rows=extent[piece, 1],
+        src_pitch=src_pitch,
+        dst_pitch=dst_pitch,
     )
 
 
 def _levels(bits: I64, extent: I64, src_step: I64, dst_step: I64) -> tuple[I64, I64, I64]:
-    """Return the dims as levels, fastest of the destination first. A dim is folded into the level below if both
-    memories allow it.
+    """Return the dims as levels, fastest of the destination first. Level 0 is the run, in bits.
 
-    Level 0 is the run, in bits. Missing levels have extent 1 and step 0.
+    A dim is folded into the level below if both memories allow it. Missing levels have extent 1 and step 0.
     """
     order = np.argsort(dst_step, axis=1, kind="stable")
     extent, src_step, dst_step = (np.take_along_axis(column, order, axis=1) for column in (extent, src_step, dst_step))
@@ -232,7 +225,7 @@ def _levels(bits: I64, extent: I64, src_step: I64, dst_step: I64) -> tuple[I64, 
     for d in range(num_dims):
         active = extent[:, d] > 1
         length = levels[rows, top]
-        # Fold a dim only if it continues without a gap in both memories, so that both are one longer run.
+        # Fold a dim only if it continues without a gap in both memories.
         fold = (
             active
             & (src_step[:, d] == length * src_levels[rows, top])
@@ -247,7 +240,7 @@ def _levels(bits: I64, extent: I64, src_step: I64, dst_step: I64) -> tuple[I64, 
 
 
 def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that together have at most `_PAIRS_AT_ONCE` pairs, or a single row."""
+    """Yield ranges of rows with at most `_PAIRS_AT_ONCE` pairs in total, or a single row."""
     stop = np.cumsum(counts)
     at = 0
     while at < len(counts):
@@ -258,15 +251,15 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
 
 
 def _untangle(pieces: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
-    """Cut the pieces of the bad boxes until they do not overlap, and record what no piece covers in `holes`."""
+    """Cut the pieces of the bad boxes until they do not overlap. Record uncovered regions in `holes`."""
     keep = np.flatnonzero(~np.isin(pieces.want, bad))
     want, holders, new = pieces.want[keep].tolist(), pieces.held[keep].tolist(), []
     for row, target in enumerate(bad.tolist()):
         mine = np.flatnonzero(pieces.want == target)
         volume = (pieces.boxes.stop[mine] - pieces.boxes.start[mine]).prod(axis=1)
         left = [wanted.box(row)]
-        # Take the largest first, so that a wanted box is cut into few pieces. A stable sort gives equal plans for equal
-        # inputs.
+        # Start with the largest piece, so that a wanted box is cut into few pieces. The sort is stable, so that equal
+        # inputs have equal plans.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
             piece = pieces.boxes.box(i)
             new += [common for rest in left if (common := common_box(rest, piece)) is not None]
@@ -300,7 +293,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
     if common is None:
         yield a
         return
-    # Dim by dim, cut off the parts before and after the intersection and shrink the rest to it.
+    # In each dim, cut off the regions before and after the intersection and shrink the rest to it.
     start, stop = list(a.start), list(a.stop)
     for d in range(len(start)):
         if start[d] < common.start[d]:
@@ -311,7 +304,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
 
 
 def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
-    """Return the first fault of pieces that are known to be wrong, and where it is."""
+    """Return the first fault of pieces that are known to be wrong, and its location."""
     left = [want]
     for i, piece in enumerate(pieces):
         stray = next(minus(piece, want), None)
@@ -321,12 +314,11 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
         if again is not None:
             return "two pieces cover", again
         left = [part for rest in left for part in minus(rest, piece)]
-    # There is no stray piece and no overlap, so something is missing.
+    # Without a stray piece and an overlap, something is missing.
     return "no piece covers", left[0]
 
 
 def _joined(parts: Sequence[BoxPieces], num_dims: int) -> BoxPieces:
-    """Concatenate the pieces of all blocks. Without blocks, return no pieces with the right number of dims."""
     none = np.zeros((0, num_dims), np.int64)
     return BoxPieces(
         want=np.concatenate([none[:, 0], *(part.want for part in parts)]),
@@ -353,7 +345,6 @@ class Match:
 
     forms: tuple[Form, ...]
     names: tuple[str, ...]
-    """Name of each tensor."""
     unwanted: tuple[str, ...]
     """Tensors that are held but wanted by no receiver."""
     kind: I64
@@ -367,13 +358,12 @@ class Match:
     team: Groups
     """Ranks of each team, ascending."""
     pair_first: I64
-    """First pair of each tensor. A pair is a tensor in one of the held forms of its kind, in their order."""
+    """First pair of each tensor. A pair is a tensor in one of the held forms of its kind."""
     pair_row: I64
     """First row of each pair. A pair has one row for each rank of its team, in the team's order."""
     row_offset: I64
     want_rank: I64
-    """Receiver of each wanted row. The `want_` columns list the wanted rows rank by rank, in the order
-    of the layouts."""
+    """Receiver of each wanted row. The `want_` columns list the wanted rows by rank, in the order of the layouts."""
     want_tensor: I64
     want_form: I64
     """Index into `wanted.values`."""
@@ -391,11 +381,7 @@ class _Rows:
 
 
 def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
-    """Join both sides.
-
-    Raises:
-        PlanError: a layout is invalid, or no rank holds a wanted tensor with the same dtype, shape and tag.
-    """
+    """Join both sides. Raise PlanError if no rank holds a wanted tensor with the same dtype, shape and tag."""
     for layout in (*holdings, *wants):
         layout.check()
     names: dict[str, int] = defaultdict(count().__next__)
@@ -404,10 +390,10 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     number = {form: i for i, form in enumerate(forms)}
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
-    # Number the names of holdings first, since names are numbered as they appear and the publishers' order counts.
+    # Number the names of holdings first, because the publishers' order counts.
     held_rows, wanted_rows = _gather(holdings, names, number), _gather(wants, names, number)
     num_forms, num_specs, num_ranks = max(len(forms), 1), max(len(specs), 1), max(len(holdings), 1)
-    # Sort held rows by pair, then by rank. A rank that holds a box twice supplies the first copy. One number encodes
+    # Sort held rows by pair, then by rank. If a rank holds a box twice, its first copy is used. One number encodes
     # name, form and rank, so that a single sort joins millions of rows from 256 ranks.
     codes, at = np.unique((held_rows.name * num_forms + held_rows.form) * num_ranks + held_rows.rank, return_index=True)
     pair_code, pair_row = _heads(codes // num_ranks)
@@ -417,7 +403,7 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     need, need_first = _heads(want_code // num_forms * num_specs + spec[want_form])
     position = np.searchsorted(have, need)
     all_names, spare = list(names), have[~np.isin(have, need)]
-    # searchsorted returns the end for codes above all of `have`. The appended -1 makes these codes count as missing.
+    # searchsorted returns the end for codes above all of `have`. The appended -1 marks these codes as missing.
     missing = need[np.append(have, -1)[position] != need]
     if len(missing):
         raise _mismatch(all_names, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)
@@ -448,17 +434,16 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
 
 
 def _spec(form: Form) -> tuple[object, ...]:
-    """Return the parts of a form on which both sides must agree."""
+    """Return the fields of a form on which both sides must agree."""
     return str(form.dtype), form.shape, form.tag
 
 
 def _order(form: Form) -> tuple[object, ...]:
-    """Return the sort key of a form: its spec, then its place in the tensor."""
+    """Return the sort key of a form: its spec, then its position in the tensor."""
     return *_spec(form), form.box.start, form.box.stop, form.strides
 
 
 def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form, int]) -> _Rows:
-    """Return all rows of one side, with names and forms as numbers."""
     number_of_name: Callable[[str], int] = names.__getitem__
     none = np.zeros(0, np.int64)
     name, form = [none], [none]
@@ -475,7 +460,7 @@ def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form,
 
 
 def _heads(column: I64) -> tuple[I64, I64]:
-    """Return the value of each run of equal neighbours, and [num_runs + 1] where the runs begin."""
+    """Return the value of each run of equal neighbours, and [num_runs + 1] starts of the runs."""
     new = np.ones(len(column), bool)
     new[1:] = column[1:] != column[:-1]
     first = np.flatnonzero(new)
@@ -484,7 +469,7 @@ def _heads(column: I64) -> tuple[I64, I64]:
 
 def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
     """Return the teams, sorted by their ranks, and the team of each pair."""
-    # Big-endian bytes sort like the numbers, and make a team one hashable value.
+    # Big-endian bytes sort like the numbers, and a team is one hashable value.
     raw = ranks.astype(">i8").tobytes()
     keys = [raw[8 * a : 8 * b] for a, b in pairwise(first.tolist())]
     number = {key: i for i, key in enumerate(sorted(set(keys)))}
@@ -495,8 +480,7 @@ def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
 
 
 def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
-    """Return the kind of each tensor and the first tensor of each kind. Tensors of one kind have equal rows on every
-    side."""
+    """Return the kind of each tensor and the first tensor of each kind. Equal rows on every side mean the same kind."""
     keys: list[Iterable[bytes]] = []
     for rows, first, stop in sides:
         raw = np.ascontiguousarray(rows).tobytes()
@@ -508,14 +492,12 @@ def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
 
 
 def _groups(column: I64, first: I64, stop: I64) -> Groups:
-    """Return these ranges of a column as groups."""
     counts = stop - first
     return Groups(first=np.append(0, np.cumsum(counts)), values=column[spread(first, counts)])
 
 
 def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I64, spare: I64) -> PlanError:
-    """Return the error that lists wanted tensors that no rank holds with the same spec, and held tensors that nobody
-    wants."""
+    """Return the error that lists wanted tensors without a match, and held tensors that are not wanted."""
     wanted_as: dict[int, list[str]] = defaultdict(list)
     held_as: dict[int, list[str]] = defaultdict(list)
     concerned = have[np.isin(have // len(words), missing // len(words)) | np.isin(have, spare)]

@@ -1,10 +1,7 @@
 """Position of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of many boxes on one rank.
 
-    shape (4, 6), box rows 1..3, columns 2..5 of 2-byte elements:
-    runs of 6 bytes, 2 rows, pitch 12, from offset 16
-
-Layouts and plans travel between processes as msgpack, with each int64 column as its little-endian bytes (`encode`,
-`decode`). Decoding does not check the numbers. Each type has a `check` method for that.
+Layouts and plans are sent as msgpack, with each int64 column as its little-endian bytes. Decoding does not check the
+numbers. Each type has a `check` method for that.
 """
 
 from __future__ import annotations
@@ -29,22 +26,21 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 def decodable(kind: type[T]) -> type[T]:
     """Register a class for `decode`.
 
-    This creates the decoder early, since msgspec 0.21 crashes if two threads decode a dataclass that is new to it.
+    This creates the decoder early, because msgspec 0.21 crashes if two threads decode a dataclass that is new to it.
     """
     _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
     return kind
 
 
 def encode(value: object) -> bytes:
-    """Return the value as bytes. Equal values give equal bytes."""
+    """Return the value as bytes. Equal values have equal bytes."""
     return msgspec.msgpack.encode(value, enc_hook=_to_bytes)
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Decode a value of a class that was registered by `decodable`. This does not check its numbers.
+    """Decode a value of a class that was registered by `decodable`, without checking its numbers.
 
-    Raises:
-        FormatError: the bytes are not such a value.
+    Malformed bytes raise FormatError.
     """
     try:
         return cast(T, _decoders[kind].decode(raw))
@@ -54,20 +50,20 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 def _to_bytes(column: object) -> bytes:
     assert isinstance(column, np.ndarray) and column.dtype == np.int64
-    # Use little-endian on every machine, since plans are compared by the digest of their bytes.
+    # Plans are compared by the digest of their bytes, so the bytes are little-endian on every machine.
     return column.astype("<i8", copy=False).tobytes()
 
 
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
         raise ValueError("a column must be bytes, eight for each number")
-    # On little-endian machines this makes no copy. The result is read-only, which suits a frozen value.
+    # On little-endian machines this makes no copy. The result is read-only.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 
 
 MAX_DIMS = 8
-"""Maximum number of dims in a form. The corners of a box are 2^dims rows of the coverage proof. No checkpoint that we
-know has over 5."""
+"""Maximum number of dims in a form. The corners of a box are 2^dims rows of the coverage proof. Known checkpoints have
+at most 5."""
 MAX_ELEMENTS = 1 << 48
 """Maximum number of elements in a tensor. With MAX_DIMS and 64-bit elements, every offset in bits stays below 2^62."""
 
@@ -87,29 +83,28 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of the box."""
+        """Return the size of the box in bytes."""
         return len(self.offsets) * self.num_rows * self.run_bytes
 
 
 def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
     """Return the byte runs of `box` in a row-major tensor of `shape` with elements of `bits` bits.
 
-    Raises:
-        PlanError: the box lies outside the shape, or cuts a byte that packed elements share.
+    Raises PlanError if the box lies outside the shape, or cuts a byte that packed elements share.
     """
     if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
         raise PlanError(f"box [{box.start}, {box.stop}) lies outside shape {shape}")
-    # An empty box has no first byte from which to count.
+    # An empty box has no first byte.
     if box.num_elements == 0:
         return Runs(offsets=np.zeros(0, np.int64), num_rows=0, run_bytes=0, pitch_bytes=0)
-    # After the merge, the last dim is one run and the dim before it counts its rows. Earlier dims give more rectangles.
+    # After the merge, the last dim is one run and the dim before it counts its rows. Earlier dims multiply rectangles.
     dims = _merge(shape, box)
     inner_start, inner_extent, _ = dims[-1]
     strides = [bits] * len(dims)
     for d in range(len(dims) - 2, -1, -1):
         strides[d] = strides[d + 1] * dims[d + 1][2]
     byte_aligned = [inner_start * bits, inner_extent * bits, *strides[:-1]]
-    # The last stride is the width of an element. It is not checked, since four-bit elements are allowed inside a run.
+    # The last stride, the width of an element, is not checked, because four-bit elements are allowed inside a run.
     if any(n % 8 for n in byte_aligned):
         raise PlanError(f"box [{box.start}, {box.stop}) of shape {shape} cuts through a byte of {bits}-bit elements")
     run_bytes = inner_extent * bits // 8
@@ -124,8 +119,8 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
 
 
 def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
-    """Return the dims as (start, extent, size). A dim that the box takes whole is folded into the dim before it."""
-    # Start with a dim of one element. A scalar has no dims, and its box is still one run.
+    """Return the dims as (start, extent, size). A dim that the box covers is folded into the dim before it."""
+    # Start with a dim of one element, because the box of a scalar, which has no dims, is one run.
     dims: list[tuple[int, int, int]] = [(0, 1, 1)]
     for start, stop, size in zip(box.start, box.stop, shape, strict=True):
         outer_start, outer_extent, outer_size = dims[-1]
@@ -143,24 +138,20 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Layout of one box of a tensor in memory: all data of a row except its name and offset.
-
-    A rank has 70,000 rows and about twenty forms.
-    """
+    """Layout of one box of a tensor in memory. A rank has 70,000 rows and about twenty forms."""
 
     dtype: DType
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box
     strides: tuple[int, ...] | None = None
-    """Elements between neighbours in each dim of the rank's memory. None means that the box is packed row-major. The
-    stride is stored as 0 where the box has no neighbours, so that equal memory gives an equal form."""
+    """Distance in elements between neighbours in each dim of the rank's memory. None means that the box is packed
+    row-major. The stride is stored as 0 where the box has no neighbours."""
     tag: str = ""
     """Name of the conversion that was applied to the values, such as `fp8-block128`. Only equal tags are exchanged."""
 
     def __post_init__(self) -> None:
-        # Normalise the strides, so that equal memory gives an equal form. Forms are compared and hashed for every
-        # tensor.
+        # Normalise the strides, so that equal memory has an equal form.
         extents = self.box.shape
         strides = self.strides
         if strides is None:
@@ -172,7 +163,7 @@ class Form:
 
     @property
     def spec(self) -> str:
-        """Return the dtype, shape and tag as readable text. Both sides must agree on these."""
+        """Return the dtype, shape and tag as text. Both sides must agree on them."""
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property
@@ -182,7 +173,7 @@ class Form:
 
     @property
     def span_bytes(self) -> int:
-        """Return the number of bytes in memory from the first to the last of the box, including gaps."""
+        """Return the size of the box in memory in bytes, including gaps."""
         assert self.strides is not None
         if not self.box.num_elements:
             return 0
@@ -191,7 +182,7 @@ class Form:
 
     def fault(self) -> str | None:
         """Return the reason why this cannot be a box in memory, or None if it can."""
-        # This is not in `__post_init__`, since `Layout.check` reports the fault of a decoded form with the rank's name.
+        # `__post_init__` does not check this, because `Layout.check` reports the fault with the rank's name.
         assert self.strides is not None
         box, shape = self.box, self.shape
         if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):
@@ -201,8 +192,7 @@ class Form:
         if len(self.strides) != len(shape):
             return f"{len(self.strides)} strides for {len(shape)} dims"
         reach = 0
-        # Go from the smallest stride up. Each stride must exceed the reach of the smaller ones, or two elements would
-        # share an address.
+        # Each stride must exceed the reach of the smaller strides, or two elements would share an address.
         for step, extent in sorted(zip(self.strides, box.shape, strict=True)):
             if extent < 2 or not box.num_elements:
                 continue
@@ -217,13 +207,13 @@ class Form:
 class Layout:
     """Boxes that one rank holds or wants. Row i is the box `forms[form[i]]` of tensor `names[i]` at `offset[i]`.
 
-    A tensor may have several rows (a strided shard), and a box several places (tied weights with two copies).
+    A tensor may have several rows (a strided shard), and a box several copies (tied weights).
     """
 
     member: str
     """Id of the rank's process. A restarted process has a new id."""
     address: str = ""
-    """Identifies the registrations, for example by a digest of their descriptors. It changes whenever they change."""
+    """Identifies the registrations, for example by a digest of their descriptors."""
     regions: tuple[int, ...]
     """Bytes of each registration. Offsets count as if the registrations were adjacent, in this order."""
     forms: tuple[Form, ...]
@@ -234,16 +224,15 @@ class Layout:
     def check(self) -> None:
         """Raise PlanError with the first fault unless every row lies in one region and every form is valid."""
         if not len(self.names) == len(self.form) == len(self.offset):
-            raise PlanError(
-                f"{self.member}: {len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
-            )
+            counts = f"{len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
+            raise PlanError(f"{self.member}: {counts}")
         # The limit is 2^60, so that sums of offsets and spans stay within int64 whatever a peer sent.
         if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
             raise PlanError(f"{self.member}: regions of {self.regions} bytes")
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")
-        # A rank may hold nothing of a model. Then it has no forms.
+        # A rank may hold nothing of a model.
         if not len(self.names):
             return
         outside = (self.form < 0) | (self.form >= len(self.forms)) | (self.offset < 0)
@@ -251,7 +240,7 @@ class Layout:
             span = np.array([form.span_bytes for form in self.forms], np.int64)[self.form]
             stop = np.cumsum(np.array((*self.regions, 0), np.int64))
             region = np.searchsorted(stop[:-1], self.offset, side="right")
-            # An empty box may be anywhere. Compare by subtraction, since an offset plus a span could overflow.
+            # An empty box may be anywhere. Subtract, because an offset plus a span could overflow.
             outside = (span > 0) & ((self.offset >= stop[-1]) | (span > stop[region] - self.offset))
         if outside.any():
             i = int(outside.argmax())

@@ -1,11 +1,8 @@
 """Decide which short runs of a read are packed at their source, and cut them into batches that fit a packed buffer.
 
-    short runs, contiguous at the reader --> batches of at most one buffer --packed in order--> long runs
-    all other rectangles ------------------> read run by run
-
-Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns takes 256 bytes from each row.
+Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns reads 256 bytes from each row.
 A transport between hosts requests each run separately, which takes longer than transferring its bytes. A kernel at the
-source packs such runs at memory speed, and at the reader they are contiguous.
+source packs short runs at memory speed.
 """
 
 from __future__ import annotations
@@ -19,30 +16,28 @@ from penstock.segments import Rectangles, Segments
 from penstock.types import I64, MIB
 
 PACK_BYTES = 512 * MIB
-"""Default limit for a publisher's packed runs: two buckets of a sync. Buffers are allocated one by one when readers ask
-for them."""
+"""Default limit for a publisher's packed runs, two buckets of a sync. Each buffer is allocated at its first request."""
 NUM_BUFFERS = 8
-"""Buffers into which this memory is divided. Each serves one reader at a time. While one buffer is being packed and
-requested, which takes about 2 ms, the others keep a link of 50 GB/s busy for 9 ms."""
+"""Number of buffers that share this memory. Each serves one reader at a time. While one buffer is packed, which takes
+about 2 ms, the others keep a link of 50 GB/s busy for 9 ms."""
 LEAST_PACK_BYTES = NUM_BUFFERS * (64 << 10)
-"""Minimum size of this memory if it is not 0. With smaller buffers the requests would cost more than the runs."""
+"""Minimum of this memory unless it is 0. With smaller buffers the requests would cost more than the runs."""
 PACK_RUN_BYTES = 8 << 10
-"""Shorter runs are packed. A link of 50 GB/s carries 8 KiB in 0.16 us, which is less than the cost of requesting a run
-(0.2 to 1 us). Source: benchmarks/results/h200x2_202611/transport.md; for `http` over TCP:
-benchmarks/results/cpu2_202611/packing.md."""
+"""Shorter runs are packed. A link of 50 GB/s transfers 8 KiB in 0.16 us, less than a request for a run costs (0.2 to
+1 us). Source: benchmarks/results/h200x2_202611/transport.md, and benchmarks/results/cpu2_202611/packing.md for `http`
+over TCP."""
 LEAST_GAIN = 4
-"""Minimum number of runs that packing must join into one, since a packed buffer costs its reader one more request."""
+"""Minimum number of runs that packing must join into one, because a packed buffer costs its reader one more request."""
 
 
 def packable(rows: Rectangles, buffer_bytes: int) -> npt.NDArray[np.bool_]:
     """Return the mask of the rectangles to pack at the source. The mask is empty if packing would not pay off.
 
-    Args:
-        rows: one read between a region of the source and a region of the reader.
-        buffer_bytes: size of the source's packed buffers. 0 means that it does not pack.
+    `rows` is one read between a region of the source and a region of the reader. A `buffer_bytes` of 0 means that the
+    source does not pack.
     """
     run = rows.longest_runs()
-    # A rectangle with gaps at the reader has short runs there even if it is packed.
+    # A rectangle with gaps at the reader has short runs even if it is packed.
     is_whole_here = (rows.num_rows == 1) | (rows.dst_pitch == rows.run_bytes)
     mask: npt.NDArray[np.bool_] = (run < min(PACK_RUN_BYTES, buffer_bytes // 4)) & is_whole_here
     nbytes = rows.nbytes[mask]

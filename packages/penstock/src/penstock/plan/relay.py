@@ -1,14 +1,9 @@
 """Choice of upstreams: receivers form chains or two trees below the complete holders, or a ring if no member is
 complete.
 
-    holder -> a -> b -> c      Chains: one child per link. A member sends a copy once within its host, and once to
-                -> d (far)     other hosts if the host has a link for it. A fleet fills in about the time of one copy.
-
-    holder -> a -> b, c, d     Two trees, for the even and the odd chunks. In one of them a member sends half of a copy
-           -> b -> a, e, f     to each of two other hosts. They replace long chains of hosts.
-
-`relay_parents` builds the chains and trees. `hub.snapshot` knows which members are alive, and `fetcher.choice` decides
-which chunk to read from which upstream.
+In a chain each member has one child per link: it sends a copy once within its host, and once to other hosts. A fleet
+fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts. In one of
+them a member sends half of a copy to each of two other hosts.
 """
 
 from __future__ import annotations
@@ -32,38 +27,37 @@ from penstock.plan.relay_parents import (
 TREE_NAMES = ("even", "odd")
 """Names of the trees in reports."""
 MIN_HOPS = 8
-"""Trees are used if they save the time of this many hops, 0.1 s at 50 GB/s. They have a price: a receiver of two trees
-keeps two leases and follows two logs. Source: docs/design/fetch.md."""
+"""Trees are used if they save the time of this many hops, 0.1 s at 50 GB/s, because a receiver of two trees holds two
+leases and follows two logs. Source: docs/design/fetch.md."""
 
 
 class Relay:
     """Upstreams of every receiver of one key. It does not change, except for members that `append` adds to a ring.
 
+    All methods are thread-safe, except that `append` must not run in two threads at once. Building takes O(n log n)
+    while members complain about few others, and `upstreams` checks a bounded number of members.
+
     Attributes:
         trees: one or two mappings from a receiver to its parent. With two, each is for the chunks of one tree
-            (`NUM_TREES`). If any node is complete, following the parents ends at a complete one. Otherwise they form a
-            ring.
-
-    Cost: O(n log n) to build while members complain about few others. `upstreams` checks a bounded number of members.
-    All methods are thread-safe, except that `append` must not run in two threads at once.
+            (`NUM_TREES`). If any node is complete, the parents lead to a complete node. Otherwise they form a ring.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
-        # Sort the nodes, so that hubs that see the members in another order give the same upstreams.
+        # Sort the nodes, so that all hubs compute the same upstreams.
         self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
         self._number = {member: i for i, member in enumerate(self._nodes)}
         has_whole = any(node.whole for node in self._nodes.values())
         self._is_ring = not has_whole
         ring = () if has_whole else _ring_order(self._nodes)
         self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(ring),)
-        # Last member of each place in the ring. Later members replace earlier ones.
+        # Last member of each place in the ring.
         self._last = {place: node.member for node in ring for place in _ring_places(node)}
         self._spans = tuple(_spans(parents) if has_whole else {} for parents in self.trees)
         self._choice: dict[tuple[str, ...], list[Node]] = {}
         best = sorted(
             self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
         )
-        # Number of complete members among the first `SCANNED` of each place, where complete ones come first.
+        # Number of complete members among the first `SCANNED` of each place, where complete members come first.
         self._num_whole: Counter[tuple[str, ...]] = Counter()
         for node in best:
             is_good = node.whole and not node.last_resort
@@ -75,7 +69,7 @@ class Relay:
 
     @property
     def parents(self) -> Parents:
-        """Return the first tree, which is the only one unless the chunks are spread over two."""
+        """Return the first tree, which is the only one unless the chunks are spread over two trees."""
         return self.trees[0]
 
     def __contains__(self, member: str) -> bool:
@@ -83,11 +77,10 @@ class Relay:
         return member in self._nodes
 
     def append(self, node: Node) -> bool:
-        """Add a new member to a ring, after the last member of its host, rack or fleet. Return False if this is not a
-        ring.
+        """Add a new member to a ring, after the last member of its host, rack or fleet. Return False without a ring.
 
-        The upstreams of other members do not change. Chains and trees place all members that arrive within a second
-        together. Adding members one by one would make them deep permanently, since parents are kept.
+        Chains and trees instead place all members of a second at once. Single additions would make them deep for good,
+        because parents are kept.
         """
         if not self._is_ring or node.whole:
             return False
@@ -96,12 +89,12 @@ class Relay:
             # Prefer a member that serves, as in the ring.
             willing = (name for name in before if not self._nodes[name].last_resort)
             parent = next((name for name in willing if node.member not in self._nodes[name].complainers), before[0])
-            # Create a new dict, since other threads may be reading this one.
+            # Create a new dict, because other threads may be reading this one.
             self.trees = ({**self.trees[0], node.member: parent},)
             places_of_both = {*_ring_places(self._nodes[parent]), *_ring_places(node)}
         else:
             parent, places_of_both = "", set(_ring_places(node))
-        # Update the places where its parent was the last member, or where there was no member.
+        # Update the places where the parent was the last member, or without a member.
         for place in places_of_both:
             if self._last.get(place, parent) == parent:
                 self._last[place] = node.member
@@ -112,15 +105,14 @@ class Relay:
         """Return the members to read from, in order: the parent, its parent, then near and far members with the most
         chunks.
 
-        The member itself is never among them, nor a member below it in that tree if any node is complete. The result is
-        empty for a member that is complete or not among the nodes.
+        If any node is complete, no member below this member in the tree is returned. The result is empty for a member
+        that is complete or not among the nodes.
         """
         receiver = self._nodes.get(member)
         return () if receiver is None or receiver.whole else self.around(receiver, tree=tree, limit=limit)
 
     def around(self, receiver: Node, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
-        """Return upstreams for a node that need not be among the nodes. Such a node has no parent and no members below
-        it."""
+        """Return upstreams for a node that need not be among the nodes. It may have no parent."""
         member = receiver.member
         parent = self.trees[tree].get(member)
         good: dict[str, None] = {}
@@ -130,12 +122,12 @@ class Relay:
             node = self._nodes[name]
             if name == member or name in good or self._below(name, member, tree):
                 continue
-            # A parent without free places for readers has given one of them to this child.
+            # A full parent has a reservation for this child.
             is_poor = node.draining or node.demoted if name == parent else node.last_resort
             (bad if is_poor or member in node.complainers else good)[name] = None
             if len(good) == limit:
                 break
-        # A poor parent still comes first if there is nothing better, since it has the chunks that this member lacks.
+        # A poor parent still comes first if there is nothing better, because it has the chunks that this member lacks.
         if parent in bad and not good:
             good[parent] = bad.pop(parent)
         return tuple([*good, *(name for name in bad if name not in good)][:limit])
@@ -151,8 +143,7 @@ class Relay:
         is_new = receiver.member not in self._number
         turn = crc32(receiver.member.encode()) if is_new else self._number[receiver.member]
         for place in places(receiver):
-            # Start at a different one of the equally good members for each receiver, to spread the load when parents
-            # fail.
+            # Spread the load when parents fail: each receiver starts with a different one of the equally good members.
             choice = self._choice.get(place, [])
             num_whole = self._num_whole[place]
             yield from _rotated(choice[:num_whole], turn)
@@ -160,7 +151,7 @@ class Relay:
             yield from _rotated(choice[num_whole : num_whole + SCANNED], turn if is_new else 0)
 
     def _below(self, member: str, above: str, tree: int) -> bool:
-        """Return whether a member is below another in a tree. Reading from it would close a cycle."""
+        """Return whether a member is below another in a tree, so that reading from it would close a cycle."""
         spans = self._spans[tree]
         first, last = spans.get(above, (0, -1))
         return first < spans.get(member, (-1, -1))[0] <= last
@@ -174,21 +165,20 @@ def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
 
 
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
-    """Return chains, or two trees if these are in use already or are clearly faster."""
+    """Return chains, or two trees if two trees are in use already or are clearly faster."""
     receivers = [node for node in nodes.values() if not node.whole]
-    # Keep two trees while a receiver uses them, since relinking all members costs more than a few hops. A joining
-    # receiver that cannot follow trees reads all chunks from its parents, which get all of them.
+    # Keep two trees while a receiver uses them, because relinking all members costs more than a few hops. A receiver
+    # that cannot follow trees reads all chunks from its parent, which gets all of them.
     if any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
         return Trees(nodes).trees
     chains = (Chains(nodes).parents,)
     can_split = all(node.follows_trees for node in receivers)
-    # Near the end too little is left for a change of parents to pay off.
+    # Near the end a change of parents does not pay off.
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):
         return chains
     chains_time = _fill_time(nodes, chains)
     # Lower bound for the best trees without building them: two children per host, plus the longest chain within a host.
-    # It rules out trees for most fleets of about ten hosts, and for large fleets with many links.
     per_host = Counter(node.host for node in receivers)
     lower_bound = _num_left(nodes) + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
     gain = CHUNKS_A_HOP * MIN_HOPS
@@ -217,7 +207,7 @@ def _fill_time(nodes: dict[str, Node], trees: tuple[Parents, ...]) -> float:
                 by_links[shared_links(nodes[name])] += 1
     num_links = {shared_links(node): num_shared_links(node) for node in nodes.values()}
     by_link = (count / num_links[links] for links, count in by_links.items() if num_links[links])
-    # Copies that leave the busiest member, or the busiest link of a host, for other hosts.
+    # Number of copies that the busiest member, or the busiest link of a host, sends to other hosts.
     num_copies = max(max(by_member.values(), default=0), max(by_link, default=0.0)) / len(trees)
     return _num_left(nodes) * max(1.0, num_copies) + CHUNKS_A_HOP * max_depth
 
@@ -233,7 +223,7 @@ def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:
 
 
 def _ring_order(nodes: dict[str, Node]) -> list[Node]:
-    """Return members in the order of a ring: by arrival, with the members of a rack or host together."""
+    """Return members in the order of a ring: by arrival, with the members of a rack or host adjacent."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
         for place in _ring_places(node):
@@ -242,7 +232,6 @@ def _ring_order(nodes: dict[str, Node]) -> list[Node]:
 
 
 def _ring(order: Sequence[Node]) -> Parents:
-    """Return the parents of a ring in which each member reads from the previous one."""
     parents = {}
     for i, node in enumerate(order):
         before = (order[i - k] for k in range(1, min(len(order), SCANNED)))
@@ -260,7 +249,7 @@ def _spans(parents: Parents) -> dict[str, tuple[int, int]]:
         children.setdefault(parent, []).append(child)
     first: dict[str, int] = {}
     spans: dict[str, tuple[int, int]] = {}
-    # Use a stack, since recursion over a chain of 1,000 members would reach Python's limit.
+    # Use a stack, because recursion over a chain of 1,000 members would reach Python's limit.
     stack = [(root, False) for root in children if root not in parents]
     while stack:
         member, done = stack.pop()

@@ -13,35 +13,34 @@ MAX_DEPTH = 32
 """Depth of a chain below a complete holder from which the holder may get a second chain, even for little data. A slow
 member slows down all members below it. Source: docs/design/fetch.md."""
 CHUNKS_A_HOP = 44
-"""Delay of one hop as a number of chunks at 50 GB/s (15 ms). It is fewer chunks on slower links. A second child on
-another host delays both children of a holder by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""
+"""Delay of one hop as a number of chunks at 50 GB/s (15 ms). On slower links it is fewer chunks. Source:
+benchmarks/results/cpu2_202611/simulate.md."""
 NUM_TREES = 2
-"""Number of trees that a relay may have. Chunk c travels in tree c % 2. With two trees, a member that sends half of the
-chunks to each of two children sends one copy in total."""
+"""Number of trees that a relay may have. Chunk c travels in tree c % 2, so a member with two children sends one copy in
+total."""
 RACK_HOPS = 2
-"""A place in the same rack may be this many hops deeper than the best place elsewhere. A larger value would form a
+"""A parent in the same rack may be this many hops deeper than the best parent elsewhere. A larger value would form a
 chain of racks."""
 DEFAULT_CHILDREN = 8
 """Maximum number of children for a member that does not set `max_readers`."""
 DISTRUST = 2
-"""Number of callers that must complain before a member is demoted for all."""
+"""Number of callers that must complain before a member is demoted for all receivers."""
 SCANNED = 64
-"""Maximum number of candidates checked for one receiver, since a key may have thousands of members."""
-
+"""Maximum number of candidates checked for one receiver, because a key may have thousands of members."""
 
 Parents = dict[str, str]
-"""Receiver -> the member from which it reads first."""
+"""Maps each receiver to the member from which it reads first."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that has a key or is getting it."""
+    """A member that has a key or is receiving it."""
 
     member: str
     host: str
     rack: str = ""
     device: str = "cpu"
     joined: float = 0.0
-    """Time of joining. It is only compared, to order the members."""
+    """Time of joining, which only orders the members."""
     num_have: int
     num_chunks: int
     draining: bool = False
@@ -49,10 +48,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     max_readers: int = 0
     """Maximum number of readers. 0 means no maximum."""
     num_links: int = 0
-    """Links from its host to other hosts, each for one copy at a time. 0 means unknown, and each member counts as
-    having its own link."""
+    """Links from its host to other hosts, each for one copy at a time. 0 means unknown, and then each member counts as
+    having a link for itself."""
     link: str = ""
-    """Name of the link that its bytes take. Empty means unknown."""
+    """Name of the link for its bytes. Empty means unknown."""
     complainers: frozenset[str] = frozenset()
     """Members that complain about it and are not sent to it."""
     num_complaining: int = 0
@@ -71,33 +70,32 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_resort(self) -> bool:
-        """Return whether it should get a new child only if there is no other choice."""
+        """Return whether it should get a new child only if there is no alternative."""
         return self.draining or self.demoted or 0 < self.max_readers <= self.num_readers
 
     @property
     def demoted(self) -> bool:
-        """Return whether several callers complained about it. A single caller may have bad memory or a bad link itself,
-        or lie."""
+        """Return whether several callers complained about it. A single caller may have a broken link, or lie."""
         return self.num_complaining >= DISTRUST
 
     @property
     def order(self) -> tuple[float, str]:
-        """Return its sort key: the order of joining."""
+        """Return the sort key: the order of joining."""
         return self.joined, self.member
 
 
 def shared_links(node: Node) -> tuple[str, str]:
-    """Return what its readers on other hosts share: its own link if that is known, or all links of its host."""
+    """Return the identity of the links that the node's readers on other hosts share."""
     return node.host, node.link
 
 
 def num_shared_links(node: Node) -> int:
-    """Return how many copies the shared links carry at once. 0 means unknown."""
+    """Return how many copies the shared links can send at once. 0 means unknown."""
     return 1 if node.link else node.num_links
 
 
 def places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Return its places, nearest first: host and kind of device, host, rack, anywhere."""
+    """Return the node's places, nearest first: host and kind of device, host, rack, anywhere."""
     kind = node.device.partition(":")[0]
     rack = (("rack", node.rack),) if node.rack else ()
     return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)
@@ -107,8 +105,7 @@ def _serves(parent: Node, child: Node) -> bool:
     """Return whether a child should keep this parent: it is not demoted and not far behind the child."""
     if parent.draining or parent.demoted or child.member in parent.complainers:
         return False
-    # Tolerate a parent that is slightly behind. Moving its child for one chunk would change the tree at every
-    # heartbeat.
+    # Tolerate a parent that is slightly behind. Otherwise the tree would change at every heartbeat.
     return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have
 
 
@@ -118,7 +115,7 @@ def _furthest(node: Node) -> tuple[object, ...]:
 
 
 def _cycles(parents: Parents) -> Iterator[list[str]]:
-    """Yield each cycle that parents form once. The caller may open a cycle before it asks for the next."""
+    """Yield each cycle that the parents form once. The caller may open a cycle before it requests the next."""
     checked: set[str] = set()
     for start in list(parents):
         trail: dict[str, None] = {}
@@ -134,13 +131,12 @@ def _cycles(parents: Parents) -> Iterator[list[str]]:
 
 _WHOLE, _RECEIVER, _EACH_CHILD = 0, 1, 2
 _TOO_DEEP = _EACH_CHILD * DEFAULT_CHILDREN
-"""Ranks of offers in chains, best first: a complete holder without children, a receiver (which takes one child), a
-complete holder (once for each child that it has), and a receiver so deep that places directly below the holders are
-better."""
+"""Ranks of offers in chains, best first: a complete holder without children, a receiver (for one child), a complete
+holder (once for each child that it has), and a receiver that is too deep."""
 _Offer = tuple[int, int, int, tuple[float, str]]
-"""(rank, minus the number of chunks, depth, order). The lowest offer is taken first."""
+"""(rank, minus the number of chunks, depth, order). The lowest offer is used first."""
 _Poor = tuple[bool, bool, int, tuple[float, str]]
-"""(demoted, draining, minus the number of chunks, order) of a member of last resort. The lowest is taken first."""
+"""(demoted, draining, minus the number of chunks, order) of a member of last resort. The lowest is used first."""
 
 
 class Chains:
@@ -165,8 +161,7 @@ class Chains:
             if node.whole:
                 self._root(node, 0)
         heads = [node for node in nodes.values() if not node.whole and node.member not in self.parents]
-        # Place the heads of one host together. Each head that joins near the previous one leaves its own link to
-        # another host.
+        # Place the heads of one host in a row. Each head next to the previous head leaves its link to other hosts free.
         first = {node.host: node.order for node in reversed(nodes.values())}
         for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
@@ -176,12 +171,12 @@ class Chains:
 
     def _keep(self) -> None:
         """Keep the parents that still serve, and break the cycles that result."""
-        # Members with the most chunks choose first, since they lose most if their parent takes other children.
+        # Members with the most chunks choose first, because they lose most if their parent gets other children.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
             if parent is None or parent is child or child.whole or not _serves(parent, child):
                 continue
-            # More members may read from it than its cap now allows. The others get a new parent later.
+            # The parent may have more readers than its limit now allows. The others get a new parent later.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
                 self._attach(child, parent)
@@ -199,8 +194,7 @@ class Chains:
         self._far[shared_links(parent)] -= not near
 
     def _attach(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another and count its load, by member within a host and also by link between
-        hosts."""
+        """Make one member the child of another, and count the load of the parent and of its links to other hosts."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
@@ -208,7 +202,7 @@ class Chains:
         self._far[shared_links(parent)] = self._far.get(shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
-        """Mark `top` as a complete holder or as below one. It and all members below it may take children."""
+        """Mark `top` as a complete holder or as below one. It and all members below it may get children."""
         stack = [(top, depth)]
         while stack:
             node, at = stack.pop()
@@ -222,8 +216,7 @@ class Chains:
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
 
     def _rank(self, node: Node, near: bool) -> int | None:
-        """Return the rank at which the member takes one more child over a near or far link, or None if
-        it takes none."""
+        """Return the rank at which the member accepts one more child over a near or far link, or None."""
         load = self._load.get((node.member, near), 0)
         if num_shared_links(node) and not near:
             load = max(load, self._far.get(shared_links(node), 0) // num_shared_links(node))
@@ -236,7 +229,7 @@ class Chains:
         return _RECEIVER if self._depth[node.member] < self._max_depth else _TOO_DEEP
 
     def _offer(self, node: Node) -> None:
-        """Offer a member as a parent at every place where it takes children."""
+        """Offer a member as a parent at every place where it accepts children."""
         if node.last_resort:
             return
         for place in places(node):
@@ -246,8 +239,7 @@ class Chains:
                 heapq.heappush(self._open.setdefault(place, []), offer)
 
     def _choose(self, child: Node) -> Node:
-        """Return the best open parent: one with more chunks and as near as possible, then any, then one
-        of last resort."""
+        """Return the best open parent: with more chunks and as near as possible, then any, then one of last resort."""
         for must_be_ahead in (True, False):
             for place in places(child):
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
@@ -261,15 +253,14 @@ class Chains:
         for distance, place in enumerate(places(child)):
             reserve = self._reserve.get(place, [])
             if reserve:
-                # Take the first member that the child does not complain about, which is nearly always the first in the
-                # list.
+                # The child nearly always accepts the first member.
                 willing = (poor for poor in reserve if child.member not in self._nodes[poor[3][1]].complainers)
                 demoted, draining, minus_have, order = next(willing, reserve[0])
                 complains = child.member in self._nodes[order[1]].complainers
                 best.append((complains, demoted, draining, distance, minus_have, order))
         if best:
             return self._nodes[min(best)[-1][1]]
-        # There is no such member, so the child complains about all open ones.
+        # The child complains about all open members.
         usable = (self._nodes[name] for name in self._depth)
         return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
@@ -283,8 +274,7 @@ class Chains:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
-            # An offer is stale if the member or its host has taken a child since. Stale offers are corrected when they
-            # are found.
+            # An offer is stale if the member or its host got a child since. Correct it now.
             if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
@@ -301,24 +291,23 @@ class Chains:
 
 
 _Rank = tuple[int, int]
-"""(level, number). A member with the lowest rank takes the next child."""
+"""(level, number). The member with the lowest rank gets the next child."""
 _WITHIN_COPY, _KEPT_HALF, _OTHER_HALF, _OVER_COPY, _FULL, _DRAINING, _DEMOTED, _UNFIT = range(8)
 """Levels of ranks in trees, best first: capacity within the one copy that a member sends, the half that the first head
-keeps, the half for the other tree, more than one copy, more readers than allowed, draining, demoted, and unsuitable for
-a child."""
+reserves, the half for the other tree, more than one copy, more readers than allowed, draining, demoted, and unsuitable
+for a child."""
 _TreeOffer = tuple[_Rank, int, tuple[float, str]]
-"""(rank, depth, order). The lowest offer is taken first."""
+"""(rank, depth, order). The lowest offer is used first."""
 
 
 class Trees:
     """Builder of two trees, each for half of the chunks.
 
-    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents. The others
-    on the host form a chain below it. Heads alternate: one sends two halves to other hosts in the first tree, the next
-    one in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
+    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents. The other
+    members of the host form a chain below it. Heads alternate: one sends two halves to other hosts in the first tree,
+    the next head in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
 
-    Parents that serve are kept. A head that joins alone gives one half of its copy to each tree. A chain of such heads
-    is the same as a chain by `Chains`.
+    Parents that serve are kept. A head that joins alone sends one half of its copy in each tree.
     """
 
     def __init__(self, nodes: dict[str, Node]) -> None:
@@ -334,7 +323,7 @@ class Trees:
         self._tree_of: dict[str, int | None] = {}
         self._first: list[str | None] = [None] * NUM_TREES
         self._hang_hosts()
-        # Heads with the most chunks go first, since they lose most if others take their places.
+        # Heads with the most chunks go first, because they lose most if others get their parents.
         heads = sorted(self._heads.values(), key=_furthest)
         self._keep(heads)
         self._choose_trees(heads)
@@ -343,15 +332,13 @@ class Trees:
                 if node.whole:
                     self._root(node, tree, 0)
         own = [(self._tree_of.get(head.member), head) for head in heads]
-        # Place heads that will have children first, in the tree in which they send and in turns. Otherwise the first
-        # heads of one tree would take the places from which the other tree grows. Then place all heads where they only
-        # receive.
+        # First place heads that will have children, in the tree in which they send. Otherwise the first heads of one
+        # tree would use up the parents below which the other tree grows. Then place all heads where they only receive.
         self._place((tree, head) for tree, head in own if tree is not None)
         self._place((tree, head) for head in heads for tree in range(NUM_TREES))
 
     def _hang_hosts(self) -> None:
-        """Choose a head for each host without a complete holder, and place its other members below the head or the
-        holder."""
+        """Choose a head for each host without a complete holder, and place the other members below a head or holder."""
         by_host: dict[str, list[Node]] = {}
         for node in self._nodes.values():
             by_host.setdefault(node.host, []).append(node)
@@ -387,7 +374,7 @@ class Trees:
                 if not self._is_full(parent) or self._reads(head, parent):
                     self._attach(head, parent, tree)
             for cycle in _cycles(parents):
-                # Cut only links between heads, since links within a host form no cycle.
+                # Links within a host form no cycle.
                 child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
                 self._detach(child, tree)
 
@@ -408,11 +395,11 @@ class Trees:
             count[tree] += 1
 
     def _place(self, wanted: Iterable[tuple[int, Node]]) -> None:
-        """Give heads without a parent in a tree the best open parent."""
+        """Assign the best open parent to heads without a parent in a tree."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
-                # The heads of a tree can send one half more than they need. The first one keeps it for members that
-                # join later, so that their subtree begins near the top and not below the deepest members.
+                # The heads of a tree can send one half more than they need. The first head reserves it for members that
+                # join later, so that their subtree begins near the top.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
@@ -439,7 +426,7 @@ class Trees:
         self._on_links[shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
-        """Mark `top` as a complete holder or as below one in a tree. It and the heads below it may take children."""
+        """Mark `top` as a complete holder or as below one in a tree. It and the heads below it may get children."""
         stack = [(top.member, depth)]
         while stack:
             name, at = stack.pop()
@@ -452,11 +439,9 @@ class Trees:
             stack.extend((child, at + 1) for child in self._children[tree].get(name, ()))
 
     def _reads(self, child: Node, parent: Node) -> bool:
-        """Return whether a child reads from this parent in at least one tree."""
         return any(parents.get(child.member) == parent.member for parents in self.trees)
 
     def _is_full(self, node: Node) -> bool:
-        """Return whether a member has as many readers as it allows."""
         return self._num_readers.get(node.member, 0) >= (node.max_readers or DEFAULT_CHILDREN)
 
     def _num_halves(self, node: Node) -> int:
@@ -467,7 +452,7 @@ class Trees:
         return max(halves, self._on_links.get(shared_links(node), 0) // num_links) if num_links else halves
 
     def _rank(self, node: Node, tree: int) -> _Rank:
-        """Return the rank at which the member takes one more child from another host in a tree."""
+        """Return the rank at which the member accepts one more child from another host in a tree."""
         halves = self._num_halves(node)
         if node.demoted:
             return _DEMOTED, halves
@@ -476,8 +461,7 @@ class Trees:
         if self._is_full(node):
             return _FULL, halves
         if halves >= NUM_TREES:
-            # Its readers and all members below them take longer. A holder comes last, since
-            # all are below it.
+            # Its readers and all members below them take longer. A holder is last, because all members are below it.
             return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
             return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
@@ -488,8 +472,7 @@ class Trees:
     def _choose(self, child: Node, tree: int) -> Node:
         """Return the best parent: within its one copy and shallow. A parent in the same rack may be slightly deeper."""
         best = self._best_offer(child, tree, "")
-        # If all offers are full, the parent in the other tree still has a place for this child, which reads from it
-        # already.
+        # If all offers are full, the parent in the other tree still accepts this child, which is already its reader.
         other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))
         if best[0][0] >= _FULL and other is not None and other.member in self._depth[tree] and _serves(other, child):
             return other
@@ -500,8 +483,7 @@ class Trees:
         return self._nodes[best[2][1]]
 
     def _best_offer(self, child: Node, tree: int, place: str) -> _TreeOffer:
-        """Return the best offer of a rack or of the fleet for a child. Its rank is `_UNFIT` if no checked member serves
-        the child."""
+        """Return the best offer of a rack or the fleet. Its rank is `_UNFIT` if no checked member serves the child."""
         heap = self._open[tree, place]
         skipped: list[_TreeOffer] = []
         chosen = None
@@ -509,7 +491,7 @@ class Trees:
             rank, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
-            # The offer is stale if the member or its link has taken a child since.
+            # The offer is stale if the member or its link got a child since.
             if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
             elif _serves(node, child):

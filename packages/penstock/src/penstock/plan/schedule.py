@@ -1,8 +1,4 @@
-"""Plan of a load (which ranges are read, in which order, and where each byte goes), and the chunks of a fetch.
-
-load:   rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
-fetch:  rows sorted by name form one line --cut--> leaves (at most `leaf_bytes` of a row) --grouped--> chunks
-"""
+"""Plan of a load (file ranges to read, their order, and the destination of each byte), and the chunks of a fetch."""
 
 from __future__ import annotations
 
@@ -21,23 +17,21 @@ from penstock.types import I64, MIB, Box, TensorTable
 Bools = npt.NDArray[np.bool_]
 
 SMALL_BYTES = MIB
-"""Tensors of at least this size have separate memory. Smaller ones share slabs. Source: kSmallSize of torch's CUDA
-caching allocator, which also packs smaller tensors."""
-
+"""Tensors of at least this size have separate memory. Smaller tensors share slabs. Source: kSmallSize of torch's CUDA
+caching allocator."""
 SLAB_BYTES = 2 * MIB
 """A row starts a new slab if it is this far from the slab's first byte. Source: kSmallBuffer of the same allocator."""
-
 ALIGN_IN_SLAB = 16
-"""Rows share a slab only if their offsets agree modulo this, since vectorised kernels load 16 bytes at a time."""
+"""Rows share a slab only if their offsets agree modulo this, because vectorised kernels load 16 bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadPlan:
     """Reads of one load, as columns. Offsets and lengths are in bytes.
 
-    A read is one contiguous file range of at most `chunk_bytes`. Its segments `seg_first[r]:seg_first[r + 1]` say where
-    its bytes go. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read, `seg_pitch`
-    apart. They are packed at `seg_dst` in slab `seg_slab`.
+    A read is one contiguous file range of at most `chunk_bytes`. Its segments `seg_first[r]:seg_first[r + 1]` are the
+    destinations of its bytes. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read,
+    `seg_pitch` apart. They are packed at `seg_dst` in slab `seg_slab`.
     """
 
     table: TensorTable
@@ -48,7 +42,7 @@ class LoadPlan:
     row_offset: I64
     """Offset of the row in its slab."""
     row_nbytes: I64
-    """Bytes of the row at the destination, which are those of its box if it has one."""
+    """Bytes of the row at the destination, which are the bytes of its box if it has one."""
     slab_nbytes: I64
     read_file: I64
     read_offset: I64
@@ -68,7 +62,7 @@ class LoadPlan:
 
     @property
     def num_reads(self) -> int:
-        """Return the number of file ranges that are read."""
+        """Return the number of file ranges to read."""
         return len(self.read_file)
 
     @property
@@ -77,18 +71,16 @@ class LoadPlan:
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
-        """Return for each read whether its segments, in order, are exactly its bytes, so that it can be read directly
-        into slabs."""
+        """Return for each read whether its segments, in order, are exactly its bytes.
+
+        Such a read needs no staging buffer.
+        """
         seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
         return np.asarray(sums == self.read_nbytes)
 
     def in_order_of(self, slabs: Sequence[int]) -> LoadPlan:
-        """Return the plan with its reads in the order in which slabs are wanted. The slabs keep their numbers.
-
-        Args:
-            slabs: every slab once, the first wanted slab first.
-        """
+        """Return the plan with its reads in the order in which slabs are wanted. `slabs` contains every slab once."""
         rank = np.empty(len(slabs), np.int64)
         rank[np.asarray(slabs, np.int64)] = np.arange(len(slabs))
         if not self.num_reads:
@@ -138,7 +130,7 @@ class _Pieces:
 
     @property
     def span(self) -> I64:
-        """Return the bytes from the first to the last of each piece, including gaps between rows."""
+        """Return the size of each piece in bytes, including gaps between rows."""
         return (self.rows - 1) * self.pitch + self.run
 
 
@@ -155,11 +147,11 @@ def plan_load(
     """Plan to read every row of `table`.
 
     Args:
-        table: wanted rows, in any order. The plan sorts them in file order.
-        file_nbytes: size of each file that the table refers to.
+        table: wanted rows, in any order.
+        file_nbytes: size of each file in the table.
         chunk_bytes: maximum size of a read, before it is aligned outward.
         boxes: wanted region of each row, or None for the whole row.
-        pack: whether small rows share slabs. If False, every row is a slab (live parameters are such slabs).
+        pack: whether small rows share slabs. If False, every row is a slab, as for live parameters.
         align_bytes: reads start and end at multiples of this where the file allows it (4096 for direct I/O).
         max_gap_bytes: a smaller gap between two wanted ranges is read and not skipped.
 
@@ -168,9 +160,9 @@ def plan_load(
     """
     if chunk_bytes < 1 or align_bytes < 1 or chunk_bytes % align_bytes:
         raise PlanError(f"chunk_bytes {chunk_bytes} must be a positive multiple of align_bytes {align_bytes}")
-    # In file order, each file is read from beginning to end, and neighbours can share a read.
+    # In file order, each file is read from beginning to end, and neighbours can share a read. The rows of a safetensors
+    # file are usually in this order, and then the table is not copied.
     order = np.lexsort((table.offset, table.file_index))
-    # The rows of a safetensors file are usually in order. Then the table is not copied.
     in_order = bool((order == np.arange(len(order))).all())
     rows = table if in_order else table.take(order.tolist())
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
@@ -180,7 +172,7 @@ def plan_load(
     row_nbytes = rows.nbytes.copy()
     for i, of_box in runs.items():
         row_nbytes[i] = of_box.nbytes
-    # Choose the slabs before the reads, since slabs are allocated before the first read begins.
+    # Slabs are allocated before the first read begins.
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.
     room_bytes = chunk_bytes - 2 * (align_bytes - 1)
@@ -199,7 +191,7 @@ def plan_load(
 
 
 def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Runs]:
-    """Return the byte runs of each row with a box. PlanError names the tensor whose box does not fit."""
+    """Return the byte runs of each row with a box. Raise PlanError with the tensor's name if its box does not fit."""
     runs = {}
     for i, box in enumerate(boxes):
         if box is None:
@@ -207,7 +199,7 @@ def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Ru
         try:
             runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
         except PlanError as error:
-            # `box_runs` only knows shapes, and a user needs the name.
+            # `box_runs` does not know the name.
             error.tensor = rows.names[i]
             raise
     return runs
@@ -222,7 +214,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         return slab, at, np.zeros(0, np.int64)
     file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
     small = (size < SMALL_BYTES) & ~boxed[full] & pack
-    # Rows share a slab only if they are adjacent in the file, since a gap would be read for nothing.
+    # Rows share a slab only if they are adjacent in the file, because a read would include the gap.
     joins = np.zeros(len(full), bool)
     joins[1:] = (
         small[1:]
@@ -255,8 +247,7 @@ def _pieces(
     room_bytes: int,
     max_gap_bytes: int,
 ) -> _Pieces:
-    """Return one piece for each slab of whole rows, and runs or rectangles for rows with boxes, sorted by (file,
-    offset)."""
+    """Return one piece for each slab of complete rows, and runs or rectangles for rows with boxes, in file order."""
     whole = np.flatnonzero((row_slab >= 0) & ~boxed & (row_offset == 0))
     columns: list[tuple[I64, ...]] = [
         (
@@ -281,9 +272,9 @@ def _pieces(
 def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
-    """Return rectangles that fit a chunk if their gaps are worth reading, or single runs."""
+    """Return rectangles that fit a chunk if their gaps are small enough to read, or single runs."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
-    # A rectangle is read with its gaps, which gives fewer reads.
+    # Reading a rectangle with its gaps takes fewer reads.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
@@ -303,8 +294,7 @@ def _box_pieces(
 
 @dataclass(slots=True)
 class _Spans:
-    """Groups of pieces that are read together, as the range `[start, stop)` of a file. A tall span is a rectangle and
-    never cut."""
+    """Groups of pieces in one file range `[start, stop)`. A tall span is a rectangle and is never cut."""
 
     of_piece: I64
     file: I64
@@ -314,14 +304,13 @@ class _Spans:
 
 
 def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: int) -> _Spans:
-    """Merge pieces whose gap is worth reading, and align the spans outward within their file."""
+    """Merge pieces whose gap is small enough to read, and align the spans outward within their file."""
     start, stop, tall = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1
     breaks = np.ones(len(start), bool)
     breaks[1:] = (
         (pieces.file[1:] != pieces.file[:-1])
         | (start[1:] - stop[:-1] > max_gap_bytes)
-        # Overlapping pieces (two boxes of one tensor) are read separately, so that the bytes of a segment come from a
-        # single read.
+        # Overlapping pieces (two boxes of one tensor) are read separately, so that each segment comes from one read.
         | (start[1:] < stop[:-1])
         | tall[1:]
         | tall[:-1]
@@ -329,7 +318,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
     head = np.flatnonzero(breaks)
     tail = np.append(head[1:], len(start))[: len(head)] - 1
     file = pieces.file[head]
-    # The end of the file limits the aligned range but never cuts a row. If a file is too short, the read fails.
+    # The end of the file limits the aligned range but never cuts a row.
     end = np.maximum(file_nbytes[file], stop[tail])
     return _Spans(
         of_piece=np.cumsum(breaks) - 1,
@@ -341,8 +330,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
 
 
 def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
-    """Cut the spans at multiples of `chunk_bytes`, so that neighbouring reads share no page, and compute
-    the segments."""
+    """Cut the spans at multiples of `chunk_bytes`, so that neighbouring reads share no page. Compute the segments."""
     # Number the chunks of each span. A rectangle is one chunk.
     grid_first = np.where(spans.tall, 0, spans.start // chunk_bytes)
     grid_last = np.where(spans.tall, 0, (spans.stop - 1) // chunk_bytes)
@@ -381,8 +369,8 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
 
 
 CHUNK_BYTES = 16 * MIB
-"""Maximum size of a chunk. 60 GB are 3,600 chunks, few enough to handle in 0.03 s of Python. A receiver has a chunk 3
-to 4 ms after its upstream (two processes on two busy cores), mostly because of the request for the log."""
+"""Maximum size of a chunk. 60 GB are 3,600 chunks, which take 0.03 s of Python. A receiver has a chunk 3 to 4 ms after
+its upstream, mostly because of the request for the log."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -396,12 +384,11 @@ class ReadPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChunkTable:
-    """Leaves and chunks of a line, which is the bytes of all rows, one row after the other.
+    """Leaves and chunks of a line, which is the concatenated bytes of all rows.
 
-    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row.
+    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row. Leaves have no
+    columns, because building 230,000 rows of them delayed a fetch of 60 GB by 10 ms.
     """
-
-    # Leaves have no columns, since building 230,000 rows of them delayed a fetch of 60 GB by 10 ms.
 
     leaf_bytes: int
     chunk_bytes: int
@@ -416,7 +403,7 @@ class ChunkTable:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks in the line, which is 0 if the line is empty."""
+        """Return the number of chunks in the line."""
         return len(self.nbytes)
 
     @property
@@ -434,9 +421,8 @@ class ChunkTable:
         return counts
 
     def leaves_of(self, chunks: I64) -> slice | I64:
-        """Return the indices of the leaves of these chunks, chunk after chunk."""
-        # Most reads have consecutive chunks, and so does the log of a holder that read its weights in order. Copying
-        # 230,000 leaves takes 0.1 ms by a slice, and 2 ms by an index.
+        """Return the indices of the leaves of these chunks."""
+        # Most reads and logs have consecutive chunks. Copying 230,000 leaves takes 0.1 ms by a slice, 2 ms by an index.
         if len(chunks) and (chunks[1:] == chunks[:-1] + 1).all():
             return self.leaves(int(chunks[0]), int(chunks[-1]) + 1)
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
@@ -453,7 +439,7 @@ class ChunkTable:
         return self._pieces_in(self.start[chunks], self.start[chunks + 1])
 
     def _pieces_in(self, start: I64, stop: I64) -> tuple[ReadPieces, I64]:
-        """Return the non-empty parts of rows in these ranges of the line, and the number of the range for each part."""
+        """Return the non-empty slices of rows in these ranges of the line, and the range number of each slice."""
         first = np.searchsorted(self.row_start, start, side="right") - 1
         counts = np.searchsorted(self.row_start, stop, side="left") - first
         row, owner = spread(first, counts), np.repeat(np.arange(len(start)), counts)
@@ -482,13 +468,8 @@ class ChunkTable:
 def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> ChunkTable:
     """Cut rows of these sizes into leaves and chunks, in line order.
 
-    Args:
-        row_nbytes: bytes of each row. Rows without bytes have no leaf.
-        leaf_bytes: bytes of each leaf except the last of a row.
-        chunk_bytes: maximum size of a chunk, at least `leaf_bytes`.
-
-    Raises:
-        PlanError: a leaf does not fit a chunk.
+    Each leaf but the last of a row has `leaf_bytes`. A chunk has at most `chunk_bytes`, which must be at least
+    `leaf_bytes`, otherwise PlanError is raised.
     """
     if leaf_bytes < 1 or chunk_bytes < leaf_bytes:
         raise PlanError(f"chunks of {chunk_bytes} bytes cannot hold leaves of {leaf_bytes}")
@@ -509,19 +490,17 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
 
 def _chunk_starts(row_start: I64, leaf_bytes: int, chunk_bytes: int) -> I64:
     """Return the start of each chunk in the line, then the line's length."""
-    # Use Python numbers. The loop runs once for each row that ends within a chunk, where numpy costs more than the
-    # work.
+    # Use Python numbers, because numpy costs more than the work of an iteration.
     bounds = row_start.tolist()
     length, step = bounds[-1], chunk_bytes // leaf_bytes * leaf_bytes
     # Collect runs of chunks that are `step` apart, as the start of the first chunk and the number of chunks.
     firsts, counts, at, row_stop = list[int](), list[int](), 0, 0
     while at < length:
-        # Within a row, the next chunk starts as many whole leaves later as fit a chunk.
+        # Within a row, the next chunk starts after as many whole leaves as fit a chunk.
         num_whole = len(range(at, row_stop - chunk_bytes, step))
         firsts.append(at)
         counts.append(num_whole + 1)
-        # The last chunk of the run takes as much of the following rows as fits. It ends at the last leaf edge that is
-        # not beyond its limit.
+        # The last chunk of the run continues into the following rows, to the last leaf edge within its limit.
         limit = at + num_whole * step + chunk_bytes
         if limit >= length:
             break
@@ -537,7 +516,6 @@ def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
     """Return sorted chunk numbers as `[start, stop)` ranges."""
     if not len(chunks):
         return ()
-    # A range ends where the next number is not the next chunk.
     cuts = np.flatnonzero(np.diff(chunks) != 1) + 1
     starts = chunks[np.concatenate(([0], cuts))].tolist()
     stops = chunks[np.concatenate((cuts - 1, [len(chunks) - 1]))].tolist()

@@ -1,16 +1,8 @@
-"""Plan of a sync: the bytes that each receiver reads from each source, in order. It is made once and used in every
-step.
+"""Plan of a sync: the bytes that each receiver reads from each source, in order. A plan is reused in every step.
 
-    layouts -> match: kinds of tensors -> intersect: pieces, proven -> strips
-            -> lines: sources -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
-
-Ranks that hold the same bytes form a team and share the reads. The line of team {4, 9} is the bytes that receivers 0, 1
-and 2 read from it, end to end. Each rank sends one section, so that no rank sends more than its share and few receivers
-read from two ranks:
-
-        0        1        2
-    |--------|--------|--------|
-    4           ^9
+Ranks that hold the same bytes form a team and share the reads. The line of a team is the bytes that all receivers read
+from it, end to end. Each rank sends one section of the line, so that no rank sends more than its share and few
+receivers read from two ranks.
 """
 
 from __future__ import annotations
@@ -46,31 +38,28 @@ ranks and a trillion parameters a layer has two buckets, so that stages overlap.
 
 # The following constants are for `sync.receive.transfer` and for the simulation.
 WATERMARK_BYTES = 64 * GIB
-"""Default maximum of bytes in flight. They go directly to their final addresses, so this needs no extra memory. Half of
-it is a window. Within a window a receiver reads all it needs from one device of its host before it goes to the next,
-which keeps receivers from reading the same device at once."""
+"""Default maximum of bytes in flight. Half of it is a window. Within a window a receiver reads all it needs from one
+device of its host before it continues with the next, so that receivers do not read the same device at the same time."""
 STEP_BYTES = GIB
-"""A step ends after this many bytes, and has at most twice as many. It takes some milliseconds of NVLink, so that the
-work of the threads is small in comparison."""
+"""A step ends after this many bytes, and has at most twice as many. It takes some milliseconds of NVLink, which is long
+compared with the Python time."""
 ASK_BYTES = 16 * GIB
-"""Bytes whose digests are requested from a source at once, if it has digests. They take half a second of
-a host core."""
+"""Bytes whose digests are requested from a source at once. They take half a second of a host core."""
 READS_AT_ONCE = 16
 """Maximum number of steps in flight from all sources."""
 READS_OF_ONE = 4
-"""Maximum number of steps in flight in one queue, which is a source or all devices of this host. At least two keep a
-link busy while one step is posted."""
+"""Maximum number of steps in flight in one queue, which is a source or all devices of this host. Two or more keep a
+link busy while the next step is posted."""
 NEAR_READS = 2
-"""Maximum number of reads in flight into one device from all devices of its host. Receivers that read the same sources
-at once share their links: two of them get 305 to 325 of 393 GB/s each. They get 373 if each reads one source after the
-other and starts with a different one. With four reads in flight they drift into each other's turns. Source:
-benchmarks/results/h200x4_202611/sync.md."""
+"""Maximum number of reads in flight into one device from all devices of its host. Two receivers that read the same
+sources at once get 305 to 325 of 393 GB/s each. They get 373 if each reads one source after the other and starts with a
+different source. With four reads in flight their orders drift. Source: benchmarks/results/h200x4_202611/sync.md."""
 START_FRACTION = 0.5
 """A receiver starts with a source that supplies at least this fraction of its largest source. If FSDP over two sends
-rows to an engine with TP over two, the engine needs 84 % from one trainer and the rest from the other. Starting with
-the rest made three of four steps of an FP8 version wait for 20 ms. Source: benchmarks/results/h200x4_202611/sync.md."""
+rows to an engine with TP over two, the engine needs 84 % from one trainer. Starting with the other trainer made three
+of four steps of an FP8 version wait for 20 ms. Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
-"""Windows in flight: the window that is being verified, and the next."""
+"""Windows in flight: the window that is being verified, and the next window."""
 GROUP_BYTES = 256 * MIB
 """Maximum bytes of short runs that one kernel of the reader copies. A test compares it with `transport.cuda_ipc`."""
 
@@ -83,7 +72,7 @@ def step_bytes(watermark_bytes: int) -> int:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReceiverPlan:
-    """Reads of one receiver. Segments are in bucket order. In a bucket, segments of one source are neighbours.
+    """Reads of one receiver. Segments are in bucket order, and within a bucket by source.
 
     Segment i has `num_rows[i]` runs of `run_bytes[i]`. It starts at `src[i]` in the memory of source `source[i]` and at
     `dst[i]` in the receiver's memory, with pitches `src_pitch[i]` and `dst_pitch[i]`. Segments do not overlap unless
@@ -91,10 +80,10 @@ class ReceiverPlan:
     """
 
     key: str
-    """Key of the plan to which this part belongs."""
+    """Key of the plan that contains this part."""
     receiver: str
     sources: tuple[str, ...]
-    """Members of the plan's holdings. `source` is an index into this."""
+    """Members of the plan's holdings, which `source` indexes."""
     bucket_first: I64
     """[num_buckets + 1]: bucket b is segments `bucket_first[b]:bucket_first[b + 1]`."""
     row: I64
@@ -107,9 +96,8 @@ class ReceiverPlan:
     src_pitch: I64
     dst_pitch: I64
     first_source: int = 0
-    """Source with which the receiver starts, followed by the others in their order. The receiver needs many bytes from
-    it. Receivers start with different sources where they can, so that not all read the first one at once. Publishers of
-    earlier releases do not send this field."""
+    """Source with which the receiver starts, followed by the others in their order. Receivers start with different
+    sources where possible. Publishers of earlier releases do not send this field."""
     addresses: tuple[str, ...] = ()
     """Registration of each source to which the offsets belong (`Layout.address`). Publishers of earlier releases do not
     send this field."""
@@ -117,8 +105,7 @@ class ReceiverPlan:
     def moved(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the sources that have registered their memory again since the plan was made.
 
-        Args:
-            addresses: current address of each source's registration. An empty address is unknown.
+        `addresses` has the current registration of each source. An empty address is unknown.
         """
         planned = dict(zip(self.sources, self.addresses, strict=False))
         return [name for name, address in addresses.items() if address and planned.get(name, address) != address]
@@ -150,7 +137,7 @@ class ReceiverPlan:
         ends = ((self.src, self.src_pitch, sizes), (self.dst, self.dst_pitch, np.full(num, dst_nbytes)))
         for offset, pitch, room in ends:
             wrong |= (offset < 0) | (pitch < 0) | (self.run_bytes > room) | (offset > room - self.run_bytes)
-            # Divide instead of multiplying, since the product of a hostile pitch and number of rows could overflow.
+            # Divide, because the product of a hostile pitch and number of rows could overflow.
             wrong |= (self.num_rows - 1 > (room - self.run_bytes - offset) // np.maximum(pitch, 1)) & (
                 self.num_rows > 1
             )
@@ -174,8 +161,7 @@ class ReceiverPlan:
         return [self.sources[i] for i in self.link_bytes().nonzero()[0].tolist()]
 
     def windows(self, window_bytes: int) -> list[int]:
-        """Join neighbouring buckets into windows of at most `window_bytes`. Return their first buckets, then the number
-        of buckets."""
+        """Join neighbouring buckets into windows of at most `window_bytes`. Return the first buckets and the end."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
@@ -199,19 +185,19 @@ class ReceiverPlan:
 class SyncPlan:
     """Parts of all receivers, as columns without repetition: a receiver with 130,000 segments has 5,000 rows here.
 
-    A wanted row is a tensor with a pattern. The strips of the pattern say which pairs of the tensor supply it, and the
-    team of each pair says which ranks hold it (see `match`). The position on the team's line says which rank sends it
-    (see `TeamLines`).
+    A wanted row is a tensor with a pattern. The strips of the pattern refer to pairs of the tensor, and each pair to
+    the team of ranks that holds it (see `match`). The position on the team's line determines the sending rank (see
+    `TeamLines`).
     """
 
     key: str
-    """`plan_key` of the layouts and the bucket size. Different keys are different plans."""
+    """`plan_key` of the layouts and the bucket size."""
     bucket_bytes: int
     num_buckets: int
     num_tensors: int
     sources: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Registration of each source; see `Layout.address`."""
+    """Registration of each source. See `Layout.address`."""
     receivers: tuple[str, ...]
     unwanted: tuple[str, ...]
     """Tensors that are held but wanted by no receiver."""
@@ -241,7 +227,7 @@ class SyncPlan:
     team_first: I64
     team_source: I64
     share_first: I64
-    """First share of each receiver; see `TeamLines`."""
+    """First share of each receiver. See `TeamLines`."""
     share_team: I64
     share_start: I64
     share_bytes: I64
@@ -254,7 +240,7 @@ class SyncPlan:
         return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     def __hash__(self) -> int:
-        """Return the hash of the key, which identifies the plan."""
+        """Return the hash of the key."""
         return hash(self.key)
 
     @property
@@ -264,7 +250,7 @@ class SyncPlan:
 
     def part(self, receiver: int) -> ReceiverPlan:
         """Return the segments of one receiver. The cost is linear, about 0.3 us per segment."""
-        # Expand the plan for one receiver only, since the segments of all receivers would take gigabytes.
+        # Expand the plan for one receiver only, because the segments of all receivers would use gigabytes.
         rows = slice(int(self.want_first[receiver]), int(self.want_first[receiver + 1]))
         pattern = self.want_pattern[rows]
         counts = np.diff(self.strip_first)[pattern]
@@ -274,7 +260,8 @@ class SyncPlan:
         team = self.strip_team[strip]
         held_row = self.pair_row[self.want_pair[want] + self.strip_pair[strip]] + slot - self.team_first[team]
         source = self.team_source[slot]
-        # Sort by bucket first, since a bucket is read when its source has made it. Then sort by source, for long reads.
+        # Sort by bucket first, because the source finishes one bucket after the other. Then sort by source, for long
+        # reads.
         bucket = self.want_bucket[want]
         from_each = np.bincount(source, (self.strip_run * self.strip_rows)[strip], minlength=len(self.sources))
         begin = self._first_source(receiver, from_each.astype(np.int64))
@@ -298,12 +285,11 @@ class SyncPlan:
         )
 
     def _first_source(self, receiver: int, nbytes: I64) -> int:
-        """Return the source with which a receiver starts. `nbytes` is what it reads from each source."""
+        """Return the source with which a receiver starts. `nbytes` is the number of bytes it reads from each source."""
         if not len(self.sources):
             return 0
-        # Do not start with a source that supplies little. That little is spread over all layers, and a source that
-        # quantises finishes the last layer last. Receivers that need equal amounts from each source start with
-        # different ones.
+        # The bytes of a small source are spread over all layers, and a source that quantises finishes the last layer
+        # last. Receivers that need equal amounts from each source start with different sources.
         turn = (np.arange(len(self.sources)) - receiver * len(self.sources) // len(self.receivers)) % len(self.sources)
         return int(np.argmin(np.where(nbytes >= START_FRACTION * nbytes.max(), turn, len(self.sources))))
 
@@ -318,7 +304,7 @@ class SyncPlan:
         share_bytes = self.share_bytes[shares]
         begin = (self.share_start[shares] - (np.cumsum(share_bytes) - share_bytes))[share]
         slot = np.empty(len(strip), np.int64)
-        # Use the middle of the strip. A strip across a cut is not split, and goes to the rank that has more of it.
+        # A strip across a cut is not split, and goes to the rank whose section contains its middle.
         slot[order] = np.searchsorted(self.line_stop, begin + before + nbytes // 2, side="right")
         return slot
 
@@ -359,6 +345,8 @@ def plan_key(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: 
 def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
     """Plan a sync in which each wanted element comes from exactly one source. Equal layouts give equal plans.
 
+    A trillion parameters in 70,000 tensors, from 256 ranks to 128, take about a second.
+
     Args:
         holdings: layout of each publishing rank.
         wants: layout of each receiving rank.
@@ -367,15 +355,13 @@ def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_byt
     Raises:
         PlanError: a layout is invalid, the sides differ in names, dtypes, shapes or tags, or no rank holds some wanted
             elements. The message lists them.
-
-    Cost: linear in rows. A trillion parameters in 70,000 tensors, from 256 ranks to 128, take about a second.
     """
     matched = match(holdings, wants)
     pieces, holes = intersect(matched.forms, matched.held, matched.wanted)
     if holes:
         raise _uncovered(matched, holes)
     boxes = Boxes.of([form.box for form in matched.forms])
-    # Prove the coverage of the final pieces. A byte that is read twice or not at all would be a silent wrong weight.
+    # A byte that is read twice or not at all would be a silent wrong weight.
     prove_coverage(boxes[matched.wanted.values], pieces.want, pieces.boxes)
     laid = strips(matched.forms, matched.held.values[pieces.held], matched.wanted.values[pieces.want], pieces.boxes)
     return _assembled(matched, pieces, laid, holdings, wants, bucket_bytes)
@@ -389,8 +375,10 @@ def _assembled(
     wants: Sequence[Layout],
     bucket_bytes: int,
 ) -> SyncPlan:
-    """Return the plan's columns, with strips sorted by pattern and wanted rows by bucket."""
-    # A pattern is a wanted form of a kind. A receiver's rows with one pattern share its strips.
+    """Return the plan's columns, with strips sorted by pattern and wanted rows by bucket.
+
+    A pattern is a wanted form of a kind. A receiver's rows with one pattern share its strips.
+    """
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
     team = matched.held_team[pieces.held[laid.piece]]
@@ -438,8 +426,7 @@ def _assembled(
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
     """Return the lines of all teams, cut so that the ranks of a team send about equal amounts.
 
-    Rows of a receiver with the same pattern want the same bytes, so they are only counted. The cost is a few
-    microseconds for each team with several ranks.
+    Rows of a receiver with the same pattern want the same bytes, so they are only counted.
     """
     num_patterns, num_teams = max(len(first) - 1, 1), len(matched.team.first) - 1
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
@@ -453,7 +440,6 @@ def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I6
     along = np.lexsort((receiver, team))
     start = np.zeros(len(code), np.int64)
     start[along] = np.cumsum(total[along]) - total[along]
-    # Sum the bytes of each team, which are divided among its ranks.
     whole = np.zeros(num_teams, np.int64)
     np.add.at(whole, team, total)
     return TeamLines(
@@ -488,7 +474,7 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
         form = matched.forms[int(matched.wanted.values[want])]
         where = f"no rank holds {show(holes[want])}, wanted in {show(form.box)}"
         lines.append(f"{matched.names[int(same_kind[0])]}{more}: {form.spec}, {where}")
-    # A layout with one fault usually has it in thousands of places, and the first ones show it.
+    # A layout with one fault usually has it in thousands of tensors.
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     return PlanError("no rank holds some wanted elements:\n  " + "\n  ".join(listed))
 
@@ -498,10 +484,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TeamLines:
-    """Shares of all receivers, as sections of one line on which the bytes that are read from each team lie end to end.
+    """Shares of all receivers, as sections of one line of the bytes that are read from each team.
 
     The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. Its share of a team begins at `start`. Each
-    rank of a team sends the section from the previous rank's `stop` to its own.
+    rank of a team sends the section from the previous rank's `stop` to its `stop`.
     """
 
     first: I64
@@ -509,7 +495,7 @@ class TeamLines:
     start: I64
     nbytes: I64
     stop: I64
-    """End of the section of each rank of each team, in their order."""
+    """End of the section of each rank of each team."""
 
 
 def _quotas(whole: I64, teams: Groups) -> I64:
@@ -519,19 +505,19 @@ def _quotas(whole: I64, teams: Groups) -> I64:
     # Teams of one rank have no choice, so add their load first.
     alone = np.repeat(teams.counts == 1, teams.counts)
     np.add.at(load, teams.values[alone], quota[alone])
-    # Teams of few ranks go next. Larger teams can then balance the load that these left uneven.
+    # Small teams go next, because larger teams can balance the uneven load later.
     for t in np.argsort(teams.counts, kind="stable")[int((teams.counts == 1).sum()) :].tolist():
         span = slice(int(teams.first[t]), int(teams.first[t + 1]))
         ranks = teams.values[span]
         order = np.argsort(load[ranks], kind="stable")
         before = load[ranks[order]]
-        # Find the level that the k least loaded ranks reach together without exceeding the load of the next one.
-        # Rounding floats loses less than a byte, and the first rank gets the bytes lost by rounding down.
+        # Find the level that the k least loaded ranks reach without exceeding the load of the next rank. The first rank
+        # gets the bytes lost by rounding down.
         levels = (np.cumsum(before) + int(whole[t])) / np.arange(1, len(before) + 1)
         k = int(np.argmax(np.append(levels[:-1] <= before[1:], True))) + 1
         fill = np.zeros(len(before), np.int64)
         fill[:k] = np.maximum(np.floor(levels[k - 1]).astype(np.int64) - before[:k], 0)
-        # Shares must sum exactly to the total, since a byte assigned to no rank would be a hole in the plan.
+        # Shares must sum exactly to the total, because a byte without a rank would be a hole in the plan.
         fill[0] += int(whole[t]) - int(fill.sum())
         quota[span][order] = fill
         load[ranks] += quota[span]
@@ -539,17 +525,19 @@ def _quotas(whole: I64, teams: Groups) -> I64:
 
 
 def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
-    """Return the tensors sorted by layer, and the layer of each. The layer is the first number between dots in a name.
-    Tensors without a layer come first."""
+    """Return the tensors sorted by layer, and the layer of each tensor.
+
+    The layer is the first number between dots in a name. Tensors without a layer come first.
+    """
     numbers = (_LAYER.search(name) for name in names)
     layer = np.array([-1 if number is None else int(number[1]) for number in numbers], np.int64)
-    # Sort stably, so that equal inputs give equal plans in the order of the layouts.
+    # Sort stably, so that equal inputs have equal plans in the order of the layouts.
     order = np.argsort(layer, kind="stable")
     return order, layer[order]
 
 
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
-    """Return the bucket of each tensor: whole layers if they fit, or parts of one layer.
+    """Return the bucket of each tensor: whole layers if they fit, or slices of one layer.
 
     Args:
         layer: layer of each tensor, ascending.
@@ -559,24 +547,22 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1
     takers = [(p, np.cumsum(n)) for p, n in zip(np.split(place, edges), np.split(nbytes, edges), strict=True)]
-    # Append the end to the starts of layers, so that the search below always finds one.
+    # Append the end to the starts of layers, so that the search below always succeeds.
     layer_starts = np.append(np.flatnonzero(np.diff(layer, prepend=layer[:1] - 1)), num_tensors)
     starts, at = [], 0
     while at < num_tensors:
         starts.append(at)
         stop = num_tensors
-        # A bucket ends where the first receiver is full. Buckets are the same for all, so that a source makes each
-        # once.
+        # A bucket ends where the first receiver is full. Buckets are the same for all receivers.
         for places, sums in takers:
             row = int(np.searchsorted(places, at))
             before = int(sums[row - 1]) if row else 0
             full = int(np.searchsorted(sums, before + bucket_bytes, side="right"))
             if full < len(places):
                 stop = min(stop, int(places[full]))
-        # A tensor larger than a bucket must still be in one.
+        # A tensor larger than a bucket has a bucket for itself.
         stop = max(stop, at + 1)
-        # Go back to the start of a layer unless that empties the bucket, since a bucket is ready only when its layers
-        # are.
+        # Return to the start of a layer unless that empties the bucket, because a bucket is ready when its layers are.
         edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
         at = edge if edge > at else stop
     return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

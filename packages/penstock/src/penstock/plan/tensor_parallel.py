@@ -1,8 +1,4 @@
-"""Rules of tensor parallelism: which part of each tensor a rank has, from the tensor's name and shape.
-
-dim 0, parts 2:1, 2 ranks     [a0 a1 a2 a3|b0 b1]   rank 0: [a0 a1] [b0]   rank 1: [a2 a3] [b1]
-2 key heads, 4 ranks          [k0|k1]               ranks 0, 1: [k0]       ranks 2, 3: [k1]
-"""
+"""Rules of tensor parallelism: the slices of each tensor that belong to a rank, from the tensor's name and shape."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ by rows. Row-parallel layers are split by columns, and every rank has their bias
 2019, section 3."""
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which a configuration has that of its language model. Source: transformers, InternVL, DeepSeek-VL2,
+"""Keys of the language model's configuration in another configuration. Source: transformers, InternVL, DeepSeek-VL2,
 Qwen-Omni (whose `thinker_config` has a `text_config`)."""
 _QUERY_HEADS = ("num_attention_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -89,14 +85,11 @@ class SplitRule:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Rules for the tensors of one model.
+    """Rules for the tensors of one model. A malformed rule raises ConfigError.
 
     Args:
         rules: pairs of a pattern and one of `FORMS`, which are checked before `RULES`.
         heads: total number of query heads and of key heads. Empty means unknown.
-
-    Raises:
-        ConfigError: a rule is malformed.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -108,7 +101,7 @@ class TensorParallel:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
-            # Parse the rule to check it early, and not only at the first tensor that it matches.
+            # Report a malformed rule now, and not at the first tensor that it matches.
             self._parsed(str(how), "")
 
     def how(self, name: str) -> str | None:
@@ -119,20 +112,17 @@ class TensorParallel:
     def rule_of(self, name: str, shape: Sequence[int]) -> SplitRule:
         """Return the rule for a tensor. A tensor without elements, or without the rule's dim, goes to every rank.
 
-        Raises:
-            PlanError: the tensor is fused from heads whose numbers are unknown.
+        Raises PlanError if the tensor is fused from heads whose numbers are unknown.
         """
         rule = self._parsed(self.how(name) or "replicate", name)
         if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
             return SplitRule(None)
-        # Every rank has a scale that applies to the whole dim, which is the scale of a tensor or of rows in a layer
-        # split by columns.
+        # Every rank has a scale that applies to the whole dim, as for a tensor, or for rows of a row-parallel layer.
         is_whole = shape[rule.dim] == 1 and (rule.dim > 0 or bool(_SCALE.search(name)))
         return SplitRule(None) if is_whole else rule
 
     def _parsed(self, how: str, name: str) -> SplitRule:
-        """Parse the text of a rule for the tensor `name`. An empty name only checks the text. Raises ConfigError or
-        PlanError."""
+        """Parse the text of a rule for the tensor `name`. An empty name only checks the text."""
         if how == "replicate":
             return SplitRule(None)
         dim, _, parts = how.partition(":")
@@ -147,7 +137,6 @@ class TensorParallel:
         return rule
 
     def _of_heads(self, kind: str, name: str) -> SplitRule:
-        """Return the rule for rows of heads."""
         queries, keys = self.heads or (0, 0)
         if kind != "heads":
             return SplitRule(0, (1,), (queries if kind == "q" else keys,))
@@ -177,8 +166,8 @@ class TensorParallel:
             return
         size = shape[rule.dim]
         for heads in rule.heads:
-            # With more ranks than heads, each head goes to the same number of ranks. With fewer, each rank gets the
-            # same number of heads.
+            # With more ranks than heads, each head goes to the same number of ranks. Otherwise each rank gets the same
+            # number of heads.
             if heads and any(heads % ranks and (ranks % heads or heads == self.heads[0]) for ranks in (to, of)):
                 message = f"{heads} heads cannot be divided among {to} ranks" + (f", or {of}" if of > 1 else "")
                 hint = "the ranks must divide the query heads, and divide the key heads or be a multiple of them"
@@ -188,12 +177,9 @@ class TensorParallel:
         after = [length / shares for length, shares in zip(lengths, rule.num_shares(to), strict=True)]
         held = [length / shares for length, shares in zip(lengths, rule.num_shares(of), strict=True)]
         if any(length.denominator > 1 for length in (*after, *held)):
-            message = (
-                f"dim {rule.dim} of size {size} on {of} ranks, parts {rule.parts}, cannot be divided among {to} ranks"
-            )
-            raise PlanError(
-                message, tensor=name, hint="give a rule for it with a different dim, with parts, or replicate"
-            )
+            parts = f"dim {rule.dim} of size {size} on {of} ranks, parts {rule.parts},"
+            hint = "give a rule for it with a different dim, with parts, or replicate"
+            raise PlanError(f"{parts} cannot be divided among {to} ranks", tensor=name, hint=hint)
         # A block of a block format has one scale. A cut through it would need the scale on two ranks.
         for suffix in ("_scale_inv", "_scale"):
             scales = shapes.get(name + suffix)
@@ -216,7 +202,7 @@ class TensorParallel:
         if keys not in shapes or queries not in shapes or keys == queries:
             return
         if not rule.heads[0]:
-            # With equal numbers of key and query heads, engines cut both equally too.
+            # With equal numbers of key and query heads, engines also split both equally.
             if shapes[keys][0] != shapes[queries][0]:
                 message = "there are fewer key heads than query heads, and their numbers are unknown"
                 raise PlanError(message, tensor=name, hint="give heads=Q,KV, or the rule 0 for this tensor")
@@ -226,16 +212,14 @@ class TensorParallel:
         (width,) = self._parsed("0:q", "").lengths(shapes[queries][0], of)
         (length,) = rule.lengths(shapes[keys][0], of)
         if width / self.heads[0] != length / self.heads[1]:
-            message = (
-                f"{length} rows of keys and {width} of queries do not match {self.heads[1]} and {self.heads[0]} heads"
-            )
+            heads = f"{self.heads[1]} and {self.heads[0]} heads"
+            message = f"{length} rows of keys and {width} of queries do not match {heads}"
             raise PlanError(message, tensor=name, hint="give the rule 0 or replicate for this tensor")
 
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
-        """Return the boxes of a whole tensor that belong to a rank, to be joined along their dim. See `check`.
+        """Return the boxes of an unsliced tensor that belong to a rank, to be joined along their dim. See `check`.
 
-        Raises:
-            PlanError: no rule matches the tensor and it has dims; see also `rule_of`.
+        Raises PlanError if the tensor has dims and no rule matches it. See also `rule_of`.
         """
         if self.how(name) is None and shape:
             raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"give a rule: {FORMS}")
@@ -256,13 +240,13 @@ class TensorParallel:
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of query and key heads from a transformers configuration, or an empty tuple if it has none."""
-    # Multimodal models keep the numbers of the language model in a nested configuration.
+    # Multimodal models store the numbers of the language model in a nested configuration.
     while isinstance(text := next((config[key] for key in _TEXT_CONFIGS if config.get(key)), None), Mapping):
         config = text
     queries = next((config[key] for key in _QUERY_HEADS if config.get(key)), None)
     is_shared = config.get("multi_query") is True and not config.get("new_decoder_architecture")
     keys = next((config[key] for key in _KEY_HEADS if config.get(key)), 1 if is_shared else queries)
-    # Some models list a different number for each layer. The rules do not support that.
+    # Some models list a different number for each layer, which the rules do not support.
     return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
 
 
@@ -278,12 +262,8 @@ class TensorParallelRank:
     def boxes(self, shapes: Mapping[str, Sequence[int]], heads: tuple[int, ...] = ()) -> dict[str, tuple[Box, ...]]:
         """Return the boxes of each tensor that belong to this rank, to be joined along the dim in which they differ.
 
-        Args:
-            shapes: shapes of the whole tensors, by name.
-            heads: numbers of heads from the model's configuration, used if the caller of `tensor_parallel` gave none.
-
-        Raises:
-            PlanError: a tensor has no rule, or its rule cannot split it.
+        `heads` from the model's configuration are used unless `tensor_parallel` got any. Raises PlanError if a tensor
+        has no rule, or its rule cannot split it.
         """
         parallel = TensorParallel(self.rules, heads if self.heads is None else self.heads)
         if unknown := [name for name, shape in shapes.items() if shape and parallel.how(name) is None]:
@@ -303,9 +283,9 @@ def tensor_parallel(
     rules: Sequence[tuple[str, str]] = (),
     heads: Sequence[int] | None = None,
 ) -> TensorParallelRank:
-    """Return the part of a model that belongs to one rank of tensor parallelism, for `boxes=` of `load` and `stream`.
+    """Return the slices of a model that belong to one rank of tensor parallelism, for `boxes=` of `load` and `stream`.
 
-    The rules are the same as in the conversion `reshard`.
+    The rules are the same as in the conversion `reshard`. An invalid argument raises ConfigError.
 
     Args:
         rank: this rank, from 0.
@@ -314,10 +294,7 @@ def tensor_parallel(
             The second is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
         heads: numbers of query heads and of key heads. None means to read them from `config.json` next to the weights.
             With fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query
-            heads and their numbers are unknown, the load is refused.
-
-    Raises:
-        ConfigError: an argument has an invalid value.
+            heads and their numbers are unknown, the load is rejected.
     """
     for name, number in (("rank", rank), ("size", size)):
         require_type(name, number, int, "a whole number")
@@ -333,6 +310,6 @@ def tensor_parallel(
         if heads and (len(heads) != 2 or any(type(count) is not int or count < 1 for count in heads)):
             raise ConfigError(f"heads {heads!r} is not valid", hint=f"give {_HEADS}")
     numbers = None if heads is None else tuple(heads)
-    # Check the rules here, where the caller can see which one is malformed.
+    # Report a malformed rule to the caller here.
     TensorParallel(pairs, numbers or ())
     return TensorParallelRank(rank=rank, size=size, rules=pairs, heads=numbers)

@@ -11,17 +11,13 @@ _NAMES = ("hub", "token_file", "listen", "data_port", "stall_s")
 
 
 def connection_of(options: Mapping[str, Any], rank: int | None = 0) -> ConnectionSettings:
-    """Read the connection settings from an adapter's options. The token file is read when a verb uses the settings.
+    """Read the connection settings from an adapter's options. A wrong value raises ConfigError.
 
     Args:
         options: `hub`, `token_file`, `listen`, `data_port` and `stall_s` are read. A missing option and None mean the
             default of `ConnectionSettings`. Other options are ignored.
-        rank: rank of this process in one engine on this host. Rank 0 uses the given ports. Other ranks use free ports
-            on the same host, because two processes cannot share a port. None means that this process only sends
-            requests to the hub and serves nobody.
-
-    Raises:
-        ConfigError: an option has a wrong value.
+        rank: rank of this process in one engine on this host. Rank 0 uses the given ports. Other ranks use free ports,
+            because two processes cannot share a port. None means that this process serves no peers.
     """
     names = ("hub", "token_file", "stall_s") if rank is None else _NAMES
     values = {name: options[name] for name in names if options.get(name) is not None}

@@ -1,13 +1,8 @@
 """An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, and then serves or releases it.
 
-If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly
-this checkpoint. Otherwise it joins the fleet with the model's name and serves there. No further option is needed.
-`"fleet": false` and `"weight_cache": false` turn each off.
-
-Replicas exchange the checkpoint and not an engine's processed parameters. The engine runs its own loading code on
-verified bytes, so the result equals a load from storage. Replicas with other versions, parallel sizes and engines,
-weight caches and `penstock fetch` can therefore share the bytes. The price is one copy of the checkpoint in host memory
-while the replica serves, or until it is loaded with `"serve": false`.
+With a hub (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly this
+checkpoint. Otherwise it joins the fleet with the model's name and serves there. Replicas exchange the checkpoint and
+not processed parameters, so replicas with different versions, parallel sizes and engines can share the bytes.
 """
 
 from __future__ import annotations
@@ -35,19 +30,17 @@ if TYPE_CHECKING:
     from penstock.fetcher.join import Fleet
 
 _LOOK_S = 0.2
-"""Seconds between checks for the drain file. This is short compared with a pod's grace period, and the checks take
-negligible time."""
+"""Seconds between checks for the drain file, short compared with a pod's grace period."""
 DRAIN_S = 30.0
-"""Maximum wait for readers at the end. Source: Kubernetes' default terminationGracePeriodSeconds."""
+"""Maximum wait for readers at exit. Source: Kubernetes' default terminationGracePeriodSeconds."""
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "stall_s", "serve", "max_bytes_per_s", "drain_file")
 """Keys in an engine's extra configuration that `FleetOptions.read` reads."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
 _OWN_OPTIONS = ("compile_cache", "device", "distributed", "weight_cache", "memory_bytes", "storage_options", "verify")
 LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
 """Keys in an engine's extra configuration for `penstock.stream`, the distributed read, a weight cache and a fleet."""
-
 ADAPTERS = "penstock-adapters-"
-"""Prefix of the name of a directory with the versions of an adapter (`adapter.AdapterDirectory`)."""
+"""Name prefix of a directory with the versions of an adapter (`adapter.AdapterDirectory`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +53,9 @@ class FleetOptions:
     listen: str | None = None
     """`host:port` at which other hosts reach this replica."""
     data_port: int = 0
-    """Second port at the host of `listen`, for the bytes that others read. 0 selects a free port."""
+    """Second port at the host of `listen`, from which peers read bytes. 0 selects a free port."""
     token_file: str | None = None
-    """A file whose first token is sent to the hub."""
+    """File whose first token is sent to the hub."""
     stall_s: float | None = None
     """Seconds without progress after which the hub or a member counts as stalled. None means `PENSTOCK_STALL_S`."""
     serve: bool = True
@@ -73,10 +66,10 @@ class FleetOptions:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], model: str) -> FleetOptions | None:
-        """Return the options of the fleet that a replica joins, or None if it does not join one.
+        """Return the options of the fleet that a replica joins, or None if it does not join a fleet.
 
         Args:
-            model: name, directory or URI of the model. Its last part is the default name of the fleet.
+            model: name, directory or URI of the model. Its last segment is the default name of the fleet.
 
         Raises:
             ConfigError: a value has the wrong type, or the fleet has no name and no hub is configured.
@@ -87,7 +80,7 @@ class FleetOptions:
         if "fleet" not in options:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
-            # A weight cache also needs a hub. These two options alone concern the weight cache.
+            # These options alone concern the weight cache, which also needs a hub.
             elif options.keys() <= {"hub", "token_file", "stall_s"}:
                 return None
             else:
@@ -112,8 +105,7 @@ class FleetOptions:
 class RankInfo:
     """The rank, device and process group of an engine's process.
 
-    Each is a function that is called only when the value is needed, because an engine may set the value after it
-    created its loader.
+    Each is a function, because an engine may know the value only after it created its loader.
     """
 
     rank: Callable[[], int]
@@ -125,18 +117,13 @@ class RankInfo:
 
 
 def read_options(extra: Any) -> dict[str, Any]:
-    """Check an engine's `model_loader_extra_config`.
-
-    Raises:
-        ConfigError: it is not a mapping, has an unknown key, or a value of the wrong type.
-    """
+    """Check an engine's `model_loader_extra_config`. Raise ConfigError for an unknown key or an invalid value."""
     if not isinstance(extra, Mapping):
         raise ConfigError(f"model_loader_extra_config must be a mapping, not {type(extra).__name__}")
     unknown = sorted(set(extra) - set(LOADER_OPTIONS))
     if unknown:
-        raise ConfigError(
-            f"unknown model_loader_extra_config keys {unknown}", hint=f"use keys from {list(LOADER_OPTIONS)}"
-        )
+        hint = f"use keys from {list(LOADER_OPTIONS)}"
+        raise ConfigError(f"unknown model_loader_extra_config keys {unknown}", hint=hint)
     options = dict(extra)
     if "memory_bytes" in options:
         options["memory_bytes"] = parse_bytes(options["memory_bytes"])
@@ -145,23 +132,17 @@ def read_options(extra: Any) -> dict[str, Any]:
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):
         raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
-    place = options.get("compile_cache", False)
-    if not isinstance(place, bool) and (not isinstance(place, str) or not place):
-        raise ConfigError(f"model_loader_extra_config 'compile_cache' must be true, false or a URI, not {place!r}")
-    weight_cache = options.get("weight_cache")
-    if (
-        weight_cache is not None
-        and weight_cache is not False
-        and (not isinstance(weight_cache, str) or not weight_cache)
-    ):
-        raise ConfigError(
-            f"model_loader_extra_config 'weight_cache' must be a model's name or false, not {weight_cache!r}"
-        )
-    # The model's name is not known yet. Any name works for the check.
+    location = options.get("compile_cache", False)
+    if not isinstance(location, bool) and (not isinstance(location, str) or not location):
+        raise ConfigError(f"model_loader_extra_config 'compile_cache' must be true, false or a URI, not {location!r}")
+    cache = options.get("weight_cache")
+    if cache is not None and cache is not False and (not isinstance(cache, str) or not cache):
+        raise ConfigError(f"model_loader_extra_config 'weight_cache' must be a model's name or false, not {cache!r}")
+    # The check works with any name of the model, which is not known yet.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
         raise ConfigError("'distributed' and 'fleet' exclude each other", hint="give one of them")
-    # A rank that attached to a cache would be missing in the exchange with the other ranks.
-    if weight_cache and options.get("distributed"):
+    # A rank that attached to a cache would not take part in the exchange with the other ranks.
+    if cache and options.get("distributed"):
         raise ConfigError("'distributed' and 'weight_cache' exclude each other", hint="give one of them")
     return options
 
@@ -181,12 +162,12 @@ def checkpoint(
     Copy the tensors and do not change them, because other processes read them.
 
     Args:
-        files: the checkpoint in storage. Its headers describe it wherever the bytes come from.
+        files: the checkpoint in storage. Its headers describe the checkpoint for every source.
         wanted: filter for names. None means all.
         options: the result of `read_options`.
         place: see `RankInfo`.
-        model: name, directory or URI of the model as its user gave it. Its last part is the default name of the fleet
-            and the weight cache. Do not pass a copy or a pinned revision, because all replicas must use the same name.
+        model: name, directory or URI of the model as its user wrote it, not a copy or a pinned revision. Its last
+            segment is the default name of the fleet and the weight cache, which must be equal for all replicas.
         log: logger for the report, and for the reason why a weight cache or fleet is not used.
         progress: see `penstock.stream`.
 
@@ -233,11 +214,7 @@ def checkpoint(
 
 
 def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
-    """Attach to the weight cache's weights in host memory. If the cache is away, log a warning and return None.
-
-    Raises:
-        ConfigError: the weights under this name in the cache are not the tensors of `files`.
-    """
+    """Attach to the weights in the weight cache's host memory. If the cache is away, log a warning and return None."""
     import penstock
     from penstock.storage.weight_set import open_weights
 
@@ -245,7 +222,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # A slow start is better than none. Only an absent cache leads to the fleet or storage, and it is logged.
+    # Only an absent cache leads to the fleet or storage.
     except (NotFound, HubUnavailable) as error:
         log.warning("penstock: not attached to %s in the weight cache: %s", name, error)
         return None
@@ -253,7 +230,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
             table = weights.manifest.tensors
             shapes = dict(zip(table.names, map(tuple, table.shapes), strict=True))
-        # People choose the name in a weight cache. A different checkpoint under it must not be loaded silently.
+        # People choose the names in a weight cache, so a name may belong to a different checkpoint.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
             hint = "give the name under which this checkpoint is kept"
@@ -269,7 +246,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
 def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], model: str, log: Log) -> Attached | None:
     """Attach to a weight cache on this host that has this model in the revision of `files`. Return None without one.
 
-    Nobody named the cache, so only equal digests or equal files prove that it has the same weights.
+    No user named the cache, so only equal digests or equal files prove that it has the same weights.
     """
     import penstock
     from penstock.net.unix_sockets import host_id
@@ -283,7 +260,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
     connection = connection_of(options, rank=None)
     try:
         members = penstock.hub.status(name, connection=connection).members
-        # Check this before reading the headers, which takes requests to storage.
+        # Check this before the headers, which take requests to storage.
         if not any(state.kept for member in members if member.host == host_id() for state in member.holdings):
             return None
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
@@ -296,20 +273,20 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
             verify=options.get("verify", True),
             timeout_s=0,
         )
-    # See `_attach`. The fleet is next, and its log says where the bytes came from.
+    # The fleet is next, and its log names the source of the bytes.
     except (NotFound, HubUnavailable) as error:
         log.info("penstock: not attached to a weight cache of %s: %s", name, error)
         return None
 
 
 def _name_of(model: str) -> str:
-    """Return the last part of a model's name, directory or URI."""
-    # A directory may be given as `.`, which has no last part.
+    """Return the last segment of a model's name, directory or URI."""
+    # A directory may be written as `.`, which has no last segment.
     return model_name(os.path.abspath(model) if os.path.isdir(model) else model)
 
 
 def _hub_is_known(options: Mapping[str, Any]) -> bool:
-    """Return whether the options or the environment name a hub. The hub that every host has does not count."""
+    """Return whether the options or the environment name a hub. The default hub of the host does not count."""
     return bool(options.get("hub") or Settings.read().hub)
 
 
@@ -321,20 +298,16 @@ def join(
     rank: int = 0,
     memory_bytes: int | str | None = None,
 ) -> Fleet | None:
-    """Join the fleet. If its hub does not answer, storage is read, and this process joins when the hub answers.
+    """Join the fleet. If its hub does not respond, storage is read, and this process joins when the hub responds.
 
     Args:
-        options: The fleet's name and connection.
-        uris: The weights that are read instead, for the warning.
-        log: The engine's logger, which its operator reads.
-        rank: Rank of this process in one engine on this host. Only rank 0 uses the given ports.
+        options: the fleet's name and connection.
+        uris: the weights that are read instead, for the warning.
+        log: the engine's logger.
+        rank: rank of this process in one engine on this host. Only rank 0 uses the given ports.
         memory_bytes: see `penstock.join`.
 
-    Returns:
-        The fleet, or None if this host's own hub cannot be hosted. A warning then names both paths.
-
-    Raises:
-        ConfigError, MissingExtra: see `penstock.join`.
+    Returns None, after a warning, if the hub of this host cannot start.
     """
     from penstock.fetcher.join import join_or_warn
 
@@ -370,9 +343,6 @@ def tensors(
         device: device of the tensors before the engine copies them.
         storage_options: see `penstock.load`.
         serves: if False, this process does not serve, whatever the options say.
-
-    Raises:
-        PenstockError: see `penstock.Fleet.fetch`.
     """
     weights: dict[str, torch.Tensor] = {}
     stays = False
@@ -380,7 +350,7 @@ def tensors(
         report = fleet.fetch(weights, fallback=uris, device=device, storage_options=storage_options)
         log.info("penstock: %s", report)
         yield from weights.items()
-        # Decide this now, because an engine that fails while it loads must not stay in the fleet.
+        # Set this last, because an engine that fails while it loads must not stay in the fleet.
         stays = options.serve and serves
     finally:
         if not stays:
@@ -390,15 +360,15 @@ def tensors(
 
 
 _serving: list[Fleet] = []
-"""Fleets in which this process is a source. There are several if it loads a draft model next to its target."""
+"""Fleets in which this process is a source. A draft model has a separate fleet."""
 _drain_files: set[str] = set()
-"""Drain files for which a thread of this process waits."""
+"""Drain files that a thread of this process waits for."""
 
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     """Stay a source until the process ends, its drain file appears, or new weights of this model are loaded."""
     keys = _keys(fleet)
-    # Otherwise an engine that is updated from a disk would keep one more checkpoint in memory after each update.
+    # An engine that is updated from a disk would otherwise keep one more checkpoint in memory after each update.
     for former in [other for other in _serving if _keys(other) & keys]:
         log.info("penstock: %s: the earlier weights are no longer served", former.identity.model)
         former.leave(0.0)
@@ -409,7 +379,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     if options.drain_file is not None and options.drain_file not in _drain_files:
         _drain_files.add(options.drain_file)
         drain_file = Path(options.drain_file)
-        # Both files may be left over from an earlier run of this container.
+        # Both files may remain from a previous run of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
         start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))

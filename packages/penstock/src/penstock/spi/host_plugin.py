@@ -1,10 +1,7 @@
-"""A plug-in for an inference engine, registered part by part. The engine starts even if it lacks what a part needs.
+"""A plug-in for an inference engine, registered part by part.
 
-Each part is a function that changes the engine. A missing part gives one line in the log, and a ConfigError if a user
-asks for it. `patch_once` replaces a function.
-
-vLLM ends when a function that it found by entry point raises. That would affect all users of the environment, whether
-they use Penstock or not. A part therefore checks that it can be applied before it changes anything.
+vLLM exits when a function that it found by entry point raises. That would affect all users of the environment, so a
+part checks that it can be applied before it changes anything, and a missing part is only logged.
 """
 
 from __future__ import annotations
@@ -26,9 +23,8 @@ def patch_once(owner: Any, /, **replacements: Callable[..., Any]) -> None:
     """Replace functions of a host's class, module or object. A second call with the same replacements does nothing.
 
     Args:
-        replacements: the name of each function, and the function to call instead. It gets the original first, then the
-            arguments of the call: `replacement(original, self, *arguments, **named)` for a method of a class,
-            `replacement(original, *arguments, **named)` for a function of a module or a method of an object.
+        replacements: the name of each function, and its replacement. The replacement is called with the original
+            function, then with the arguments of the call, including `self` for a method of a class.
 
     Raises:
         AttributeError: the owner lacks one of the functions. Nothing was replaced.
@@ -73,8 +69,8 @@ class HostPlugin:
         """Register each part with the engine, and log the parts that failed. It never raises.
 
         Args:
-            parts: the users' name for each part, and the function that registers it. The function changes nothing if it
-                raises. The next call of this method calls it again only if it raised.
+            parts: the users' name for each part, and the function that registers it. The function must change nothing
+                if it raises. It is called again by the next call of this method only if it raised.
         """
         missing: dict[str, str] = {}
         for part, register in parts.items():
@@ -82,7 +78,7 @@ class HostPlugin:
                 continue
             try:
                 register()
-            except Exception as error:  # noqa: BLE001 - the engine ends at an exception, of whatever class it is
+            except Exception as error:  # noqa: BLE001 - any exception would end the engine
                 missing[part] = f"{type(error).__name__}: {error}"
             else:
                 self._registered.add(part)
@@ -95,14 +91,9 @@ class HostPlugin:
             )
 
     def require(self, part: str, *, feature: str) -> None:
-        """Raise an error for a feature that a user asked for if its part could not be registered.
+        """Raise ConfigError for a feature that a user requested if its part could not be registered.
 
-        Args:
-            part: a key in the mapping for `register`.
-
-        Raises:
-            ConfigError: this version of the engine does not support the part. The message names both, and the supported
-                versions.
+        The message names the engine's version and the supported versions.
         """
         if part in self._missing:
             raise ConfigError(

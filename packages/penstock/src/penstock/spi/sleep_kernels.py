@@ -20,18 +20,17 @@ WAIT_S = 60.0
 
 @contextmanager
 def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) -> Iterator[None]:
-    """Prepare the digest kernels during a block that loads a model. Otherwise the first sleep would wait for them.
+    """Prepare the digest kernels during a block that loads a model, so that the first sleep need not wait for them.
 
     Args:
-        device: device of the weights. The CPU has no such kernels.
-        log: the engine's logger. A failure is logged. The first sleep tries again and raises the error.
+        device: device of the weights. The CPU has no digest kernels.
+        log: the engine's logger. A failure is logged, and the first sleep raises it.
         timeout_s: seconds to wait for the kernels after the block.
     """
     if device.type != "cuda":
         yield
         return
-    # Use a separate thread, because engines allocate the model and everything else in the loading thread from memory
-    # that a sleep releases.
+    # In the loading thread, engines allocate everything from memory that a sleep releases.
     warming = threading.Thread(target=_warm_up, args=(device, log), name="penstock-warm-up", daemon=True)
     is_warming = start_thread(warming, is_needed=False)
     try:
@@ -42,7 +41,7 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
 
 
 def _warm_up(device: torch.device, log: Log) -> None:
-    # Import here, because both take time and a sleep imports the second.
+    # Both imports are slow. A sleep imports `memory_digests`.
     from penstock.sync import memory_digests  # noqa: F401
     from penstock.sync.digester import Digester
 

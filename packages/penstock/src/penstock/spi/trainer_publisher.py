@@ -1,8 +1,4 @@
-"""A trainer rank's side of an adapter. It publishes versions of tensors that may move in memory between two versions.
-
-shards         published from their present addresses: offloaded parameters return at other addresses
-whole tensors  each rank keeps an equal share of each: together one copy of the model, which all ranks publish
-"""
+"""A trainer rank's side of an adapter. It publishes tensors that may move in memory between two versions."""
 
 from __future__ import annotations
 
@@ -62,11 +58,11 @@ class TrainerPublisher(Closeable):
         """Publish the present tensors. All ranks call this with the same version.
 
         Args:
-            params: this rank's part, with the same names and boxes in all versions. The tensors may differ each time.
-            version: must be above all earlier versions. None means the next one.
+            params: this rank's shards, with the same names and boxes in all versions. The tensors may be new objects.
+            version: must be above all earlier versions. None means the next version.
             mode: see `penstock.publisher`.
-            num_receivers: wait for this number of subscribers first, because a live version is only shown to known
-                ones.
+            num_receivers: wait for this number of subscribers first, because a live version is visible only to known
+                subscribers.
 
         Raises:
             PenstockError: see `penstock.publisher` and `penstock.sync.Publisher.publish`.
@@ -83,7 +79,7 @@ class TrainerPublisher(Closeable):
                 rank=self._rank,
             )
             if self._rank[0] == 0:
-                # A rank that joined after the version would find it with another member and refuse to publish it.
+                # Otherwise a rank that joins late would find the version at another member and refuse to publish it.
                 self._publisher.wait_ranks()
         if num_receivers and self._rank[0] == 0:
             self._publisher.wait_subscribers(num_receivers)
@@ -99,7 +95,9 @@ class TrainerPublisher(Closeable):
 
 
 class WholeTensorShares:
-    """This rank's share of whole tensors: a copy of some rows of each, refilled for each version.
+    """This rank's share of unsharded tensors: a copy of some rows of each tensor, refilled for each version.
+
+    All ranks together publish one copy of the model.
 
     Attributes:
         params: the shares to publish. Their memory is the same for all versions.
@@ -113,8 +111,7 @@ class WholeTensorShares:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's rows. All ranks iterate over all tensors, because gathering a tensor is a collective.
 
-        Raises:
-            ConfigError: a tensor, its shape or its dtype is new.
+        A new tensor, shape or dtype raises ConfigError.
         """
         is_first = not self.params
         for number, (name, tensor) in enumerate(tensors):
@@ -132,9 +129,9 @@ class WholeTensorShares:
             shard.tensor.copy_(part)
 
     def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
-        """Return this rank's rows of a tensor, or None if it has none."""
+        """Return this rank's rows of a tensor, or None if it has no rows."""
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows < self._world_size:
-            # There are too few rows to share, so one rank gets all.
+            # There are too few rows to share.
             return slice(0, None) if number % self._world_size == self._rank else None
         return slice(rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size)

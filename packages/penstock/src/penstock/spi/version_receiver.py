@@ -1,9 +1,4 @@
-"""Complete versions of a sync in memory of this process, for engines that load tensors by name.
-
-    receive(version) -> wait until it is announced -> read and verify all of it -> every rank has it, or all raise
-
-`penstock.subscriber` instead receives only the elements that a model needs, into the model.
-"""
+"""Complete versions of a sync in memory of this process, for engines that load tensors by name."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from penstock.sync.report import UpdateReport
 from penstock.transport.collective import GroupCollectives
 
 _REASON_BYTES = 1024
-"""Size of the reason that a rank sends to the others. Collectives need the same size on all ranks."""
+"""Size in bytes of the reason that a rank sends to the others. Collectives need the same size on all ranks."""
 
 
 class VersionReceiver(Closeable):
@@ -32,11 +27,8 @@ class VersionReceiver(Closeable):
     Args:
         connection: see `penstock.join`.
         transforms: tags of the transforms under which tensors are received if they are offered.
-        rank: this rank and the number of ranks that receive together.
-        group: their process group, with a backend for the CPU, if all or none of them must receive each version.
-
-    Raises:
-        PenstockError: see `penstock.subscriber`.
+        rank: this rank and the number of ranks that receive the version.
+        group: their process group, with a CPU backend, if all ranks or no rank must receive each version.
     """
 
     def __init__(
@@ -54,7 +46,7 @@ class VersionReceiver(Closeable):
         self._tensors: dict[str, torch.Tensor] = {}
         stall_s = Settings.read(stall_s=connection.stall_s).stall_s
         self._ranks = None if group is None else _Ranks(group, torch.device("cpu"), stall_s)
-        # Update directly, but into memory of this process. The engine gets nothing before the version is complete.
+        # Update directly, because the engine sees nothing of this memory before the version is complete.
         self._subscriber = penstock.subscriber(
             name, self._allocate, connection=connection, mode="direct", transforms=transforms, rank=rank
         )
@@ -73,7 +65,7 @@ class VersionReceiver(Closeable):
 
         Raises:
             PenstockError: see `penstock.sync.Subscriber.update`.
-            PeerLost: another rank did not receive the version, or is lost. The engine got nothing.
+            PeerLost: another rank did not receive the version, or is lost. The engine received nothing.
         """
         why = ""
         try:
@@ -84,7 +76,7 @@ class VersionReceiver(Closeable):
             why = str(error) or type(error).__name__
             raise
         finally:
-            # Use `finally`, because a rank that failed must also take part or the others would wait for it.
+            # A rank that failed must take part too, because the other ranks wait for it.
             if self._ranks is not None:
                 self._ranks.agree(why)
         return self._tensors
@@ -94,7 +86,7 @@ class VersionReceiver(Closeable):
         self._subscriber.close()
 
     def _allocate(self, published: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Allocate memory for the published tensors in one arena, so that a peer on this host reaches all of it."""
+        """Allocate the published tensors in one arena, so that a peer on this host reaches them with one mapping."""
         arena = Arena.allocate(needed_bytes(tensor.nbytes for tensor in published.values()), self._device)
         offsets = arena.place(tensor.nbytes for tensor in published.values())
         self._tensors = {
@@ -105,12 +97,12 @@ class VersionReceiver(Closeable):
 
 
 class _Ranks(GroupCollectives):
-    """The ranks that receive a version together."""
+    """The ranks that receive the same version."""
 
     poll_s = 0.01
 
     def agree(self, why: str) -> None:
-        """Raise PeerLost if another rank failed and this one did not. `why` is this rank's reason, or empty."""
+        """Raise PeerLost if another rank failed and this rank did not. `why` is this rank's reason, or empty."""
         sent = why.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         reasons = [reason.rstrip(b"\0").decode(errors="replace") for reason in self.gather_bytes(sent)]
         others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]

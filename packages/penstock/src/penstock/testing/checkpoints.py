@@ -1,10 +1,8 @@
 """Synthetic, deterministic checkpoints with realistic shapes, for tests, the demo and the benchmarks.
 
-They are safetensors files as the ecosystem lays them out (shards, index). Without FP8 tensors a Llama also has a
+They are safetensors files in the ecosystem's layout (shards, index). Without FP8 tensors a Llama also has a
 `config.json`, so that engines can serve it, but its output is random. `storage.safetensors` does not write these files,
 because they test it.
-
-    a tile of random values per dtype --rolled, rescaled per tensor--> blocks --> one file a shard, shards in parallel
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd, prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +24,8 @@ from penstock.types import DType, bits_to_bytes
 
 Bits = npt.NDArray[Any]
 
-# Number of elements in a tile, the largest prime below 2^20. Because it is prime, a tile repeated through a tensor
-# never meets a leaf boundary at the same place twice. No two leaves are equal, so misplaced bytes are detected.
+# Number of elements in a tile, the largest prime below 2^20. A tile repeated through a tensor therefore meets each leaf
+# boundary at a different offset. No two leaves are equal, so misplaced bytes are detected.
 _TILE = 1_048_573
 _BLOCK_BYTES = 4 << 20
 _FP8_BLOCK = 128
@@ -41,9 +39,9 @@ class Tensor:
     dtype: DType
     shape: tuple[int, ...]
     kind: str
-    """Kind of its values: `weight`, `norm`, `fp8` or `scale`."""
+    """Kind of values: `weight`, `norm`, `fp8` or `scale`."""
     exponent: int = 0
-    """Values of a `weight` are normally distributed with deviation `2**exponent`."""
+    """Values of a `weight` are normally distributed with standard deviation `2**exponent`."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +62,7 @@ class LlamaShape:
 
     def config(self) -> dict[str, object]:
         """Return the `config.json` of a Llama with these sizes."""
-        # Attention kernels in engines need heads of 64 elements or more. The tensors fix only the ratio of the heads.
+        # Attention kernels in engines need heads of 64 elements or more. The tensors fix only the ratio of heads.
         num_heads = max(self.num_heads // self.num_kv_heads, gcd(self.hidden // 64, self.num_heads))
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -99,7 +97,7 @@ class LlamaShape:
         return cls(num_layers=max(1, num_layers), hidden=hidden, intermediate=wide.intermediate, vocab=wide.vocab)
 
     def tensors(self, *, fp8: bool) -> Iterator[Tensor]:
-        """Yield every tensor, layer by layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
+        """Yield every tensor, layer by layer. With `fp8` the MLP is F8_E4M3 with F32 scales for 128 x 128 blocks."""
         hidden, kv = self.hidden, self.hidden * self.num_kv_heads // self.num_heads
         attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
         wide = self.intermediate
@@ -136,18 +134,17 @@ def write_llama(
 
     Args:
         directory: created if it does not exist. Files with the same names are replaced.
-        total_bytes: approximate size. If given, the shape follows from it, and `num_layers` ... `vocab` are not used.
+        total_bytes: approximate size, which determines the shape instead of `num_layers` ... `vocab`.
         num_layers: number of decoder layers.
         hidden: hidden size, a multiple of 32.
         intermediate: MLP size. None means 4 x hidden.
         vocab: number of rows in the embedding and in the head.
         fp8: write the MLP as F8_E4M3 with F32 `weight_scale_inv`.
-        shards: number of files. A single file is called `model.safetensors` and has no index, as in the ecosystem.
+        shards: number of files. A single file is called `model.safetensors` and has no index.
         seed: changes the values but not the shapes.
 
     Returns:
-        The shards in order. With several shards, `model.safetensors.index.json` is next to them. Without `fp8`,
-        `config.json` is too.
+        The shards in order. With several shards, `model.safetensors.index.json` is next to them.
     """
     if total_bytes is None:
         wide = 4 * hidden if intermediate is None else intermediate
@@ -168,11 +165,7 @@ def write_moe(
     shards: int = 8,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a checkpoint of many equal small BF16 tensors with the names of experts in an MoE model.
-
-    Returns:
-        The shards in order.
-    """
+    """Write many equal small BF16 tensors, named like experts of an MoE model. Return the shards in order."""
     projections = ("gate_proj", "up_proj", "down_proj")
     tensors = []
     for index in range(num_tensors):
@@ -192,9 +185,9 @@ def every_dtype(
     Args:
         path: the file.
         seed: changes the values but not the shapes.
-        aligned: order the tensors by element width, as safetensors writes them. False puts a one-byte tensor first, so
-            that every other tensor starts at an odd offset.
-        skip: dtypes to leave out.
+        aligned: order the tensors by element width, as safetensors does. False puts a one-byte tensor first, so that
+            every other tensor starts at an odd offset.
+        skip: dtypes to omit.
 
     Returns:
         The dtype, the shape, and the bytes that a reader must return, by name.
@@ -235,7 +228,6 @@ def _fp8(name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
 
 
 def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, seed: int) -> list[Path]:
-    """Write the tensors in order, split into `shards` files of about equal size."""
     directory.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum([tensor.nbytes for tensor in tensors])
     # The middle of a tensor decides its shard.
@@ -246,7 +238,7 @@ def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, s
         names = ["model.safetensors"]
 
     def write_shard(shard: int) -> Path:
-        # Sort by element width, then by name, so that every offset is aligned, as safetensors does.
+        # Sort by element width, then by name, as safetensors does, so that every offset is aligned.
         at: list[int] = np.flatnonzero(shard_of == shard).tolist()
         mine = sorted(at, key=lambda i: (-tensors[i].dtype.bits, tensors[i].name))
         rows = [(tensors[i].name, tensors[i].dtype, tensors[i].shape, tensors[i].nbytes) for i in mine]
@@ -268,10 +260,7 @@ def _write(
     rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
     blocks: Callable[[int], Iterator[bytes | memoryview]],
 ) -> None:
-    """Write one safetensors file: the header from `rows`, then the blocks of each row.
-
-    Rename it when it is complete.
-    """
+    """Write one safetensors file: the header from `rows`, then the blocks of each row."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, nbytes in rows:
@@ -279,28 +268,23 @@ def _write(
         offset += nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    # An interrupted run must not leave a file that a later test takes for a checkpoint.
+    # An interrupted run must not leave a file that a later test mistakes for a checkpoint.
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        _write_rows(file, len(rows), blocks)
+        for row in range(len(rows)):
+            file.writelines(blocks(row))
     partial.replace(path)
 
 
-def _write_rows(file: BinaryIO, num_rows: int, blocks: Callable[[int], Iterator[bytes | memoryview]]) -> None:
-    for row in range(num_rows):
-        for block in blocks(row):
-            file.write(block)
-
-
 def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
-    """Yield the tensor's bytes. No two tensors of a checkpoint start at the same place in their tile."""
+    """Yield the tensor's bytes. No two tensors of a checkpoint start at the same offset in their tile."""
     if not tensor.nbytes:
         return
-    # Primes put the starts of neighbouring tensors and seeds far apart in the tile.
+    # Primes put the starts of neighbouring tensors and seeds far apart in the tile. Two tensors with equal bytes would
+    # hide a mix-up from a digest.
     start = (index * 104_729 + seed * 15_485_863) % _TILE
     left = tensor.nbytes // (tensor.dtype.bits // 8)
-    # Each tensor has a different start, because two tensors with equal bytes would hide a mix-up from a digest.
     bits = _tiles()[tensor.kind][start : start + min(left, _TILE)]
     if tensor.kind == "weight":
         # The exponent of BF16 begins at bit 7, so adding there multiplies by an exact power of two.
@@ -315,10 +299,7 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
 
 @cache
 def _tiles() -> Mapping[str, Bits]:
-    """Return bit patterns for every kind of value, never zero or NaN.
-
-    Each tile appears twice, to be cut from any start.
-    """
+    """Return bit patterns for every kind of value, never zero or NaN. Each tile is repeated once."""
     # The seed is fixed, so that digests and results can be compared between machines.
     rng = np.random.default_rng(20_261_121)
     normal = rng.standard_normal(_TILE, dtype=np.float32)
@@ -340,5 +321,4 @@ def _tiles() -> Mapping[str, Bits]:
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> Bits:
-    """Return the upper halves of float32 values as uint16."""
     return (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -1,11 +1,11 @@
-"""A small HTTP/1.1 range server with injected faults, for tests and benchmarks. By default it listens on loopback.
+"""A small HTTP/1.1 range server with injected faults, for tests and benchmarks.
 
-It serves a directory or a mapping of names to bytes, and records every request and the bytes sent. It has no S3
-semantics. `tests.support.servers.s3` runs real S3 servers.
+It serves a directory or a mapping of names to bytes, and records every request and the bytes sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -23,26 +23,25 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 _PIECE_BYTES = 1 << 20
-"""Bytes in one `sendfile` call. It is large enough to be cheap, and small enough to place faults precisely."""
-
+"""Size of one `sendfile` call in bytes, small enough to place faults precisely."""
 _STALL_S = 120.0
-"""Longest time in seconds that a stalled response waits for the client or for the server's end."""
+"""Maximum time in seconds that a stalled response stays open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults that a server injects. Byte counts are for the body of one response."""
+    """The faults that a server injects. Byte counts refer to the body of one response."""
 
     num_requests: int | None = None
-    """Only this many GET requests after the faults were set are affected. None means all."""
+    """Affect only this many GET requests after the faults were set. None means all."""
     ranges_with: str = ""
-    """Only requests whose `Range` begins with this text are affected."""
+    """Affect only requests whose `Range` begins with this text."""
     every: int = 1
-    """Only every n-th of these requests is affected."""
+    """Affect only every n-th of these requests."""
     status: int = 0
     """Respond with this status instead."""
     absent_status: int = 404
-    """Respond with this status if an object does not exist. Stores send 403 to users who may not list."""
+    """Respond with this status if an object does not exist. Stores send 403 to users without permission to list."""
     retry_after: str = ""
     """Value of the `Retry-After` header, sent with `status`."""
     error_code: str = ""
@@ -54,9 +53,9 @@ class Faults:
     truncate_share: float | None = None
     """Close the connection normally after this share of the body, but after at least one byte."""
     most_bytes: int | None = None
-    """Send at most this many bytes of a closed range (`bytes=A-B`), and say so in `Content-Range`."""
+    """Send at most this many bytes of a closed range (`bytes=A-B`), with a matching `Content-Range`."""
     also_open_ranges: bool = False
-    """Apply `most_bytes` to ranges without an end (`bytes=A-`) too."""
+    """Apply `most_bytes` also to ranges without an end (`bytes=A-`)."""
     stall_after: int | None = None
     """Stop sending after this many bytes but keep the connection open. -1 means before the header."""
     latency_s: float = 0.0
@@ -64,7 +63,7 @@ class Faults:
     slow_bytes_per_s: int | None = None
     """Limit each response to this rate."""
     total_bytes_per_s: int | None = None
-    """Limit all responses together to this rate, which is the bandwidth of storage that all readers share."""
+    """Limit the total rate of all responses, like storage whose bandwidth all readers share."""
     ignore_range: bool = False
     """Respond with 200 and the whole object."""
     ignore_if_match: bool = False
@@ -89,7 +88,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request as the server saw it."""
+    """A request that the server received."""
 
     method: str
     path: str
@@ -117,10 +116,9 @@ class RangeServer:
 
     Args:
         content: a directory, or a mapping of names to bytes (a name has no leading `/`).
-        faults: the faults from the start. `faults` may be set again at any time.
+        faults: initial faults. `faults` may be set again at any time.
         tls: a server-side context. The URL is then https://.
-        host: the address that it listens on. There is no access control, so use only an address of this machine or of a
-            network namespace.
+        host: address to listen on. There is no access control.
     """
 
     def __init__(
@@ -147,10 +145,9 @@ class RangeServer:
         self.closing = threading.Event()
         self.requests: list[Request] = []
         self.sent: list[Sent] = []
-        """The parts of bodies that were sent."""
         self.num_connections = 0
         self.num_bytes_sent = 0
-        """Total bytes of all bodies, including those of faulty responses."""
+        """Total size of all bodies in bytes, including faulty responses."""
         self._next_send = 0.0
 
     def __enter__(self) -> Self:
@@ -158,7 +155,7 @@ class RangeServer:
             self.replace(name, data)
         self._server = _RangeHttpServer((self._host, 0), _Handler)
         self._server.owner = self
-        if self._tls is not None:  # the handshake happens in the connection's own thread, at its first read
+        if self._tls is not None:  # The connection's thread does the handshake at its first read.
             self._server.socket = self._tls.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -178,7 +175,7 @@ class RangeServer:
 
     @property
     def url(self) -> str:
-        """Return `http://127.0.0.1:PORT` (or https, or another host), without a trailing slash."""
+        """Return the URL without a trailing slash."""
         return f"{'https' if self._tls else 'http'}://{self._host}:{self._server.server_address[1]}"
 
     @property
@@ -204,7 +201,7 @@ class RangeServer:
             self._objects[name] = (descriptor, len(data), version)
 
     def drop_connections(self) -> None:
-        """Close every open connection, as a server does with idle ones."""
+        """Close every open connection, as a server does with idle connections."""
         with self._lock:
             for connection in self._connections:
                 _shutdown(connection)
@@ -216,7 +213,8 @@ class RangeServer:
                 entry = self._objects.get(name)
                 # Duplicate the descriptor, because the object may be replaced while this response is sent.
                 return None if entry is None else (os.dup(entry[0]), entry[1], entry[2])
-        path = self._directory / name  # symbolic links inside the directory are followed: caches of models use them
+        # Follow symlinks inside the directory, because caches of models use them.
+        path = self._directory / name
         if ".." in name.split("/") or not path.is_file():
             return None
         descriptor = os.open(path, os.O_RDONLY)
@@ -237,19 +235,15 @@ class RangeServer:
             return self._faults if suffers else Faults()
 
     def send_turn(self, nbytes: int, bytes_per_s: int) -> float:
-        """Reserve the time to send `nbytes` at a bandwidth that all responses share.
-
-        Return the seconds until it begins.
-        """
+        """Reserve the time to send `nbytes` at a shared bandwidth. Return the seconds until the reservation begins."""
         with self._lock:
             now = time.monotonic()
-            # All responses use one clock, because connections share the bandwidth as on a network card.
             start = max(now, self._next_send)
             self._next_send = start + nbytes / bytes_per_s
             return start - now
 
     def count_sent(self, nbytes: int) -> None:
-        """Add bytes of a body that are passed to the network. A negative number takes back bytes that were not sent."""
+        """Add bytes of a body that are passed to the network. A negative number subtracts bytes that were not sent."""
         with self._lock:
             self.num_bytes_sent += nbytes
 
@@ -259,7 +253,7 @@ class RangeServer:
             self.sent.append(sent)
 
     def track(self, connection: socket.socket, *, opened: bool) -> None:
-        """Record an open connection, so that leaving the `with` block closes it."""
+        """Record an open or closed connection, so that leaving the `with` block closes open connections."""
         with self._lock:
             if opened:
                 self.num_connections += 1
@@ -269,10 +263,9 @@ class RangeServer:
 
 
 def _shutdown(connection: socket.socket) -> None:
-    try:
+    # The client may have closed the connection first.
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # the client was first
 
 
 class _RangeHttpServer(ThreadingHTTPServer):

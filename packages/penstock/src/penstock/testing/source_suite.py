@@ -1,16 +1,11 @@
-"""The conformance suite for `storage.Source`. Subclass it, implement `make(data)`, and run pytest.
-
-    class TestMine(SourceTests):
-        def make(self, data: bytes) -> Source: ...
-
-Faults of a particular source need their own tests.
-"""
+"""The conformance suite for `storage.Source`. Subclass `SourceTests`, implement `make(data)`, and run pytest."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from penstock.errors import SourceTruncated
 from penstock.storage import Source
@@ -40,30 +35,23 @@ class SourceTests:
 
     def test_size_and_uri_are_known(self) -> None:
         """Check that `nbytes` is the size and `uri` is not empty."""
-        source = self.make(sample(1000))
-        try:
+        with closing(self.make(sample(1000))) as source:
             assert source.nbytes == 1000
             assert source.uri
             assert isinstance(source.identity, str)
-        finally:
-            source.close()
 
     def test_whole_read_returns_all_bytes(self) -> None:
         """Fill a single buffer with everything."""
         data = sample(_NBYTES)
-        source = self.make(data)
-        try:
+        with closing(self.make(data)) as source:
             got, path = read(source, 0, [_NBYTES])
             assert got == data
             assert path
-        finally:
-            source.close()
 
     def test_scattered_read_fills_buffers_in_order(self) -> None:
         """Fill several buffers in order from unaligned offsets. Some are empty."""
         data = sample(_NBYTES)
-        source = self.make(data)
-        try:
+        with closing(self.make(data)) as source:
             for offset, lengths in [
                 (0, [1, 0, 4095, 1, 70_001]),
                 (1, [4096] * 9),
@@ -73,56 +61,41 @@ class SourceTests:
                 (17, [1] * 3000),
             ]:
                 assert read(source, offset, lengths)[0] == data[offset : offset + sum(lengths)]
-        finally:
-            source.close()
 
     def test_read_writes_only_into_buffers(self) -> None:
         """Leave bytes outside of the buffers unchanged."""
         data = sample(100_000)
-        source = self.make(data)
-        try:
+        with closing(self.make(data)) as source:
             memory = bytearray(b"\xaa" * 50_000)
             source.readv(33, [memoryview(memory)[100:20_100], memoryview(memory)[30_000:30_001]])
             assert memory[100:20_100] == data[33:20_033]
             assert memory[30_000] == data[20_033]
             assert set(memory[:100] + memory[20_100:30_000] + memory[30_001:]) == {0xAA}
-        finally:
-            source.close()
 
     def test_empty_read_succeeds(self) -> None:
         """Accept a read without buffers, and empty buffers at any offset up to the end."""
-        source = self.make(sample(100))
-        try:
+        with closing(self.make(sample(100))) as source:
             for offset, buffers in [(0, []), (100, [memoryview(bytearray())])]:
                 assert isinstance(source.readv(offset, buffers), str)
-        finally:
-            source.close()
 
     def test_empty_object_is_readable(self) -> None:
         """Open an empty object and read nothing from it."""
-        source = self.make(b"")
-        try:
+        with closing(self.make(b"")) as source:
             assert source.nbytes == 0
             source.readv(0, [])
             _expect_truncated(source, 0, 1)
-        finally:
-            source.close()
 
     def test_read_past_end_raises_source_truncated(self) -> None:
         """Raise SourceTruncated with the source's name for a read past the end. The source stays usable."""
         data = sample(5000)
-        source = self.make(data)
-        try:
+        with closing(self.make(data)) as source:
             for offset, nbytes in [(0, 5001), (4999, 2), (5000, 1), (10**12, 1)]:
                 _expect_truncated(source, offset, nbytes)
             assert read(source, 0, [5000])[0] == data
-        finally:
-            source.close()
 
     def test_concurrent_reads_return_correct_bytes(self) -> None:
-        """Read random ranges of one source in eight threads at once."""
+        """Read random ranges of one source in eight threads."""
         data = sample(_NBYTES)
-        source = self.make(data)
         wrong: list[tuple[int, int]] = []
 
         def work(seed: int) -> None:
@@ -133,14 +106,8 @@ class SourceTests:
                 if read(source, offset, [nbytes // 2, nbytes - nbytes // 2])[0] != data[offset : offset + nbytes]:
                     wrong.append((offset, nbytes))
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        try:
-            for thread in threads:
-                thread.start()
-        finally:
-            for thread in threads:
-                thread.join()
-            source.close()
+        with closing(self.make(data)) as source, ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(8)))
         assert not wrong
 
     def test_close_is_idempotent(self) -> None:

@@ -1,10 +1,4 @@
-"""The conformance suite for `hub.store.Store`. Subclass it, implement `make()`, and run pytest.
-
-    class TestMine(StoreTests):
-        def make(self) -> Store: ...
-
-A store server that dies needs its own tests.
-"""
+"""The conformance suite for `hub.store.Store`. Subclass `StoreTests`, implement `make()`, and run pytest."""
 
 from __future__ import annotations
 
@@ -25,7 +19,7 @@ class StoreTests:
         raise NotImplementedError("implement make() to return the store under test")
 
     def num_names(self, store: Store) -> int:
-        """Return the number of names that the store keeps in memory, including expired ones."""
+        """Return the number of names that the store holds in memory, including expired names."""
         raise NotImplementedError("implement num_names() to count the names that the store keeps")
 
     @contextmanager
@@ -46,7 +40,7 @@ class StoreTests:
                 assert entry is not None and entry.value == value
 
     def test_missing_name_reads_none(self) -> None:
-        """Find a missing name neither with `read` nor with `scan`. Deleting it is no error."""
+        """Find a missing name neither with `read` nor with `scan`. Deleting it is not an error."""
         with self.store() as (store, at):
             assert store.read(f"{at}a") is None
             assert store.scan(at) == {}
@@ -133,7 +127,7 @@ class StoreTests:
             assert store.read(f"{at}renewed") is not None
 
     def test_clock_is_shared_and_monotonic(self) -> None:
-        """Check that two users of one store agree on the time, whatever the clocks of their hosts say."""
+        """Check that two users of one store agree on the time, whatever the clocks of their hosts show."""
         with self.store() as (store, _):
             times = [store.now() for _ in range(1_000)]
             assert times == sorted(times)

@@ -1,10 +1,4 @@
-"""The conformance suite for `memory.tier.Tier`. Subclass it, implement `make()`, and run pytest.
-
-    class TestMine(TierTests):
-        def make(self) -> Tier: ...
-
-Budgets are not part of a tier, but of `memory.tiers`.
-"""
+"""The conformance suite for `memory.tier.Tier`. Subclass `TierTests`, implement `make()`, and run pytest."""
 
 from __future__ import annotations
 
@@ -41,15 +35,15 @@ class TierTests:
                 source = filled(nbytes)
                 for num_threads in (1, tier.num_threads):
                     room, back = tier.open_room(nbytes), HeapRoom(nbytes)
-                    told: list[int] = []
-                    move(source, room, num_threads, told.append)
-                    move(room, back, num_threads, told.append)
+                    moved: list[int] = []
+                    move(source, room, num_threads, moved.append)
+                    move(room, back, num_threads, moved.append)
                     assert bytes(back.views()[0]) == bytes(source.views()[0])
-                    assert sum(told) == 2 * nbytes
+                    assert sum(moved) == 2 * nbytes
                     room.close()
 
     def test_reservations_do_not_overlap(self) -> None:
-        """Keep two reservations separate. Closing one, even twice, leaves the other unchanged."""
+        """Keep two reservations separate. Closing one reservation twice leaves the other unchanged."""
         with self.tier() as tier:
             blocks = [filled(5000, seed) for seed in range(2)]
             rooms = [tier.open_room(5000) for _ in blocks]
@@ -76,7 +70,7 @@ class TierTests:
             second.close()
 
     def test_views_show_written_bytes(self) -> None:
-        """Check that a reservation in host memory shows all of its bytes, and keeps bytes written to its views."""
+        """Check that a reservation in host memory exposes all of its bytes, and keeps bytes written to its views."""
         with self.tier() as tier:
             room = tier.open_room(PIECE_BYTES + 5)
             if isinstance(room, HostRoom):

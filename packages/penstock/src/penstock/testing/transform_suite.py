@@ -1,10 +1,4 @@
-"""Conformance cases for transform kernels.
-
-They must return the bits of the reference for every kind of value and placement.
-
-An AssertionError names the first job that differs. `tests/unit/transform` checks the reference against independently
-written formats.
-"""
+"""Conformance cases for transform kernels, which must return the reference's bits for every value and placement."""
 
 from __future__ import annotations
 
@@ -40,7 +34,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def sources(form: Format, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.Tensor]:
-    """Yield CPU tensors in every dtype and shape of the format: whole, transposed, unaligned, and views."""
+    """Yield CPU tensors in every dtype and shape of the format: contiguous, transposed, unaligned, and views."""
     dtypes = [torch.bfloat16, torch.float16, torch.float32, *([torch.float64] if form.scaling == "none" else [])]
     for seed, shape in enumerate(shapes):
         for number, dtype in enumerate(dtypes):
@@ -55,7 +49,7 @@ def sources(form: Format, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.T
 
 
 def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int, ...]] = SMALL) -> int:
-    """Compare bit for bit. Return the number of jobs."""
+    """Compare the kernels' outputs with the reference bit for bit. Return the number of jobs."""
     jobs, expected = [], []
     for number, source in enumerate(sources(form, shapes)):
         amax = None
@@ -65,7 +59,7 @@ def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int
         shape = tuple(source.shape)
         parts = formats.outputs(form, "", quantize.dtype_of(source), shape, Box.full(shape))
         outs = tuple(_place(part.shape, part.dtype, number, device) for part in parts)
-        # Move it with its strides, because a copy would be contiguous.
+        # Copy the storage and then apply the strides, because a copy of the view would be contiguous.
         base = torch.empty(source.untyped_storage().nbytes() // source.element_size(), dtype=source.dtype)
         base.copy_(torch.as_strided(source, base.shape, (1,), 0))
         moved = torch.as_strided(base.to(device), source.shape, source.stride(), source.storage_offset())
@@ -89,7 +83,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(shape: tuple[int, ...], dtype: DType, number: int, device: torch.device) -> torch.Tensor:
-    """Return memory for an output. Every second output lies within a larger tensor."""
+    """Return memory for an output. Every second output is a view of a larger tensor."""
     if number % 2 == 0 or len(shape) < 2:
         return torch.empty(shape, dtype=quantize.torch_dtype(dtype), device=device)
     return torch.empty((*shape[:-1], shape[-1] + 5), dtype=quantize.torch_dtype(dtype), device=device)[..., : shape[-1]]

@@ -1,18 +1,14 @@
-"""The conformance suite for `transport.protocol.Transport`. Subclass it, implement `make()`, and run pytest.
+"""The conformance suite for `transport.protocol.Transport`. Subclass `TransportTests`, implement `make()`, run pytest.
 
-    class TestMine(TransportTests):
-        def make(self) -> Transport: ...
-
-For device memory, override `allocate`, `write` and `read` too. Faults of a particular transport (a killed peer, a cut
-link) need their own tests.
+For device memory, override `allocate`, `write` and `read` too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
@@ -139,7 +135,7 @@ class TransportTests:
             self._gone(receiver, into, handle.descriptor)
 
     def test_reused_address_does_not_revive_descriptor(self) -> None:
-        """Distinguish a new registration of the same memory from the old one."""
+        """Distinguish a new registration of the same memory from the released registration."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             old = handle.descriptor
             handle.close()
@@ -160,7 +156,7 @@ class TransportTests:
             assert self.read(into.memory) == sample(1000, seed=8)
 
     def test_fence_during_read_raises_stale_descriptor(self) -> None:
-        """End a read during a fence and a write with the old bytes, or with an error."""
+        """Finish a read during a fence and a write with the old bytes, or with an error."""
         old = sample(_NBYTES)
         for _ in range(5):
             with self.pair(old, _NBYTES) as (_, handle, receiver, into):
@@ -190,7 +186,7 @@ class TransportTests:
             _raised(ConfigError, lambda: self.fetch(receiver, into, foreign, [(0, 0, 10)]))
 
     def test_concurrent_reads_copy_all_bytes(self) -> None:
-        """Wait for reads that were posted together, in any order and in many threads."""
+        """Wait for many posted reads, in any order and in several threads."""
         data, width = sample(64 * 10_007), 10_007
         with self.pair(data, len(data)) as (_, handle, receiver, into):
             rows = [(i * width, i * width, width) for i in range(64)]
@@ -205,16 +201,13 @@ class TransportTests:
                 except PenstockError as error:
                     failed.append(error)
 
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(work, range(4)))
             assert not failed
             assert self.read(into.memory) == data
 
     def test_released_destination_is_refused(self) -> None:
-        """Raise Cancelled for a read into a closed handle, even while it runs, unless it was done."""
+        """Raise Cancelled for a read into a closed handle, unless the read was complete."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, 1000)]))
             into.close()
