@@ -26,21 +26,21 @@ def memories() -> tuple[np.ndarray, np.ndarray]:
 
 def test_requested_digests_are_precomputed_for_next_version(memories) -> None:
     live, copy = memories
-    foreseen, first, other = PrecomputedDigests(of(live), Digester("cpu")), strips(0), strips(100)
-    assert (foreseen.digests(of(copy), first) == strip_digests(copy, first)).all()
+    digests, first, other = PrecomputedDigests(of(live), Digester("cpu")), strips(0), strips(100)
+    assert (digests.digests(of(copy), first) == strip_digests(copy, first)).all()
     live += 1
-    foreseen.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
-    assert (foreseen.digests(of(copy), first) == strip_digests(live, first)).all()
+    digests.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
+    assert (digests.digests(of(copy), first) == strip_digests(live, first)).all()
     assert (
-        foreseen.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]
+        digests.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]
     ).all()
 
 
 def test_unrequested_digests_are_dropped(memories) -> None:
     live, copy = memories
-    foreseen, asked = PrecomputedDigests(of(live), Digester("cpu")), strips(0)
-    foreseen.digests(of(copy), asked)
+    digests, asked = PrecomputedDigests(of(live), Digester("cpu")), strips(0)
+    digests.digests(of(copy), asked)
     for _ in range(2):
-        foreseen.look(5.0)
+        digests.look(5.0)
     live += 1
-    assert (foreseen.digests(of(copy), asked) == strip_digests(copy, asked)).all()
+    assert (digests.digests(of(copy), asked) == strip_digests(copy, asked)).all()

@@ -38,9 +38,17 @@ class Strips:
 
     def __getitem__(self, rows: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
         """Return the selected strips."""
-        columns = (self.at, self.run_bytes, self.num_rows, self.pitch)
-        at, run_bytes, num_rows, pitch = (column[rows] for column in columns)
+        at, run_bytes, num_rows, pitch = (column[rows] for column in self.columns)
         return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
+
+    @property
+    def columns(self) -> tuple[I64, I64, I64, I64]:
+        """Return the columns `at`, `run_bytes`, `num_rows` and `pitch`."""
+        return self.at, self.run_bytes, self.num_rows, self.pitch
+
+    def shifted(self, by: int | I64) -> Strips:
+        """Return the same strips with `by` added to their offsets."""
+        return Strips(at=self.at + by, run_bytes=self.run_bytes, num_rows=self.num_rows, pitch=self.pitch)
 
     @property
     def nbytes(self) -> I64:
@@ -99,8 +107,8 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
     packed = strips.is_packed().tolist()
     buffer = np.empty(leaf_bytes, np.uint8)
-    columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch, counts)
-    for i, (at, run, rows, pitch, count) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    columns = (column.tolist() for column in (*strips.columns, counts))
+    for i, (at, run, rows, pitch, count) in enumerate(zip(*columns, strict=True)):
         # Digest a contiguous strip in place.
         if packed[i]:
             leaf_digests(memory[at : at + run * rows].data, leaf_bytes, leaves)
@@ -116,8 +124,7 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
 def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
     """Copy strips of host memory to `out`, one after the other, without Python for each run."""
     done = 0
-    columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-    for at, run, rows, pitch in zip(*(column.tolist() for column in columns), strict=True):
+    for at, run, rows, pitch in zip(*(column.tolist() for column in strips.columns), strict=True):
         _pack(memory[at:], run, pitch, 0, out[done : done + run * rows])
         done += run * rows
 

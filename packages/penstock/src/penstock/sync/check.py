@@ -1,11 +1,7 @@
-"""Checks of a version before it goes live: the staged weights for a user's check, and the trainer's values for it.
+"""Checks of a version before it goes live.
 
-    publish(check={"tokens": ..., "log_probs": ...}) -> bytes -> StagedVersion.expected
-    staging copy -> tensors at the places of the live ones -> StagedVersion.tensors (a copy of each), call
-
-A check cannot change the version that goes live. `tensors` returns copies, one at a time, so a check may write to them
-or keep them. `call` computes with the staged parameters themselves, because a device seldom has memory for a third copy
-of the weights. The subscriber therefore digests the staged bytes again after the check and before the flip.
+A check cannot change the version that goes live. `StagedVersion.tensors` returns copies, and the subscriber digests the
+staged bytes again after the check and before the flip.
 """
 
 from __future__ import annotations
@@ -26,15 +22,13 @@ from penstock.transport.protocol import Memory
 from penstock.types import MIB, DType
 
 MAX_CHECK_BYTES = MIB
-"""Maximum size of the values for one version, which every subscriber with a check requests."""
+"""Maximum size of the check values of one version, in bytes. Every subscriber with a check requests them."""
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True):
-    """A value on the wire: a tensor, or plain data that msgpack can encode."""
-
     plain: Any = None
     dtype: str = ""
-    """The dtype of a tensor. Empty if the value is not a tensor."""
+    """Dtype of a tensor. Empty for plain data."""
     shape: tuple[int, ...] = ()
     data: bytes = b""
 
@@ -43,17 +37,13 @@ prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:
-    """Encode the values for a check.
-
-    Raises:
-        ConfigError: a value is neither a tensor nor plain data, or the values are too large.
-    """
+    """Encode the values for a check. Raise ConfigError for values that msgpack cannot encode, or too many bytes."""
     encoded = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
-            flat = value.detach().to("cpu").contiguous().reshape(-1)
-            data = flat.view(torch.uint8).numpy().tobytes()
-            encoded[name] = _Value(dtype=str(dtype_of(value.dtype)), shape=tuple(value.shape), data=data)
+            flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            dtype, shape = str(dtype_of(value.dtype)), tuple(value.shape)
+            encoded[name] = _Value(dtype=dtype, shape=shape, data=flat.numpy().tobytes())
         else:
             encoded[name] = _Value(plain=value)
     try:
@@ -70,7 +60,7 @@ def encode_values(values: Mapping[str, object]) -> bytes:
 
 
 def decode_values(raw: bytes) -> dict[str, Any]:
-    """Decode the values for a check. Raise FormatError if the bytes are malformed."""
+    """Decode the values for a check. Raise FormatError for malformed bytes."""
     if not raw:
         return {}
     try:
@@ -83,12 +73,10 @@ def decode_values(raw: bytes) -> dict[str, Any]:
 def _decoded(value: _Value) -> Any:
     if not value.dtype:
         return value.plain
-    kind = torch_dtype(DType(value.dtype))
     # Copy the bytes, because torch must not write to a message.
-    flat = (
-        torch.frombuffer(bytearray(value.data), dtype=torch.uint8) if value.data else torch.empty(0, dtype=torch.uint8)
-    )
-    return flat.view(kind).reshape(value.shape)
+    data = bytearray(value.data)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch_dtype(DType(value.dtype))).reshape(value.shape)
 
 
 class _CopiedTensors(Mapping[str, torch.Tensor]):
@@ -113,29 +101,26 @@ class _CopiedTensors(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedVersion:
-    """The weights of a staged version, for a check. Valid while the check runs."""
+    """The weights of a staged version. They are valid while the check runs."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-    """For a module, its parameters and buffers by name, as the version would leave them. For a dict, its tensors. If it
-    has several boxes of one tensor, their names contain the offset, as in `up[4, 0]`. Each access returns a new copy of
-    a tensor."""
+    """Parameters and buffers of a module, or the tensors of a dict, with the values of this version. If a dict has
+    several shards of a tensor, their names contain the offset, as in `up[4, 0]`. Each access returns a new copy."""
     expected: Mapping[str, Any]
-    """The values that the trainer published with the version. Empty if there are none."""
+    """Values that the trainer published for the check. May be empty."""
     unknown: frozenset[str] = frozenset()
-    """Parameters that the model's loader fills when the version goes live. `tensors` does not have them."""
+    """Parameters that are missing in `tensors`, because the model's loader fills them when the version goes live."""
     model: torch.nn.Module | None = None
-    """The live module, whose structure `call` uses."""
+    """The live module. None if the target is not a module."""
     _staged: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    """The tensors in the staging copy, which goes live."""
+    """Tensors in the staging copy, which goes live."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass with the staged weights, and return its result.
 
-        The live weights are not touched.
-
-        The forward pass may write to buffers, which are copies. If it writes to parameters, the version is refused. The
-        module has the staged weights during the call, so no other thread may compute with it.
+        The live weights do not change. The forward pass may write to buffers, which are copies. A write to a parameter
+        refuses the version. No other thread may use the module during the call.
 
         Raises:
             PlanError: the target is not a module, or some of its parameters are `unknown`.
@@ -145,12 +130,12 @@ class StagedVersion:
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
             raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
-        # Use one object for each tensor in the module, so that both names of a tied tensor get the same object.
+        # Both names of a tied tensor must get the same object.
         made: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, live in self.model.named_buffers(remove_duplicate=False):
-                # A buffer that no version fills must keep its values, even after this forward pass.
+                # Copy buffers, because a buffer that no version fills must keep its values.
                 tensors[name] = made.setdefault(id(live), self._staged.get(name, live).clone())
             for name, live in self.model.named_parameters(remove_duplicate=False):
                 if name in self._staged:
@@ -159,20 +144,19 @@ class StagedVersion:
 
 
 Check = Callable[[int, StagedVersion], object]
-"""A check of a version. It raises, or returns False or a text, if the version must not go live. It returns None, True
-or "" if it may."""
+"""Receives a version number and its weights. Raises an error, or returns False or a reason, to refuse the version.
+Returns None, True or "" to accept it."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check. Return why the version must not go live (empty if it may), and the error that caused it."""
+    """Run a check. Return the reason to refuse the version, or an empty text, and the error that caused it."""
     try:
-        answer = check(staged.version, staged)
+        result = check(staged.version, staged)
     except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version
         return f"{type(error).__name__}: {error}", error
-    # A check that found nothing returns an empty text.
-    if answer is None or answer is True or answer == "":
+    if result is None or result is True:
         return "", None
-    return answer if isinstance(answer, str) else f"the check returned {answer!r}", None
+    return result if isinstance(result, str) else f"the check returned {result!r}", None
 
 
 def staged_version(
@@ -183,15 +167,7 @@ def staged_version(
     expected: bytes,
     model: torch.nn.Module | None,
 ) -> StagedVersion:
-    """Return the staged version as a check sees it.
-
-    Args:
-        requirements: requirements of the target.
-        live: the target's memory, region by region.
-        copy: the staging copy's memory, with the same regions.
-        expected: the trainer's values, encoded.
-        model: the target, if it is a module.
-    """
+    """Return a staged version for a check. `live` and `copy` are the regions of the target and of its staging copy."""
     tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
     return StagedVersion(
         version=version,
@@ -204,17 +180,15 @@ def staged_version(
 
 
 def _moved(tensor: torch.Tensor, live: tuple[Memory, ...], copy: tuple[Memory, ...]) -> torch.Tensor | None:
-    """Return the tensor in the copy at the place of a live tensor, or None if the tensor is in no region."""
+    """Return the tensor at the same offset in the staging copy, or None if the tensor is in no region."""
     if not tensor.numel():
         return tensor
-    address = tensor.data_ptr()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     nbytes = reach * tensor.itemsize
     for region, twin in zip(live, copy, strict=True):
-        offset = address - region.address
+        offset = tensor.data_ptr() - region.address
         if 0 <= offset <= offset + nbytes <= region.nbytes:
             assert isinstance(twin.owner, Arena)
             flat = twin.owner.bytes_at(offset, nbytes).view(tensor.dtype)
-            # The offset is relative to `flat`, which is a view into the arena.
             return torch.as_strided(flat, tensor.shape, tensor.stride(), flat.storage_offset())
     return None

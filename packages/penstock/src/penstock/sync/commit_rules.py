@@ -1,13 +1,15 @@
-"""The rules by which a fleet commits a version as a whole. They use no clocks, messages or threads.
+"""The rules of a two-phase commit, by which a fleet commits a version together.
+
+They use no clocks, messages or threads.
 
 1. Subscribers stage a version, check it, and report prepared, failed or refused.
-2. Rank 0 of the publishers, the coordinator, reaches a verdict (`Ballot.decide`), at the deadline at the latest.
-3. For a commit, the hub records the verdict before rank 0 tells any subscriber. The first proposal for a version wins.
-4. A subscriber goes live only after it learned `committed` from the coordinator or the hub.
-5. If the coordinator is gone, or silent until the stall deadline, a subscriber proposes to withdraw. The hub answers
-   with the recorded decision. A subscriber that learns nothing keeps its version.
+2. Rank 0 of the publishers is the coordinator. It reaches a verdict (`Ballot.decide`), at the deadline at the latest.
+3. The hub records a commit before the coordinator reports it to a subscriber. The first proposal for a version wins.
+4. A subscriber goes live only after the coordinator or the hub reported `committed`.
+5. If the coordinator is gone or silent, a subscriber proposes a withdrawal to the hub, which returns the recorded
+   decision. A subscriber without a decision keeps its version.
 
-After step 3 a commit cannot be undone, and before it no subscriber is live. Therefore all subscribers act alike.
+A commit cannot be undone after step 3, and no subscriber goes live before step 3. Therefore all subscribers act alike.
 """
 
 from __future__ import annotations
@@ -20,17 +22,16 @@ from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision
 
 Stragglers = Literal["leave_out", "withdraw"]
-"""`leave_out` commits without subscribers that are late or failed. `withdraw` commits with all subscribers or not at
-all."""
+"""`leave_out` commits without late or failed subscribers. `withdraw` commits with all subscribers or with none."""
 Standing = Literal["waiting", "prepared", "failed", "gone", "late", "refused"]
 
 MAX_REASON_CHARS = 1024
-"""Maximum length of a reason in the messages."""
+"""Maximum length of a reason in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """The state of one subscriber for a version."""
+    """The report of one subscriber on a version."""
 
     standing: Standing = "waiting"
     why: str = ""
@@ -40,11 +41,10 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The coordinator's decision before it is recorded."""
+    """The coordinator's decision before the hub records it."""
 
     is_commit: bool
     by: str = ""
-    """The subscriber that refused the version."""
     why: str = ""
     prepared: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """The reports of all subscribers on one version. It is immutable, and every report creates a new ballot."""
+    """The reports of all subscribers on one version. A ballot is immutable."""
 
     stragglers: Stragglers
     needs_check: bool = False
@@ -78,64 +78,55 @@ class Ballot:
 
     def reported(self, member: str, standing: Standing, why: str = "", *, is_checked: bool = False) -> Ballot:
         """Return the ballot after a report. The last report of a subscriber counts."""
-        before = self.votes.get(member)
-        # Do not wait for a subscriber that joined later. Its report counts only if it prepared or refused the version.
-        if before is None and standing not in ("prepared", "refused"):
+        previous = self.votes.get(member)
+        # A subscriber that joined later counts only if it prepared or refused the version.
+        if previous is None and standing not in ("prepared", "refused"):
             return self
-        # A refused version stays refused, whatever the subscriber reports about another attempt.
-        if before is not None and before.standing == "refused":
+        # A refusal is final.
+        if previous is not None and previous.standing == "refused":
             return self
         return replace(self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)})
 
     def without(self, member: str) -> Ballot:
-        """Return the ballot after a subscriber left the sync, unless it refused the version."""
-        before = self.votes.get(member)
-        if before is None or before.standing == "refused":
+        """Return the ballot after a subscriber left the sync. Its refusal stays."""
+        previous = self.votes.get(member)
+        if previous is None or previous.standing == "refused":
             return self
         return replace(self, votes={name: vote for name, vote in self.votes.items() if name != member})
 
     def decide(self, *, is_due: bool) -> Verdict | None:
-        """Return the verdict, or None while reports are missing.
-
-        Args:
-            is_due: whether the deadline has passed.
-        """
-        named = self._named("refused")
-        if named:
-            member, why = next(iter(named.items()))
-            return self._withdrawn(why, by=member)
+        """Return the verdict, or None while reports are missing. `is_due` tells whether the deadline has passed."""
+        for member, why in self._named("refused").items():
+            return self._verdict(why=why, by=member)
         lacking = {**self._named("failed"), **self._named("gone"), **self._named("late")}
         if self.waiting:
-            # With `withdraw`, one failure decides, and the other subscribers can stop staging.
-            if not is_due and not (lacking and self.stragglers == "withdraw"):
-                return None
+            # With `withdraw`, one failure decides, so the remaining subscribers can stop staging.
             if is_due:
                 due = self
                 for member in self.waiting:
                     due = due.reported(member, "late", "it did not prepare the version before the deadline")
                 return due.decide(is_due=True)
+            if not lacking or self.stragglers == "leave_out":
+                return None
         prepared = self._named("prepared")
-        if lacking and self.stragglers == "withdraw":
-            member, why = next(iter(lacking.items()))
-            return self._withdrawn(f"subscriber {member[:8]} did not prepare it: {why}")
-        if lacking and not prepared:
-            member, why = next(iter(lacking.items()))
-            return self._withdrawn(f"no subscriber prepared it (subscriber {member[:8]}: {why})")
+        for member, why in lacking.items():
+            if self.stragglers == "withdraw":
+                return self._verdict(why=f"subscriber {member[:8]} did not prepare it: {why}")
+            if not prepared:
+                return self._verdict(why=f"no subscriber prepared it (subscriber {member[:8]}: {why})")
         if self.needs_check and prepared and not any(self.votes[member].is_checked for member in prepared):
-            return self._withdrawn(
-                "it was published with values for a check, but no prepared subscriber checks versions"
+            return self._verdict(
+                why="it was published with values for a check, but no prepared subscriber checks versions"
             )
-        return self._verdict(is_commit=True)
+        return self._verdict()
 
     def _named(self, standing: Standing) -> dict[str, str]:
         return {member: vote.why for member, vote in self.votes.items() if vote.standing == standing}
 
-    def _withdrawn(self, why: str, *, by: str = "") -> Verdict:
-        return self._verdict(is_commit=False, why=why, by=by)
-
-    def _verdict(self, *, is_commit: bool, why: str = "", by: str = "") -> Verdict:
+    def _verdict(self, *, why: str = "", by: str = "") -> Verdict:
+        # A verdict without a reason or a refusing subscriber is a commit.
         return Verdict(
-            is_commit=is_commit,
+            is_commit=not (why or by),
             why=why,
             by=by,
             prepared=tuple(self._named("prepared")),
@@ -145,7 +136,7 @@ class Ballot:
 
 
 def refusal(name: str, decision: FleetDecision) -> VersionRefused:
-    """Return the error for a version that was withdrawn."""
+    """Return the error for a withdrawn version."""
     by = f" by subscriber {decision.by[:8]}" if decision.by else ""
     what = "refused" if decision.by else "withdrawn"
     return VersionRefused(
@@ -157,23 +148,19 @@ def refusal(name: str, decision: FleetDecision) -> VersionRefused:
     )
 
 
-# -- The wait of a subscriber that has prepared a version.
-
 Question = Literal["coordinator", "hub"]
-"""The process to ask next. A question to the hub is a proposal to withdraw, and the hub answers with the recorded
-decision."""
+"""The process to ask next. Asking the hub proposes a withdrawal, and the hub returns the recorded decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionReply:
-    """An answer to a question, or the absence of an answer."""
+    """A process's reply to a question, or its silence."""
 
     at: float
-    """Time of the answer in seconds, by a clock that never goes back."""
+    """Time of the reply on a monotonic clock, in seconds."""
     decision: FleetDecision | None = None
     kind: Literal["open", "gone", "silent", "past"] = "open"
-    """The state without a decision. `open`: there is none yet. `gone`: the process is gone. `silent`: it did not
-    answer. `past`: later versions are already decided."""
+    """State without a decision: not decided yet, process gone, no reply in time, or later versions already decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,35 +168,33 @@ class Undecided:
     """The end of a wait without a decision."""
 
     is_past: bool
-    """Whether later versions are decided, so that this one will not be."""
+    """Whether later versions are decided, so that this version never will be."""
 
 
 def learn(
     begun: float, *, limit_s: float, stall_s: float
 ) -> Generator[Question, DecisionReply, FleetDecision | Undecided]:
-    """Ask until the decision is known or cannot be learned. This generator yields questions and receives replies.
+    """Yield the process to ask and receive its reply, until the decision is known or cannot be learned.
 
-    Args:
-        begun: start time in seconds.
-        limit_s: seconds during which the coordinator may answer that there is no decision.
-        stall_s: seconds during which the coordinator, and then the hub, may be silent.
+    `limit_s` limits how long the coordinator may reply without a decision, and `stall_s` how long a process may be
+    silent.
     """
-    answered = begun
+    last_reply = begun
     while True:
         reply = yield "coordinator"
         if reply.decision is not None:
             return reply.decision
         if reply.kind == "open":
-            answered = reply.at
+            last_reply = reply.at
             if reply.at - begun <= limit_s:
                 continue
-        # A silent coordinator may be about to commit, so it has until the stall deadline.
-        elif reply.kind == "silent" and reply.at - answered <= stall_s:
+        # A silent coordinator may be about to commit.
+        elif reply.kind == "silent" and reply.at - last_reply <= stall_s:
             continue
         reply = yield "hub"
         if reply.decision is not None:
             return reply.decision
         if reply.kind == "past":
             return Undecided(is_past=True)
-        if reply.at - max(answered, begun) > stall_s or reply.at - begun > limit_s + stall_s:
+        if reply.at - last_reply > stall_s or reply.at - begun > limit_s + stall_s:
             return Undecided(is_past=False)

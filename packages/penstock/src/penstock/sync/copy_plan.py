@@ -1,6 +1,6 @@
 """Prepared copies between memories with the same layout, and the staging copy that a flip makes live.
 
-strips --packed ones joined--> long runs: copy engine.  many short runs: one kernel per region (host: numpy)
+The copy engine copies long runs. One kernel per region, or numpy on the host, copies all short runs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.transport.protocol import Memory
 from penstock.types import I64
 
 SHORT_BYTES = 256 << 10
-"""A kernel copies shorter runs, because starting a copy takes 0.7 us. Source:
+"""Shorter runs are copied by a kernel, because starting one copy takes 0.7 us, as measured in
 benchmarks/results/h200x2_202611/transport.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """The copies within one region. Offsets count from its first byte and are the same at both ends."""
+    """The copies within one region. Source and destination have the same offsets."""
 
     dst: Memory
     src: Memory
@@ -43,14 +43,13 @@ class _Region:
 
     @property
     def device(self) -> str:
-        """Return the device that copies, or `"cpu"` if neither end is on a device."""
         return self.src.device if self.dst.device == "cpu" else self.dst.device
 
     def queue(self) -> None:
-        """Queue the copies on the current stream of the device, which must be current."""
+        """Queue the copies on the current stream of the device."""
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
-        # Use one driver call for all long runs, because a Python call for each would take longer than its copy.
+        # One driver call copies all long runs, because a Python call takes longer than a copy.
         stream = torch.cuda.current_stream(device).cuda_stream
         to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
         driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
@@ -60,29 +59,23 @@ class _Region:
             plan_copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device).run()
 
     def copy_on_host(self) -> None:
-        """Copy the region. Both ends must be in host memory."""
         to, of = memory_at(self.dst.address, self.dst.nbytes), memory_at(self.src.address, self.src.nbytes)
         for at, nbytes in zip(self.long.dst.tolist(), self.long.nbytes.tolist(), strict=True):
             to[at : at + nbytes] = of[at : at + nbytes]
-        some = self.short
-        for at, *shape in zip(*(c.tolist() for c in (some.at, some.run_bytes, some.num_rows, some.pitch)), strict=True):
+        for at, *shape in zip(*(column.tolist() for column in self.short.columns), strict=True):
             strip_view(to, at, *shape)[...] = strip_view(of, at, *shape)
 
 
 def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
-    """Return a view of a strip, which is `rows` runs of `run` bytes at intervals of `pitch` bytes."""
+    """Return a view of a strip, which has `rows` runs of `run` bytes at intervals of `pitch` bytes."""
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 
 
 class MemoryCopy:
-    """A prepared copy that can run any number of times.
+    """A prepared copy between memories of equal sizes, which can run any number of times.
 
-    Args:
-        dst, src: memories with equal sizes, region by region. Each pair is on one device, or one of the two is in
-            pinned host memory.
-        strips: the strips to copy, with offsets as if the regions were adjacent. None means everything.
-        streams: stream for each device, from `streams_of`. Copies on one stream run in the order in which they were
-            queued. None means separate streams.
+    Each pair of regions is on one device, or one of the two is in pinned host memory. `strips` have offsets as if the
+    regions were adjacent. None copies all bytes.
 
     Raises:
         PlanError: the sizes differ, or a strip is outside a region.
@@ -102,7 +95,7 @@ class MemoryCopy:
             )
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
-            # An empty region has no strip, because `locate` could not find it.
+            # `locate` cannot find an empty strip.
             at = np.flatnonzero(sizes)
             size = np.array(sizes, np.int64)[at]
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
@@ -115,19 +108,13 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy, and return the seconds until every byte has arrived.
+        """Copy after all work on the device's current stream, and return the seconds until every byte has arrived.
 
-        The copy runs after the work that is queued on the device's current stream. The caller must keep other streams
-        away.
-
-        Args:
-            stall_s: seconds without progress after which the copy fails.
-            meanwhile: called once while the devices copy.
-            mutates: whether the destination is the user's memory.
+        `meanwhile` is called once while the devices copy. `mutates` tells whether the destination is the user's memory.
 
         Raises:
-            DestinationError: the device failed, or completed no region for `stall_s`. It has `mutated` set if `mutates`
-                is.
+            DestinationError: the device failed, or completed no region for `stall_s` seconds. `mutated` is set as
+                `mutates`.
         """
         begun = time.perf_counter()
         events = self.queue()
@@ -136,14 +123,13 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies on their streams, and return an event after each region. On the host, copy at once.
+        """Queue the copies behind the device's current stream, and return an event after each region.
 
-        The copies run after the work that is queued on the device's current stream, as for `run`.
+        Copies between regions on the host run before it returns.
         """
-        events: list[torch.cuda.Event] = []
+        events = []
         for name, stream in self._streams.items():
-            # The copies run on a separate stream, which does not know the kernels that write the source. Without this
-            # wait they would read weights that an optimizer step is still writing.
+            # Without this wait the copies could read weights that an optimizer step is still writing.
             stream.wait_stream(torch.cuda.current_stream(name))
         for region in self._regions:
             if region.device == "cpu":
@@ -152,8 +138,7 @@ class MemoryCopy:
             stream = self._streams[region.device]
             with torch.cuda.device(region.device), torch.cuda.stream(stream):
                 region.queue()
-                # Record an event for each region and not only at the end, because the deadline counts from the last
-                # progress.
+                # The stall deadline counts from the last completed region.
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
@@ -166,18 +151,18 @@ def streams_of(memories: Iterable[Memory]) -> dict[str, torch.cuda.Stream]:
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
-    """Return the copies in a region, with contiguous strips joined and long runs separated from short ones."""
+    """Join contiguous strips, and separate long runs from short runs."""
     packed = strips.is_packed()
-    # Join across strips. Neighbouring tensors are adjacent and become one run of many MiB.
+    # Neighbouring tensors are adjacent and become one run of many MiB.
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first
     joined = Segments(src=at, dst=at, nbytes=whole.nbytes).joined()
     long = joined.nbytes >= SHORT_BYTES
-    # All rows of a strip with gaps have the same length, so all are long or all are short.
-    runs = _one_by_one(gapped, gapped.run_bytes >= SHORT_BYTES, first)
+    is_long = gapped.run_bytes >= SHORT_BYTES
+    runs = _one_by_one(gapped[is_long], first)
     nbytes = np.concatenate([joined.nbytes[long], runs.nbytes])
     begin = np.concatenate([joined.dst[long], runs.dst])
-    small = gapped[gapped.run_bytes < SHORT_BYTES]
+    small = gapped[~is_long]
     ones = np.ones(int((~long).sum()), np.int64)
     short = Strips(
         at=np.concatenate([joined.dst[~long], small.at - first]),
@@ -188,12 +173,11 @@ def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
     return _Region(dst, src, Segments(src=begin, dst=begin, nbytes=nbytes), short)
 
 
-def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]], first: int) -> Segments:
-    """Return each run of the selected strips as a separate segment."""
-    some = strips[which]
+def _one_by_one(some: Strips, first: int) -> Segments:
+    """Return each run of the strips as a separate segment."""
     at: I64 = np.repeat(np.arange(len(some)), some.num_rows)
-    turn = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)
-    begin = some.at[at] + turn * some.pitch[at] - first
+    number = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)
+    begin = some.at[at] + number * some.pitch[at] - first
     return Segments(src=begin, dst=begin, nbytes=some.run_bytes[at])
 
 
@@ -203,37 +187,28 @@ def received(part: ReceiverPlan) -> Strips:
 
 
 def allocate_like(memories: Sequence[Memory], *, is_remappable: bool = False) -> list[Memory]:
-    """Allocate arenas with the same sizes on the same devices.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is too little memory.
-    """
+    """Allocate arenas with the same sizes on the same devices."""
     copies = []
     for memory in memories:
-        # Allocate one byte for an empty region, because its registration needs an address.
+        # An empty region gets one byte, because its registration needs an address.
         arena = Arena.allocate(max(memory.nbytes, 1), memory.device, is_remappable=is_remappable)
         copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
     return copies
 
 
 MAX_RUNS = 1 << 20
-"""Maximum number of runs in a part whose memory is exchanged. Finding the bytes between them takes 0.1 s for each
-plan."""
+"""Maximum number of runs for a flip by exchange. Finding the unfilled bytes between them takes 0.1 s per plan."""
 REST_SHARE = 0.25
-"""Largest ratio of bytes that a part does not fill to bytes that it fills, for a flip by exchange. The flip must copy
-these bytes each time, which should take much less time than a flip by copy."""
+"""Largest ratio of unfilled to filled bytes for a flip by exchange, which must copy the unfilled bytes."""
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return second addresses of the same memory.
+    """Return second addresses of the same memory, which keep this memory when a flip exchanges the first ones.
 
-    They keep this memory when a flip exchanges the memory at the first ones.
-
-    Returns:
-        None if some of the memory cannot be exchanged, because it is host memory or belongs to torch.
+    Return None if some memory cannot be exchanged, because it is host memory or belongs to torch.
     """
     found = [memory_of(memory.address) for memory in memories]
-    # The aliases must be complete, because a flip exchanges everything at an address, even bytes of others.
+    # A flip exchanges all memory at an address, so the region must be all of it.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
         return None
     arenas = [Arena.over(one.alias()) for one in found if one is not None]
@@ -241,22 +216,14 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 
 
 class StagingCopy(Closeable):
-    """A second memory for a target's regions, with the same sizes on the same devices. It is a context manager.
+    """A second memory for a target's regions, with the same sizes on the same devices.
 
-    A flip copies the version to the live memory. If the live memory is remappable (`cuda.device_memory`), a flip
-    exchanges the physical memory of both instead, in a millisecond. The staging copy then has the previous version.
-
-    Attributes:
-        regions: the memory that a `Transfer` reads into, instead of the live regions.
+    A flip copies the version to the live memory. If the live memory is remappable (`cuda.device_memory`), the flip
+    instead exchanges the physical memory of both in a millisecond. The staging copy then contains the previous version.
 
     Args:
-        live: memory of the live regions, in the layout's order. Its addresses never change.
-        links: the transports that register the staging memory.
-        served: registrations of the live memory, from `aliases_of`. If None, a flip copies the bytes.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is too little memory.
-        ConfigError: no transport can reach the memory.
+        live: memory of the live regions, whose addresses never change.
+        served: registrations of the live memory, from `aliases_of`. None means that a flip copies.
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
@@ -271,20 +238,19 @@ class StagingCopy(Closeable):
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
         """Make the strips that the part filled live. Return whether the memory was exchanged.
 
-        Call it only while nothing uses the live memory. It runs after the work that is queued on the current stream. It
-        costs one pass on the device, or with an exchange only the bytes that the part does not fill. The first flip of
-        a plan prepares the copies.
+        Call it only while no process uses the live memory. It runs after the work that is queued on the current stream.
 
         Raises:
-            DestinationError: the device failed. If `mutated` is set, the live memory is a mix of two versions.
-                Otherwise it is unchanged.
+            DestinationError: the device failed. `mutated` tells whether the live memory is a mix of two versions.
         """
         rest = None
         if self._served is not None:
             self._check_mapped()
-            rest = self._rest_of(part)
+            if self._rest[0] != part.key:
+                self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
+            rest = self._rest[1]
         if rest is None:
-            # Copy only the strips of the part, because the rest of a region belongs to the engine and may have changed.
+            # The unfilled bytes of a region belong to the engine, which may have changed them.
             self._copy(part, self._live, self.regions.memories, received(part)).run(stall_s=stall_s)
             return False
         if len(rest):
@@ -293,19 +259,13 @@ class StagingCopy(Closeable):
         return True
 
     def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
-        """Return the prepared copy. Copies for an earlier plan are dropped, because a new plan replaces it for good."""
-        # The key contains addresses, because each flip of exchanged memory has different ones.
+        """Return the prepared copy. Drop the copies of earlier plans."""
+        # A flip by exchange changes the addresses.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
             self._copies = {**kept, key: MemoryCopy(dst, src, strips)}
         return self._copies[key]
-
-    def _rest_of(self, part: ReceiverPlan) -> Strips | None:
-        """Return the strips in the live memory that a part does not fill, or None if a flip should copy the part."""
-        if self._rest[0] != part.key:
-            self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
-        return self._rest[1]
 
     def _check_mapped(self) -> None:
         """Raise DestinationError if an earlier flip left live addresses without memory."""
@@ -316,34 +276,32 @@ class StagingCopy(Closeable):
                 raise DestinationError(message, mutated=True, hint="restart this engine")
 
     def _exchange(self) -> None:
-        """Exchange the physical memory of all live and staging regions, or of none if the driver refuses.
+        """Exchange the physical memory of all live and staging regions, or of no region if the driver refuses.
 
-        Raises:
-            DestinationError: the driver refused. `mutated` is set if it also refused to undo the exchange.
+        The DestinationError has `mutated` set if the driver also refused to undo the exchange.
         """
         assert self._served is not None
         done: list[tuple[Memory, Memory]] = []
         try:
             for live, served, staged in zip(self._live, self._served.memories, self.regions.memories, strict=True):
                 done.append((live, served))
-                _take(live, staged)
+                _map_memory(live, staged)
         except PenstockError as error:
             for live, former in done:
                 try:
-                    _take(live, former)
+                    _map_memory(live, former)
                 except PenstockError:
                     error.mutated = True
             raise
         self.regions.exchange(self._served)
 
     def close(self) -> None:
-        """End the registrations and release the memory. Idempotent."""
+        """Close the registrations and release the memory. Idempotent."""
         self.regions.close()
         self._copies.clear()
 
 
-def _take(live: Memory, other: Memory) -> None:
-    """Map different memory at the live addresses."""
+def _map_memory(live: Memory, other: Memory) -> None:
     mine, new = memory_of(live.address), memory_of(other.address)
     assert mine is not None
     assert new is not None
@@ -351,20 +309,16 @@ def _take(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the strips that are not filled, within regions.
+    """Return the unfilled strips within regions, or None if they are too many for a flip by exchange.
 
-    Return None if they have too many bytes or are not worth finding.
-
-    Args:
-        filled: the filled strips, with `nbytes` in total and offsets over all regions.
-        first: the first offset of each region, and the end of the last region.
+    `first` has the first offset of each region, and the end of the last region.
     """
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:
         return None
-    runs = _one_by_one(gapped, np.ones(len(gapped), bool), 0)
-    # Add region edges as empty runs, because no strip may cross them.
+    runs = _one_by_one(gapped, 0)
+    # Region edges are empty runs, because a strip must not cross them.
     begin = np.concatenate([filled.at[whole], runs.dst, first])
     stop = np.concatenate([filled.stop[whole], runs.dst + runs.nbytes, first])
     order = np.argsort(begin, kind="stable")

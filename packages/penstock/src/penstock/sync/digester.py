@@ -1,7 +1,7 @@
 """Digests of strips in a rank's memory, computed again for every version.
 
-A `Digester` keeps tables of strips on the device. For a snapshot in host memory (`PrecomputedDigests`) the device
-computes the digests during the copy, because a host core digests 7 GB/s and the copy runs at 55 GB/s.
+For a snapshot in host memory the device computes the digests during the copy (`PrecomputedDigests`), because a host
+core digests 7 GB/s and the copy runs at 55 GB/s.
 """
 
 from __future__ import annotations
@@ -24,45 +24,33 @@ from penstock.transport.protocol import Memory
 from penstock.types import U64
 
 MAX_LEAVES = 1 << 20
-"""Maximum number of digests whose tables are kept on a device. They cover 256 GiB of leaves, and their tables take 0.4
-GB."""
+"""Maximum number of leaves whose tables stay on a device. They cover 256 GiB, and the tables take 0.4 GB."""
 
 
 class Digester:
-    """Computes digests of strips on one device or on the host.
-
-    Args:
-        device: device of the memory.
-        stream: stream on that device for the kernels. None means a new stream.
-    """
+    """Computes digests of strips on one device or on the host. Without a `stream` it creates one."""
 
     def __init__(self, device: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = torch.device(device)
-        # Held while launches are queued, because they share the scratch memory and the tables.
+        # Launches share the scratch memory and the tables.
         self._lock = threading.Lock()
         # The least recently used table is first.
         self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
         self._num_leaves = 0
         self._scratch: torch.Tensor | None = None
-        # Use a higher priority than reads. Kernels of a read wait for the link and occupy multiprocessors, so digests
-        # behind them would run at the speed of the link.
+        # Kernels of reads occupy multiprocessors while they wait for the link, so digests need a higher priority.
         self._stream = _new_stream(device) if stream is None and self._device.type == "cuda" else stream
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip. Offsets count from the start of the memory. The caller has checked them.
+        """Return the digest of each strip. Offsets count from the start of the memory, and the caller has checked them.
 
-        On a device, the first call for these strips runs numpy over the leaves. Later calls are a few launches and a
-        wait. Calls from several threads are queued one after the other.
-
-        Args:
-            memory: memory that contains the strips. On a device, strips may also lie in other memory of the same
-                device.
-            after: events that the device must pass before it reads the memory.
+        On a device, strips may also lie in other memory of the same device, which is read after the events in `after`.
+        Calls from several threads are queued.
         """
         if self._stream is None:
             return strip_digests(memory_at(memory.address, memory.nbytes), strips)
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            # This stream does not know the kernels that fill the memory. Without the events it would digest old bytes.
+            # Without these events the stream could digest old bytes.
             for event in after:
                 self._stream.wait_event(event)
             on_device = self._table(memory, strips).digest()
@@ -70,17 +58,17 @@ class Digester:
             on_host.copy_(on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        # Wait without the lock, so that another thread can queue launches while the device works.
+        # Another thread can queue launches while the device works.
         done.synchronize()
         return np.asarray(on_host.numpy()).view(np.uint64)
 
     def warm_up(self) -> None:
-        """Load the kernels for digests on a device. If they must be compiled first, this takes seconds."""
+        """Load the kernels for digests on a device. Compiling them takes seconds."""
         if self._stream is None:
             return
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             warm_up(self._device)
-            # Strips with gaps need a second kernel that packs them.
+            # Strips with gaps need a second kernel.
             memory, scratch = torch.zeros(2, 1024, dtype=torch.uint8, device=self._device)
             at, run_bytes, num_rows, pitch = np.array([[0], [16], [8], [32]])
             gapped = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
@@ -89,15 +77,14 @@ class Digester:
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
         """Return the table of the strips on the device. The first request creates it."""
-        # Use the content as the key and not the identity, because each request decodes its strips into new arrays.
+        # The key is the content, because each request decodes its strips into new arrays.
         key = blake3(memory.address.to_bytes(8, "little"))
-        for column in (strips.at, strips.run_bytes, strips.num_rows, strips.pitch):
+        for column in strips.columns:
             key.update(np.ascontiguousarray(column).view(np.uint8).data)
         name = key.digest()
         table = self._tables.get(name)
         if table is None:
-            # Only strips with gaps need scratch memory. One per device suffices, because all digests run in order on
-            # one stream.
+            # One scratch memory suffices, because all digests of a device run in order on one stream.
             if self._scratch is None and not strips.is_packed().all():
                 self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
             scratch = torch.empty(0, device=self._device) if self._scratch is None else self._scratch
@@ -113,10 +100,16 @@ def _new_stream(device: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def _event_on(device: str) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @functools.cache
 def _stream_of_wholes(device: str) -> torch.cuda.Stream | None:
-    """Return the stream for all calls of `digests_of` on a device, or None for the host."""
-    # Use one stream per process, because torch keeps the 64 MiB of scratch that a call frees for its stream.
+    """Return the stream of a device for `digests_of`, or None for the host."""
+    # Use one stream per process, because torch reserves the freed 64 MiB of scratch for its stream.
     return _new_stream(device) if device.startswith("cuda") else None
 
 
@@ -126,20 +119,16 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 def digests_of(memories: Sequence[Memory]) -> U64:
-    """Return one digest for each memory as a whole, in order, of the bytes that the current streams leave there.
+    """Return one digest for each memory, of the bytes that the current streams leave there.
 
-    Each device needs one table, one set of launches and one wait. With a table and a wait for each of 300 separate
-    parameters, most of the time was Python's.
-
-    Raises:
-        DeviceOutOfMemory: a device has too little memory for the tables: 0.02 % of the bytes, and 64 MiB.
+    Raise DeviceOutOfMemory if a device has too little memory for the tables, which take 0.02 % of the bytes and 64 MiB.
     """
     out = np.empty(len(memories), np.uint64)
+    # A table per device is fast. With a table for each of 300 parameters, most of the time was spent in Python.
     for device in {memory.device for memory in memories}:
         digester = Digester(device, _stream_of_wholes(device))
         mine = np.flatnonzero([memory.device == device for memory in memories])
         some = [memories[i] for i in mine.tolist()]
-        # Offsets count from the lowest address. The bytes between the memories are not read.
         base = min(some, key=lambda memory: memory.address)
         nbytes = max(memory.address + memory.nbytes for memory in some) - base.address
         sizes = np.array([memory.nbytes for memory in some], np.int64)
@@ -150,10 +139,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
             pitch=sizes,
         )
         whole = Memory(address=base.address, nbytes=nbytes, device=device, owner=some)
-        after = []
-        if device.startswith("cuda"):
-            after = [torch.cuda.Event()]
-            after[0].record(torch.cuda.current_stream(device))
+        after = [_event_on(device)] if device.startswith("cuda") else []
         try:
             out[mine] = digester.digests(whole, strips, after=after)
         except torch.OutOfMemoryError as error:
@@ -163,46 +149,34 @@ def digests_of(memories: Sequence[Memory]) -> U64:
 
 
 class PrecomputedDigests:
-    """Digests for a copy in host memory.
+    """Digests for a copy of `live` in host memory.
 
     The device digests strips that were requested for one version while it copies the next version.
-
-    Args:
-        live: the device memory that is copied.
-        digester: the digester for its device.
     """
 
     def __init__(self, live: Memory, digester: Digester) -> None:
         self._live = live
         self._digester = digester
         self._lock = threading.Lock()
-        # Strips, by the bytes of their four columns: those requested for this version, and those digested for it.
+        # The keys are the bytes of a strip's four columns.
         self._requested: set[bytes] = set()
         self._known: dict[bytes, int] = {}
 
     def look(self, stall_s: float) -> None:
-        """Digest the strips requested since the last call on the device. If that fails, the host will do it.
+        """Digest the strips requested since the last call on the device. If that fails, the host digests them later.
 
-        Call it during the copy: after the work that is queued on the device's current stream, and before the live bytes
-        change.
-
-        Args:
-            stall_s: seconds to wait for the work that is queued on the device's current stream. The copy waits for it
-                too and reports the error.
+        Call it during the copy, after the device's current stream got its work and before the live bytes change. It
+        waits at most `stall_s` seconds for that work.
         """
-        # The known digests belong to the previous version and must be dropped, whatever happens below.
         with self._lock:
             requested = sorted(self._requested)
             self._requested = set()
             self._known = {}
         if not requested:
             return
-        # The optimizer step may still be queued, and a digest before it would cover the old bytes.
-        if self._live.device != "cpu":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._live.device))
-            if not is_passed(event, stall_s):
-                return
+        # An optimizer step may still be queued.
+        if self._live.device != "cpu" and not is_passed(_event_on(self._live.device), stall_s):
+            return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         try:
@@ -219,9 +193,8 @@ class PrecomputedDigests:
         self._digester.warm_up()
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """See `Digester.digests`. `memory` is the copy. The host digests strips that were not requested before."""
-        rows = np.stack([strips.at, strips.run_bytes, strips.num_rows, strips.pitch], axis=1)
-        names = [row.tobytes() for row in rows]
+        """See `Digester.digests`. The host digests strips that were not requested before."""
+        names = [row.tobytes() for row in np.stack(strips.columns, axis=1)]
         with self._lock:
             self._requested.update(names)
             known = [self._known.get(name) for name in names]

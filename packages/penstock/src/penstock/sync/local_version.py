@@ -1,9 +1,7 @@
-"""The memory that one rank serves: its registration, its layout, the current version, and the rows that are ready.
+"""The memory that one rank serves: its registrations, its layout, its version, and the rows that are ready.
 
-    fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
-    a reader: map() -> digests(strips), which waits for the rows -> read -> unchanged generation: the bytes belong to v
-
-`VersionRegions` uses one range of offsets over all regions of a rank, as layouts do.
+The owner calls `fence` before bytes change, then `begin`, and `ready` for filled rows. A reader gets a map and digests,
+and reads. If the generation is unchanged afterwards, the bytes belong to the map's version.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -33,28 +32,27 @@ from penstock.types import I64, U64
 
 
 class VersionRegions(Closeable):
-    """Registered memory. It is a context manager.
+    """Registered memory, with one range of offsets over all regions of a rank.
 
     Args:
-        memories: memories in the order of the layout's regions. They are kept alive.
-        links: the transports that register them.
-        foreseen: digesters for the first memories, which are copies. The other memories are digested in place.
+        memories: memories in the order of the layout's regions.
+        precomputed: digesters for the first memories, which are copies. The remaining memories are digested in place.
 
     Raises:
-        ConfigError: no transport reaches one of the memories. None stays registered.
+        ConfigError: no transport reaches one of the memories. No memory stays registered.
     """
 
     def __init__(
-        self, memories: Sequence[Memory], links: PeerLinks, *, foreseen: Sequence[PrecomputedDigests] = ()
+        self, memories: Sequence[Memory], links: PeerLinks, *, precomputed: Sequence[PrecomputedDigests] = ()
     ) -> None:
         self.memories = tuple(memories)
         self.links = links
-        # The first offset of each region, and the end of the last region.
+        # First offset of each region, and the end of the last region.
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
         of_device = digesters_of(self.memories)
-        others = (of_device[memory.device] for memory in self.memories[len(foreseen) :])
-        self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*foreseen, *others)
-        # For each region and transport: registrations that peers read, and handles to read into.
+        others = (of_device[memory.device] for memory in self.memories[len(precomputed) :])
+        self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*precomputed, *others)
+        # Registrations that peers read, and handles to read into, by region and transport.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         try:
@@ -62,8 +60,7 @@ class VersionRegions(Closeable):
                 self._handles.append(links.register(memory))
                 self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
-            # This also runs after an interrupt, because a remaining registration would keep the memory alive and
-            # readable.
+            # A remaining registration would keep the memory alive and readable.
             self.close()
             raise
 
@@ -78,10 +75,7 @@ class VersionRegions(Closeable):
         return int(self.first[-1])
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return the handles for reading into a region, by transport.
-
-        They include registrations and fill-only handles.
-        """
+        """Return the handles for reading into a region, by transport."""
         return self._into[region]
 
     def descriptors(self) -> tuple[dict[str, bytes], ...]:
@@ -97,9 +91,9 @@ class VersionRegions(Closeable):
     def exchange(self, other: VersionRegions) -> None:
         """Exchange memory and registrations with regions of the same sizes.
 
-        Call it after fencing the served memory, and while nothing is read into either.
+        Call it after fencing the served memory, and while neither memory is read into.
         """
-        # Use one assignment, so that an interrupt cannot come between a memory and its registrations.
+        # One assignment keeps each memory with its registrations during an interrupt.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
             (self.memories, self._handles, self._into),
@@ -111,13 +105,7 @@ class VersionRegions(Closeable):
             digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip, of the current bytes.
-
-        On a device it waits, on a separate stream. Calls from several threads are queued one after the other.
-
-        Args:
-            strips: offsets over all regions.
-            after: events that the device must pass before it reads the bytes.
+        """Return the digest of each strip, of the current bytes. Devices first wait for the events in `after`.
 
         Raises:
             PlanError: a strip is outside the regions, or crosses from one region to the next.
@@ -127,26 +115,24 @@ class VersionRegions(Closeable):
         region = locate(self.first, strips.at, strips.stop)
         self.require_there(np.unique(region).tolist())
         out = np.empty(len(strips), np.uint64)
-        for together in self._together(np.unique(region).tolist()):
+        for together in self._by_device(np.unique(region).tolist()):
             base = min((self.memories[i] for i in together), key=lambda memory: memory.address)
             shift = np.array([self.memories[i].address - base.address - self.first[i] for i in together])
             mine = np.flatnonzero(np.isin(region, together))
-            some = strips[mine]
-            at = some.at + shift[np.searchsorted(together, region[mine])]
-            here = Strips(at=at, run_bytes=some.run_bytes, num_rows=some.num_rows, pitch=some.pitch)
+            here = strips[mine].shifted(shift[np.searchsorted(together, region[mine])])
             out[mine] = self._digesters[together[0]].digests(base, here, after=after)
         return out
 
     def require_there(self, regions: Iterable[int]) -> None:
-        """Raise StaleDescriptor if the owner of a region moved or freed its memory, which must not be read then."""
+        """Raise StaleDescriptor if the owner moved or freed the memory of a region, which is then unreadable."""
         if not all(self.memories[i].is_there() for i in regions):
             raise StaleDescriptor(
                 "the owner moved or freed the memory", hint="publish or update again, which registers the new memory"
             )
 
-    def _together(self, regions: Sequence[int]) -> list[list[int]]:
-        """Group the regions that one call can digest: all regions on a device, because the kernels take addresses."""
-        # Each call waits for the device. With FP8 weights every step has values and scales in two regions.
+    def _by_device(self, regions: Sequence[int]) -> list[list[int]]:
+        """Group the regions that one call can digest, which are all regions on a device."""
+        # Each call waits for the device, and with FP8 weights every step has values and scales in two regions.
         of_device: dict[str, list[int]] = {}
         for i in regions:
             on_device = self.memories[i].device != "cpu" and isinstance(self._digesters[i], Digester)
@@ -154,11 +140,10 @@ class VersionRegions(Closeable):
         return list(of_device.values())
 
     def close(self) -> None:
-        """End the registrations. Descriptors of readers become stale. The memory stays with its owner. Idempotent."""
-        # `_into` contains the registrations too. Closing a handle twice does nothing.
+        """Close the registrations, which makes readers' descriptors stale. Idempotent."""
+        # Closing a handle again has no effect, and `_into` also contains the registrations.
         handles = [*self._into, *self._handles]
-        self._handles = []
-        self._into = []
+        self._handles, self._into = [], []
         for by_transport in handles:
             for handle in by_transport.values():
                 handle.close()
@@ -167,8 +152,7 @@ class VersionRegions(Closeable):
 def locate(first: I64, start: I64, stop: I64) -> I64:
     """Return the region of each span of bytes. `first` has the start of each region and the end of the last one.
 
-    Raises:
-        PlanError: a span is outside the regions, or crosses from one region to the next.
+    Raise PlanError if a span is outside the regions, or crosses from one region to the next.
     """
     # "right" skips empty regions, whose end equals their start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
@@ -179,14 +163,13 @@ def locate(first: I64, start: I64, stop: I64) -> I64:
     return region
 
 
-# `settle` runs inside `publish`, before receivers learn of the version, so a longer sleep would delay all of them.
+# `settle` runs inside `publish`, so a longer sleep would delay all receivers.
 _NAP_S = 0.0002
-
 
 MAX_METADATA_KEYS = 16
 MAX_METADATA_CHARS = 64 << 10
-"""Limits for the metadata of a version, which each source sends with its map. The largest so far, an adapter's
-configuration, takes 1 to 2 KiB. A configuration that names each of 1,000 modules takes 40 KiB."""
+"""Limits for the metadata of a version. An adapter's configuration takes 1 to 2 KiB, and a configuration that names
+each of 1,000 modules takes 40 KiB."""
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -195,10 +178,8 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         if not isinstance(key, str) or not isinstance(text, str):
             raise ConfigError(f"metadata of a version must map str to str, but {key!r} has type {type(text).__name__}")
         if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
-            message = f"metadata {key[:64]!r} of a version has {len(text)} characters"
-            raise ConfigError(
-                message, hint=f"give at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
-            )
+            hint = f"give at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
+            raise ConfigError(f"metadata {key[:64]!r} of a version has {len(text)} characters", hint=hint)
     if len(metadata) > MAX_METADATA_KEYS:
         raise ConfigError(f"a version can have at most {MAX_METADATA_KEYS} metadata entries, not {len(metadata)}")
 
@@ -217,19 +198,16 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[dict[str, bytes], ...]
     """Encoded descriptors of each region, by transport."""
     is_ready: bool = False
-    """Whether all rows were ready when the map was created. Their bytes may then be read before their digests are
-    requested."""
+    """Whether all rows were ready when the map was created, so that reads need not wait for digests."""
     metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
     """Metadata that the trainer published with the version."""
     address: str = ""
-    """The registration that the descriptors belong to (`Layout.address`). A plan for a different registration has other
-    offsets."""
+    """Registration of the memory (`Layout.address`). Plans for a different registration have other offsets."""
     pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Maximum number of bytes in short runs that it packs for one request (`LocalVersion.pack`). 0 means that it packs
-    none."""
+    """Maximum number of bytes in short runs that one request packs (`LocalVersion.pack`). 0 means no packing."""
 
     def __post_init__(self) -> None:
-        # The map comes from another process, and readers use a region's number as an index into `sizes`.
+        # Readers use a region's number as an index into `sizes`, and the map comes from another process.
         if len(self.regions) != len(self.sizes):
             raise ValueError(f"{len(self.regions)} regions have {len(self.sizes)} sizes")
 
@@ -238,33 +216,26 @@ prepare(VersionMap)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A source's reply with digests of strips, or with None while their bytes are not ready."""
+    """Digests of strips, or None while their bytes are not ready."""
 
     digests: U64 | None
     num_ready: int
-    """Number of rows that are ready in this version. While it grows, the source makes progress."""
+    """Number of ready rows in this version, which grows while the source makes progress."""
 
 
 class LocalVersion:
-    """The memory of one rank and its version. Thread-safe. It is a context manager.
+    """The memory of one rank and its version. Thread-safe.
 
-    The owner of the memory calls `fence`, `begin` and `ready`. Threads of the server call the other methods.
+    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods.
 
     Attributes:
-        regions: the registered memory.
-        version: the version in the memory, or the version that is being filled in. None between a fence and the next
-            `begin`.
+        version: version in the memory. None between a fence and the next `begin`.
         generation: changes with every fence. Maps from before a fence are stale.
-        changed: condition that guards the version and its rows. It is notified of every change.
-        packer: buffers into which short runs are packed. None if there are none.
+        changed: condition that guards the version and its rows.
+        packer: buffers into which short runs are packed. None if `pack_bytes` is 0.
 
     Args:
-        layout: rows that are in `memories`.
-        memories: the layout's regions, in order.
-        links: the transports of this process.
-        foreseen: see `VersionRegions`.
-        pack_bytes: limit in bytes of the memory on a device into which short runs are packed. 0 means that none are
-            packed.
+        pack_bytes: limit in bytes of the memory on a device into which short runs are packed.
 
     Raises:
         PlanError: the layout is invalid, or describes different regions.
@@ -277,26 +248,25 @@ class LocalVersion:
         memories: Sequence[Memory],
         links: PeerLinks,
         *,
-        foreseen: Sequence[PrecomputedDigests] = (),
+        precomputed: Sequence[PrecomputedDigests] = (),
         pack_bytes: int = 0,
     ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"the layout of {layout.member} describes different regions from its memory")
         self.layout = layout
-        self.regions = VersionRegions(memories, links, foreseen=foreseen)
+        self.regions = VersionRegions(memories, links, precomputed=precomputed)
         self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}
-        # The version alone is not enough. After a fence the same version may begin again, and a read across the fence
-        # is invalid.
+        # After a fence the same version may begin again, and a read across the fence is invalid.
         self.generation = 0
         self.changed = threading.Condition()
         self._rows = _RowSpans(layout)
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
         self._waiting: list[_Waiting] = []
-        # Events recorded after the kernels that fill rows. Readers wait for them.
+        # Events recorded after the kernels that fill rows.
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
 
@@ -309,29 +279,22 @@ class LocalVersion:
         """Make every map stale. There is no version until `begin`. Call it before a byte changes."""
         with self.changed:
             self._check_open()
-            # Fence the descriptors first. A one-sided read involves no thread of this process. It notices the fence
-            # only because the transport checks the generation after the bytes arrived. From here on no read can pass
-            # that check.
+            # Fence the descriptors first. A one-sided read detects the fence only because its transport checks the
+            # generation after the bytes arrived.
             self.regions.fence()
-            # The buffers contain bytes of this version too, so readers must not use them any longer.
             if self.packer is not None:
                 self.packer.fence()
             self.generation += 1
             self.version = None
             self._is_ready[:] = False
             self._events.clear()
-            # Threads that wait for rows of the version must raise StaleDescriptor now and not at their deadline.
+            # Waiting threads must raise StaleDescriptor now and not at their deadline.
             self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
-        """Begin a version. Bytes written from now on belong to it, and none of its rows is ready yet.
+        """Begin a version without ready rows. Bytes written from now on belong to it.
 
-        Args:
-            version: version number.
-            metadata: texts that receivers get before they read the version.
-
-        Raises:
-            PlanError: the memory has a version that was not fenced.
+        Raise PlanError if the memory has a version that was not fenced.
         """
         with self.changed:
             self._check_open()
@@ -341,20 +304,15 @@ class LocalVersion:
                     hint="call fence() first",
                 )
             self.version = version
-            # The map carries the metadata, so that a receiver gets the texts for the generation that it reads.
             self.metadata = dict(metadata or {})
             self._count()
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
-        """Mark rows of the layout (None means all) as filled with the version's bytes, so that readers may read them.
+        """Mark rows of the layout as filled, so that readers may read them. None means all rows.
 
-        Call it after the kernels that fill the rows were queued on the current stream.
-
-        Args:
-            rows: row numbers. None means all rows.
-            is_written: whether the device has finished the kernels that fill them. Otherwise readers wait for all work
-                that is queued on the current stream.
+        Call it after the kernels that fill the rows were queued on the current stream. With `is_written`, the device
+        has already finished these kernels. Otherwise readers wait for the current stream.
         """
         with self.changed:
             self._check_open()
@@ -362,9 +320,8 @@ class LocalVersion:
                 raise PlanError("cannot mark rows as ready, because no version was begun", hint="call begin() first")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             if not is_written:
-                # The kernels that fill these rows may still be queued. Digests, and through them reads, wait for these
-                # events. A synchronize here would stall the trainer. Drop finished events, because a version with many
-                # buckets would collect hundreds.
+                # Digests, and through them reads, wait for these events, because a synchronize here would stall the
+                # trainer. Drop finished events, because a version with many buckets would collect hundreds.
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
@@ -373,18 +330,17 @@ class LocalVersion:
                     waiting.woken.set()
 
     def settle(self, stall_s: float) -> None:
-        """Wait until the device has filled the ready rows, or for `stall_s` seconds. Readers wait for it too."""
+        """Wait until the device has filled the ready rows, or for `stall_s` seconds."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
-            # Do not hold the lock while sleeping, because peers request maps and digests meanwhile.
             with self.changed:
                 if all(event.query() for event in self._events):
                     return
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        # Keep a running sum over the rows by offset. One subtraction then tells whether a span contains a row that is
-        # not ready, even for millions of strips.
+        # A running sum over the rows by offset tells with one subtraction whether a span contains a row that is not
+        # ready.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
@@ -408,48 +364,40 @@ class LocalVersion:
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
         """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds.
 
-        Args:
-            strips: offsets as in the layout.
-            version, generation: those of the caller's map. The digests belong to them.
-            wait_s: seconds to wait for rows. Call again as long as `num_ready` grows.
+        Call it again as long as `num_ready` grows.
 
         Raises:
-            StaleDescriptor: the memory has a different version or generation, before or after the bytes were digested.
+            StaleDescriptor: the memory has a different version or generation than the caller's map.
             PlanError: a strip is outside the memory.
         """
-        # The strips come from another process, and offsets outside the regions would digest memory that is not offered.
+        # The strips come from another process.
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
         if events is None:
             return Answer(digests=None, num_ready=self.num_ready)
         num_ready = self.num_ready
-        # Digest without the lock. A digest takes milliseconds, and a fence must not wait for it. If a fence came in
-        # between, the generation check below fails, and digests of mixed bytes are dropped.
+        # Digest without the lock, because a fence must not wait. After a fence the check below fails.
         digests = self.regions.digests(strips, after=events)
         with self.changed:
             self._check(version, generation)
         return Answer(digests=digests, num_ready=num_ready)
 
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
-        """Pack strips in one region into a buffer when their rows are ready, and let the caller read the buffer.
+        """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer.
 
-        Args:
-            strips: offsets as in the layout. At most `Packer.buffer_bytes` in total.
-            version, generation: those of the caller's map.
-            wait_s: seconds to wait for rows and for a buffer. Call again as long as `PackReply.progress` grows.
+        Call it again after `wait_s` seconds, as long as `PackReply.progress` grows.
 
         Raises:
-            StaleDescriptor: the memory has a different version or generation, before or after the bytes were packed.
-            PlanError: a strip is outside the memory or in a different region from the first, or there are too many
-                bytes.
+            StaleDescriptor: the memory has a different version or generation than the caller's map.
+            PlanError: a strip is outside the memory or in a second region, or the strips exceed `Packer.buffer_bytes`.
         """
         strips.check(self.regions.nbytes)
         packer = self.packer
         region = np.unique(locate(self.regions.first, strips.at, strips.stop))
-        # Sum Python integers, because the sum of many hostile lengths could overflow to a small number.
+        # Sum Python integers, because a sum of hostile lengths could overflow.
         if packer is None or len(region) != 1 or sum(strips.nbytes.tolist()) > packer.buffer_bytes:
-            room = 0 if packer is None else packer.buffer_bytes
-            raise PlanError(f"cannot pack {len(strips)} strips from {len(region)} regions into {room} bytes")
+            limit = 0 if packer is None else packer.buffer_bytes
+            raise PlanError(f"cannot pack {len(strips)} strips from {len(region)} regions into {limit} bytes")
         deadline = time.monotonic() + wait_s
         events = self._wait_ready(strips, version, generation, deadline)
         if events is None:
@@ -459,17 +407,13 @@ class LocalVersion:
         try:
             buffer = packer.take(memory.device, deadline - time.monotonic())
         except (ConfigError, DeviceOutOfMemory, DestinationError) as error:
-            # The reader continues without packing, and its report says why.
             return PackReply(why=error.message, progress=self._progress(packer))
         if buffer is None:
             return PackReply(progress=self._progress(packer), is_full=True)
-        first = int(self.regions.first[int(region[0])])
-        here = Strips(at=strips.at - first, run_bytes=strips.run_bytes, num_rows=strips.num_rows, pitch=strips.pitch)
         try:
-            packer.fill(buffer, memory, here, events)
+            packer.fill(buffer, memory, strips.shifted(-self.regions.first[region[0]]), events)
             with self.changed:
-                # As with digests, bytes that were packed across a fence belong to two versions. Check and grant in one
-                # step, so that a fence finds either no lease or a lease that it ends.
+                # Check and grant under one lock, so that a fence finds either no lease or a lease that it ends.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
         except (DeviceOutOfMemory, DestinationError) as error:
@@ -491,17 +435,12 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        """Wait until every row that the strips may touch is ready. Return the events that the device must wait for.
+        """Wait until every row that the strips may touch is ready, or until the deadline.
 
-        Returns:
-            None if the deadline passed first.
-
-        Raises:
-            StaleDescriptor: the memory has a different version or generation.
+        Return the events that the device must wait for, or None after the deadline.
         """
         with self.changed:
             self._check(version, generation)
-            # A complete version is the usual case.
             if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
                 return tuple(self._events)
             waiting = _Waiting(spans)
@@ -516,7 +455,6 @@ class LocalVersion:
             return tuple(self._events) if self._are_ready(spans) else None
 
     def _are_ready(self, spans: tuple[I64, I64]) -> bool:
-        """Return whether all rows in these spans are ready. The caller holds the lock."""
         return not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any()
 
     def _wake_all(self) -> None:
@@ -537,33 +475,28 @@ class LocalVersion:
             raise StaleDescriptor("this rank stopped serving its memory", uri=self.layout.member)
 
     def close(self) -> None:
-        """End the registrations. The memory stays with its owner. Idempotent."""
+        """Close the registrations. The memory stays with its owner. Idempotent."""
         with self.changed:
             self._is_closed = True
             self.version = None
             self.generation += 1
             self._wake_all()
-        # Do this without the lock, so that the woken threads can leave while the registrations end.
+        # Without the lock, so that the woken threads can leave.
         if self.packer is not None:
             self.packer.close()
         self.regions.close()
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
-    """A thread that waits for rows and is woken when they are ready.
+    """A thread that waits for rows.
 
-    A trainer fills rows in dozens of batches. If every batch woke all waiting threads, they would take the GIL from the
-    thread that fills.
-
-    Args:
-        spans: spans of the rows, from `_RowSpans.spans`.
+    Each thread has an event, because a trainer fills rows in dozens of batches, and waking all threads for every batch
+    would take the GIL from the thread that fills.
     """
 
-    __slots__ = ("spans", "woken")
-
-    def __init__(self, spans: tuple[I64, I64]) -> None:
-        self.spans = spans
-        self.woken = threading.Event()
+    spans: tuple[I64, I64]
+    woken: threading.Event = field(default_factory=threading.Event)
 
 
 class _RowSpans:
@@ -574,8 +507,7 @@ class _RowSpans:
         stop = layout.offset + span[layout.form]
         self.order: I64 = np.argsort(layout.offset, kind="stable")
         self._start: I64 = layout.offset[self.order]
-        # Rows may interleave (column slices of one tensor), so store how far any earlier row reaches, and not where
-        # each stops.
+        # Column slices of one tensor interleave, so store how far any previous row reaches.
         self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
 
     def spans(self, strips: Strips) -> tuple[I64, I64]:
@@ -588,12 +520,8 @@ class _RowSpans:
 class VersionStatus:
     """The newest version of a member, for peers that wait for the next one. Thread-safe.
 
-    Attributes:
-        now: the epoch and version, and whether the version can be read here.
+    A subscriber has a status before it has a `LocalVersion`, and keeps the status when its memory changes.
     """
-
-    # This is not part of `LocalVersion`, because a subscriber has a status before it has memory, and keeps it when the
-    # memory changes.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -601,8 +529,8 @@ class VersionStatus:
 
     @property
     def now(self) -> NewsReply:
-        """Return the current status."""
-        # No lock is needed, because the status is one immutable object that is replaced as a whole.
+        """Return the epoch, the version, and whether the version can be read here."""
+        # The status is one immutable object, so reading it needs no lock.
         return self._now
 
     def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
@@ -612,10 +540,7 @@ class VersionStatus:
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
-        """Wait until the version, or a withdrawn version, is above `after`, or for `wait_s` seconds.
-
-        Return the status.
-        """
+        """Return the status when a begun or withdrawn version is above `after`, or after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while self._newest() <= after and (left := deadline - time.monotonic()) > 0:
@@ -623,7 +548,7 @@ class VersionStatus:
             return self._now
 
     def is_past(self, version: int) -> bool:
-        """Return whether a version, or a later one, was begun or withdrawn, so that it will not begin any more."""
+        """Return whether this version or a later one was begun or withdrawn."""
         return self._newest() >= version
 
     def _newest(self) -> int:

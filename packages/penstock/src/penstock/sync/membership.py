@@ -1,8 +1,7 @@
-"""The members of a sync, and requests to them. The hub lists them, and they stay usable while the hub is away.
+"""The members of a sync, and requests to them.
 
-    Membership.look: hub -> members.  Membership.ask: grant (once) -> session -> one SyncClient per member and channel
-
-A session lasts longer than a version and survives the hub. Known members need no hub until one of them restarts.
+The hub lists the members and issues grants for sessions. Known members and open sessions stay usable while the hub is
+unreachable.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Whereabouts = Literal["there", "left", "gone"]
 def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
     """Join the fleet. Return the member, which leaves when the stack closes, and its stall deadline in seconds."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
-    # Use a third of the stall deadline, so that after a hub that hangs there is time to ask the peers.
+    # A third of the stall deadline leaves time for the peers after a hub that hangs.
     client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
     member = Member.join(client, connection, stall_s=stall_s)
     stack.callback(member.leave, 0.0)
@@ -74,12 +73,8 @@ def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple
 def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
     """Return this rank and the number of ranks on its side.
 
-    Args:
-        rank: the caller's argument. None means the rank in torch.distributed if that is initialised, and otherwise (0,
-            1).
-
-    Raises:
-        ConfigError: it is not a pair of numbers, or the rank is not below the number of ranks.
+    None means the rank in torch.distributed if that is initialised, and otherwise (0, 1). Raise ConfigError unless the
+    argument is a rank below a number of ranks.
     """
     if rank is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -95,14 +90,11 @@ def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
 
 
 class Membership:
-    """The members of a sync, as the module's docstring describes. Thread-safe. It is a context manager.
+    """The members of a sync, and one connection for each member and channel. Thread-safe.
 
     Args:
-        member: this process.
-        name: name of the sync.
-        stall_s: deadline for answers in seconds.
+        stall_s: deadline for replies in seconds.
         handler: name of the request handler at the members' servers.
-        timing: waiting times.
     """
 
     def __init__(
@@ -118,39 +110,37 @@ class Membership:
         self._members: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
         self._is_partial = False
-        # There is one session per member, which its connections share, because a grant can be used once.
+        # A member's connections share a session, because a grant can be used only once.
         self._sessions: dict[str, str] = {}
-        # The clients, by member and channel.
-        self._clients: dict[tuple[str, str], SyncClient] = {}
+        self._clients: dict[tuple[str, str], SyncClient] = {}  # by member and channel
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
-        """Return all members of the sync, the oldest first. While the hub is away, return the last known members.
+        """Return all members of the sync, the oldest first.
 
-        Raises:
-            HubUnavailable: the hub is away and has never answered.
+        While the hub is unreachable, return the last known members.
+
+        Raise HubUnavailable if the hub has never replied.
         """
         with self._lock:
-            was_asked = self._looked_at > float("-inf")
-            if time.monotonic() - self._looked_at <= max_age_s or (was_asked and self.member.hub_is_away):
+            is_listed = self._looked_at > float("-inf")
+            if time.monotonic() - self._looked_at <= max_age_s or (is_listed and self.member.hub_is_away):
                 return tuple(self._members.values())
-        # Ask without the lock, because a hub that hangs would block every thread that needs an open session.
+        # A hub that hangs must not block the threads that need an open session.
         try:
             reply = self.member.sync(self.name)
         except HubUnavailable:
             with self._lock:
                 if self._looked_at == float("-inf"):
                     raise
-                # This counts as a look, so that callers in a loop do not wait for the hub's timeout each time.
+                # Callers in a loop must not wait for the hub's timeout each time.
                 self._looked_at = time.monotonic()
                 return tuple(self._members.values())
         with self._lock:
-            # A restarted hub lists only the members that have reported since. Keep the others, whose sessions still
-            # work, until its table is complete.
-            before = self._members if reply.is_new else {}
+            # A restarted hub lists only the members that have reported since, so add the previous members.
+            previous = self._members if reply.is_new else {}
             self._is_partial = reply.is_new
-            self._members = before | {other.member: other for other in reply.members}
+            self._members = previous | {other.member: other for other in reply.members}
             self._looked_at = time.monotonic()
-            # A member that left does not return with the same id, so close its connections.
             self._drop(set(self._sessions).difference(self._members))
             return tuple(self._members.values())
 
@@ -164,11 +154,10 @@ class Membership:
             time.sleep(self.timing.restarted_hub_pause_s)
 
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
-        """Send a request to a member. Open a new session if the member does not know the old one.
+        """Send a request to a member. If the member does not know the session, open a new one.
 
         Args:
-            member: the member's id.
-            question: makes the request with the client that it receives.
+            question: sends the request with the client that it receives.
             channel: requests on different channels do not wait for each other.
 
         Raises:
@@ -179,13 +168,12 @@ class Membership:
         try:
             return question(self._sync_client(member, channel))
         except PermissionDenied:
-            # The session expired or the member restarted. Try only once, because a refusal of a new grant is an error.
+            # The session expired or the member restarted. A second refusal is an error.
             with self._lock:
                 self._drop({member})
             return question(self._sync_client(member, channel))
 
     def _sync_client(self, member: str, channel: str) -> SyncClient:
-        """Return the connection to a member for a channel. Its first use opens it."""
         with self._lock:
             sync_client = self._clients.get((member, channel))
             session = self._sessions.get(member, "")
@@ -193,14 +181,14 @@ class Membership:
         if sync_client is not None:
             return sync_client
         if not session or known is None:
-            # Only a new session needs a grant from the hub. Open sessions continue while the hub is away.
+            # Only a new session needs a grant.
             reply = self.member.sync(self.name, grants=(member,))
             known = next((other for other in reply.members if other.member == member), None)
             if known is None and reply.is_new:
                 raise NotFound("the hub was restarted and does not know this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("the member left this sync", uri=f"penstock:{member}")
-        # Connect without the lock, because connecting to a member that hangs takes up to the stall deadline.
+        # A connection to a member that hangs takes up to the stall deadline, so do not hold the lock.
         sync_client = self.connect(known, self.stall_s)
         try:
             session = sync_client.open(session)
@@ -211,7 +199,7 @@ class Membership:
             self._members.setdefault(member, known)
             self._sessions[member] = session
             shared = self._clients.setdefault((member, channel), sync_client)
-        # The connection was opened without the lock, so two threads may have opened one. Both use the first.
+        # Two threads may have opened a connection. Both use the first.
         if shared is not sync_client:
             sync_client.close()
         return shared
@@ -236,36 +224,31 @@ class Membership:
             self._clients.pop(key).close()
 
     def is_gone(self, other: SyncMember) -> bool:
-        """Return whether a member's server refuses connections.
-
-        Return False for a process that is stopped or unreachable.
-        """
-        # Use a separate connection with a short deadline, because the shared one may be busy with a long poll.
+        """Return whether a member's server refuses connections. A stopped or unreachable process is not gone."""
+        # The shared connection may be busy with a long poll.
         with contextlib.closing(self.connect(other, self.timing.alive_s)) as sync_client:
             try:
                 sync_client.alive()
             except SourceStalled:
-                # A process that accepts but does not answer is stopped or busy, and may continue.
-                return False
+                return False  # a process that accepts a connection may continue later
             except PeerLost as error:
-                # On this host a failed connection to the Unix socket proves that the process ended. From another host
-                # only a refused connection does. A timeout or an unreachable network proves nothing.
+                # A failed connection to a Unix socket, or a refused one from another host, proves that the process
+                # exited. A timeout proves nothing.
                 refused = (ConnectionError, FileNotFoundError)
                 return sync_client.must_be_on_host or isinstance(error.__cause__, refused)
             except PenstockError:
-                # Any answer comes from a process that is alive.
-                return False
+                pass  # a reply comes from a live process
         return False
 
     def whereabouts(self, member: str, *, max_age_s: float) -> Whereabouts:
-        """Return whether a member takes part, left the sync, or died. The list of members may be `max_age_s` old."""
+        """Return whether a member takes part, left the sync, or died. The list may be `max_age_s` seconds old."""
         known = next((other for other in self.look(max_age_s=max_age_s) if other.member == member), None)
         if known is None:
             return "left"
         return "gone" if self.is_gone(known) else "there"
 
     def has_left(self, member: str, *, max_age_s: float) -> bool:
-        """Return whether a member left the sync or its process is gone. The list of members may be `max_age_s` old."""
+        """Return whether a member left the sync or died. The list may be `max_age_s` seconds old."""
         return self.whereabouts(member, max_age_s=max_age_s) != "there"
 
     def close(self) -> None:
@@ -275,16 +258,13 @@ class Membership:
 
 
 class SyncClient(PeerClient):
-    """A session with one member. It sends one request at a time, from any thread.
+    """A session with one member, for one request at a time from any thread.
 
     Args:
-        other: the member to connect to, with a grant.
+        other: member to connect to, with a grant.
         member: id of this member.
         key: key of the sync's name.
-        same_host: see `PeerClient`.
-        stall_s: deadline for every answer in seconds.
         handler: name of the request handler at the member's server.
-        trust: see `PeerClient`.
     """
 
     def __init__(
@@ -310,10 +290,8 @@ class SyncClient(PeerClient):
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
         self._handler = handler
-        # HTTP/1.1 carries one request at a time on a connection, so a second thread waits here. Callers that must not
-        # wait for a long poll use a separate client (`Membership.ask(channel=)`).
-        self._asking = threading.Lock()
-        # Path of the session's requests, when it is open.
+        # HTTP/1.1 carries one request at a time on a connection, so a second thread waits here.
+        self._requesting = threading.Lock()
         self._session_path = ""
 
     @property
@@ -327,9 +305,8 @@ class SyncClient(PeerClient):
         Raises:
             PermissionDenied: the grant is not accepted.
             NotFound: the member does not take part in this sync.
-            PeerLost, SourceStalled: the member is gone or does not answer.
+            PeerLost, SourceStalled: the member is gone or does not reply.
         """
-        # A grant can be used once. Further connections to this member continue its session.
         if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             session = self._ask("POST", f"/v1/{self._handler}", MemberSession, request).session
@@ -337,15 +314,15 @@ class SyncClient(PeerClient):
         return session
 
     def alive(self) -> None:
-        """Return if the member's server answers. Raise PeerLost or SourceStalled if it does not."""
+        """Return if the member's server replies. Otherwise raise PeerLost or SourceStalled."""
         self._ask("GET", "/v1/alive", type(None))
 
     def layout(self) -> Layout:
-        """Return the member's layout. Raise FormatError or PlanError if it is not valid."""
+        """Return the member's layout. Raise FormatError or PlanError if the layout is invalid."""
         layout = decode(self._ask("GET", f"{self._session_path}/layout", bytes), Layout)
         if layout.member != self.upstream.member:
             raise FormatError(f"the peer sent the layout of a different member, {layout.member}", uri=self._uri())
-        # The layout comes from another process, and its offsets are used as addresses later.
+        # The offsets come from another process and are used as addresses later.
         layout.check()
         return layout
 
@@ -358,20 +335,19 @@ class SyncClient(PeerClient):
         return self._ask("POST", f"{self._session_path}/part", PartReply, request)
 
     def news(self, after: int, wait_s: float) -> NewsReply:
-        """Return the member's version status when it has begun a version above `after`, or after `wait_s` seconds."""
+        """Return the member's status after a version above `after` has begun, or after `wait_s` seconds."""
         return self._ask("GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
         """Return the descriptors for reading a version, when the member has begun it.
 
         Raises:
-            StaleDescriptor: the member is past that version.
+            StaleDescriptor: the member has a later version.
             NotFound: the member did not begin the version within `wait_s` seconds.
         """
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
-        # A peer may only name ports on its own host, because a descriptor must not send this process to another
-        # address.
+        # A descriptor must not make this process connect to a different host.
         self.check_data_ports(version_map.regions)
         return version_map
 
@@ -381,13 +357,13 @@ class SyncClient(PeerClient):
         reply = self._ask_of(strips, "digests", request, DigestReply)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
-        # A short answer would leave the last strips unverified.
+        # A short reply would leave the last strips unverified.
         if len(reply.digests) != 8 * len(strips):
             raise FormatError("the peer sent a different number of digests from the number requested", uri=self._uri())
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
 
     def pack(self, strips: Strips, version: int, generation: int, wait_s: float, release: tuple[str, ...]) -> PackReply:
-        """End the leases in `release`, and then pack strips. See `LocalVersion.pack`."""
+        """Release the leases in `release`, and then pack strips. See `LocalVersion.pack`."""
         request = PackRequest(version=version, generation=generation, strips=b"", wait_s=wait_s, release=release)
         reply = self._ask_of(strips, "pack", request, PackReply)
         if reply.regions is not None:
@@ -403,21 +379,20 @@ class SyncClient(PeerClient):
         self._ask("POST", f"{self._session_path}/progress", type(None), progress)
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return rank 0's decision about a live version: whether it may end, and the outcome for each subscriber."""
+        """Return rank 0's decision about a live version, with the outcome for each subscriber."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/decision?{query}", Decision)
 
     def begins_after(self, rank: int, wait_s: float) -> int:
-        """Ask rank 0 for the version above which a rank begins. Raise NotFound if rank 0 does not own the name yet."""
+        """Return the version above which a rank begins. Raise NotFound if rank 0 does not own the name yet."""
         query = f"rank={rank}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/begins_after?{query}", BeginsAfter).version
 
     def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
-        """Send a request about strips and decode the answer."""
-        columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-        sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
-        # The strips are the same for every version of a plan and can be megabytes. Send their name alone, and the
-        # columns only if the member does not remember them.
+        """Send a request about strips and decode the reply."""
+        sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in strips.columns]
+        # The strips of a plan are the same for every version and can be megabytes. Send their name, and the columns
+        # only if the member does not know the name.
         named = msgspec.structs.replace(request, strips=name_of_strips(*sent))
         reply = self._ask("POST", f"{self._session_path}/{route}", kind, named)
         if reply.is_unknown:
@@ -427,9 +402,9 @@ class SyncClient(PeerClient):
         return reply
 
     def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
-        """Send a request and decode the answer, or raise the error in the answer."""
+        """Send a request and decode the reply, or raise the error in the reply."""
         encoded = None if body is None else msgspec.msgpack.encode(body)
-        with self._asking:
+        with self._requesting:
             code, raw = self._send(verb, path, encoded)
         if code == 204 and kind is type(None):
             return None
@@ -441,7 +416,7 @@ class SyncClient(PeerClient):
         try:
             return self._decode(raw, kind)
         except MALFORMED as error:
-            raise FormatError(f"cannot decode the peer's answer: {error}", uri=self._uri()) from error
+            raise FormatError(f"cannot decode the peer's reply: {error}", uri=self._uri()) from error
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Send a request. Send it again if a connection that was open before turns out to be closed."""
@@ -449,18 +424,16 @@ class SyncClient(PeerClient):
         try:
             return super()._send(verb, path, body)
         except PeerLost:
-            # The server closes idle connections, and a request that crosses that close fails although the peer is
-            # alive. A second attempt on a new connection is safe, because requests are idempotent. Only `pack` takes a
-            # second buffer, and the lease of the first expires.
+            # The server closes idle connections, and a request that crosses that close fails. Requests are idempotent,
+            # except that `pack` takes a second buffer, while the lease of the first expires.
             if not was_open:
                 raise
             return super()._send(verb, path, body)
 
     def close(self) -> None:
         """Close the connection. The member ends the session after a time without requests. Idempotent."""
-        # Do not acquire `_asking`, because a close must also end a request that waits for its answer.
+        # Do not acquire `_requesting`, because a close must also interrupt a request that waits for its reply.
         with self._ending:
-            # From here on `interrupt` does not touch the connection.
             self._is_ending = True
         if self._connection is not None:
             self._connection.close()
@@ -468,7 +441,7 @@ class SyncClient(PeerClient):
 
 def name_of_strips(*columns: bytes) -> bytes:
     """Return the name of a set of strips, which is a digest of their number and columns."""
-    # The number is part of the digest, because columns with different lengths could be joined to the same bytes.
+    # Without the number, columns of different lengths could have the same digest.
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:
         digest.update(column)
@@ -476,7 +449,7 @@ def name_of_strips(*columns: bytes) -> bytes:
 
 
 _KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}
-"""The errors that only members of a sync send. The others are those of `PeerClient`."""
+"""Errors that only members of a sync send, in addition to those of `PeerClient`."""
 
 
 def _fault(raw: bytes) -> Fault:

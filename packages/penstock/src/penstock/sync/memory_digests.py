@@ -1,8 +1,8 @@
-"""Digests of all memory behind some tensors, to find out whether an engine restored the same bytes after sleeping."""
+"""Digests of all memory behind some tensors, to verify that an engine restored the same bytes after sleeping."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +30,7 @@ class MemoryDigests:
         """Compute the digests of a subscriber's target."""
         if isinstance(target, torch.nn.Module):
             return cls(tensor for _, tensor in named_tensors(target))
-        # Import this only here. With torch's distributed tensors the import takes a second, which an engine that goes
-        # to sleep with a module would wait for.
+        # Importing torch's distributed tensors takes a second, which a sleeping engine with a module need not wait for.
         from penstock.sync.shards import declared
 
         return cls(row.tensor for row in declared(target))
@@ -41,13 +40,22 @@ class MemoryDigests:
         return self.digests == self._now()
 
     def _now(self) -> list[int]:
-        # Digest on the device, which reads its memory once at full speed, before an engine copies it to the host.
-        digests: list[int] = digests_of(_memories(self._tensors)).tolist()
+        by_address: dict[int, Memory] = {}
+        for tensor in self._tensors:
+            storage = tensor.untyped_storage()
+            memory = Memory(
+                address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage
+            )
+            # Freed memory has no bytes, so there are fewer digests, and they differ.
+            if memory.nbytes:
+                by_address.setdefault(memory.address, memory)
+        # The order is that of the tensors, because an engine may restore the bytes at different addresses.
+        digests: list[int] = digests_of(list(by_address.values())).tolist()
         return digests
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield parameters and buffers by name. Those that the state dict omits have the name None."""
+    """Yield parameters and buffers by name. The name is None if the state dict omits a tensor."""
     for prefix, layer in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, tensor in layer._parameters.items():
@@ -56,15 +64,3 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.T
         for name, tensor in layer._buffers.items():
             if tensor is not None:
                 yield (None if name in layer._non_persistent_buffers_set else f"{dot}{name}"), tensor
-
-
-def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
-    by_address: dict[int, Memory] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
-        # Freed memory has no bytes, so there are fewer digests, and they differ.
-        if memory.nbytes:
-            by_address.setdefault(memory.address, memory)
-    # Keep the order of the tensors, because an engine may restore the bytes at different addresses.
-    return list(by_address.values())

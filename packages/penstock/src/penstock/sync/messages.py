@@ -1,7 +1,6 @@
 """Messages between the members of a sync, encoded with msgpack. Unknown fields are ignored.
 
-Layouts and parts are bytes here, as `plan.layout` encodes them. `hub.messages` has the version of the protocol and its
-rules.
+Layouts and parts are encoded by `plan.layout`. `hub.messages` has the version of the protocol.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     layout: bytes | None = None
     """The layout itself, if the planner does not know it."""
     have_key: str = ""
-    """Key of the part that the receiver has already."""
     without: tuple[MemberId, ...] = ()
-    """Sources that the receiver could not read."""
     can_wait: bool = False
     """Whether the receiver can keep a version staged until the fleet's decision."""
     wants_check: bool = False
-    """Whether the receiver checks the version and needs the trainer's values for the check."""
+    """Whether the receiver needs the trainer's values for a check."""
     refused: tuple[Version, ...] = ()
     """Recent versions of the planner's epoch that the receiver knows to be withdrawn."""
     is_ahead: bool = False
-    """Whether the receiver asks before it reads a version. The part is then for the publishers' next version."""
+    """Whether the request is for the publishers' next version, before it is published."""
     is_outdated: bool = False
     """Whether the receiver's part was planned for memory that a source has since registered again."""
 
@@ -48,12 +45,10 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     not_yet: str = ""
     key: str = ""
     part: bytes | None = None
-    """The part. None if the receiver has it already."""
+    """None if the receiver has the part already."""
     decide_s: Annotated[float, Meta(ge=0)] | None = None
-    """Maximum number of seconds until the decision on a version with a two-phase commit. None means that it may go live
-    at once."""
+    """Maximum number of seconds until the fleet's decision. None means that the version may go live at once."""
     refused: FleetDecision | None = None
-    """The decision by which the version was withdrawn. It must not go live."""
     withdrawn: FleetDecision | None = None
     """The decision by which a later version was withdrawn, so that this version is the newest."""
     check: bytes = b""
@@ -61,13 +56,13 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that all publishers hold together."""
+    """The checkpoint of all publishers together."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     tags: tuple[str, ...] = ()
-    """The transformation of each tensor's values. Empty if no tensor has one."""
+    """Transformation of each tensor's values. Empty if no tensor is transformed."""
 
 
 class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +70,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: str = msgspec.field(name="run")
     version: Version
-    """The newest version that the publisher began."""
     is_open: bool
-    """Whether that version can be read from the publisher now."""
     withdrawn: FleetDecision | None = None
     """The decision by which a later version was withdrawn."""
 
@@ -85,7 +78,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Byte ranges that the caller will read, as columns of little-endian int64.
 
-    If they were sent before, only their digest.
+    The columns may be empty if the member knows their digest.
     """
 
     version: Version
@@ -105,7 +98,7 @@ class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
     digests: bytes | None
     num_ready: Count
     is_unknown: bool = False
-    """Whether the member does not know the ranges for this digest, so that they must be sent."""
+    """Whether the caller must send the columns, because the member does not know their digest."""
 
 
 class PackRequest(DigestRequest, frozen=True, kw_only=True):
@@ -121,17 +114,17 @@ class PackReply(msgspec.Struct, frozen=True, kw_only=True):
     regions: dict[str, bytes] | None = None
     lease: str = ""
     progress: Count = 0
-    """Number of ready rows plus filled requests. While it grows, the source makes progress."""
+    """Number of ready rows plus filled requests, which grows while the source makes progress."""
     is_full: bool = False
-    """Whether the ranges are ready but other callers have all buffers."""
+    """Whether the ranges are ready but all buffers are in use."""
     why: str = ""
     """Why this member cannot pack at all."""
     is_unknown: bool = False
-    """Whether the member does not know the ranges for this digest, so that they must be sent."""
+    """Whether the caller must send the columns, because the member does not know their digest."""
 
 
 class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases of buffers that the caller is still reading, and of buffers that it has finished reading."""
+    """Leases of buffers that the caller is reading, and of buffers that it has finished reading."""
 
     keep: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
@@ -144,30 +137,28 @@ class BeginsAfter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """A receiver's progress, sent to the planner of its part."""
+    """A receiver's progress, for the planner of its part."""
 
     version: Version
     """Version number, or -1 if the receiver failed before it knew a version."""
     moved_bytes: Count = 0
     outcome: Literal["", "committed", "failed", "prepared", "refused"] = ""
-    """The receiver's outcome. `prepared`: the version is staged and its checks passed. `refused`: a check failed."""
+    """Outcome of the receiver. `prepared` means staged and checked. `refused` means that a check failed."""
     why: Annotated[str, Meta(max_length=1024)] = ""
     is_checked: bool = False
     """Whether a check ran on the prepared version."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's decision about the end of a live version, or about a version with a two-phase commit."""
+    """Rank 0's decision about a live version, or about a version with a two-phase commit."""
 
     is_over: bool
     is_begun: bool = False
-    """Whether rank 0 has begun the version."""
     committed: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     failed: dict[str, str] = {}
     fleet: FleetDecision | None = None
-    """The decision on a version with a two-phase commit, when it is over."""
 
 
-# Prepare all messages of this module once, before there are threads.
+# Prepare all messages before there are threads.
 prepare(*structs_among(list(globals().values())))

@@ -1,11 +1,8 @@
-"""Buffers into which a source packs strips for readers that would otherwise request each run separately.
+"""Buffers into which a source packs short runs for readers on other hosts.
 
-    take --a free buffer, fenced--> fill --packed, in order--> grant: descriptors, a lease --read--> release
-                                                               idle for LEASE_S: another reader may take it
-
-A buffer has a separate registration with generations. It is fenced before it is filled again. A reader whose lease
-expired therefore ends with StaleDescriptor and never sees another reader's bytes. The reader compares digests of the
-strips at their origin and not of the buffer, so it also finds damage on the way through the buffer.
+A buffer has a separate registration, which is fenced before the buffer is filled again. A reader whose lease expired
+therefore raises StaleDescriptor and never reads another reader's bytes. The reader compares digests of the strips at
+their origin, so it also detects corruption in the buffer.
 """
 
 from __future__ import annotations
@@ -30,10 +27,9 @@ from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode
 
 LEASE_S = 3.0
-"""Seconds without a request after which a reader may lose its buffer. Readers send requests four times as often. Others
-wait this long for a reader that died, which is well within the stall deadline of 30 s."""
+"""Seconds without a request after which a lease expires. Readers send requests four times as often."""
 FILL_S = 30.0
-"""Deadline in seconds for one packing on a device, which takes a millisecond."""
+"""Deadline in seconds for packing on a device, which takes a millisecond."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +37,7 @@ class _Buffer:
     memory: Memory
     handles: dict[str, Handle]
     lease: str = ""
-    """The lease. Empty if the buffer is free or is being filled."""
+    """Empty if the buffer is free or is being filled."""
     until: float = 0.0
     """Time at which the lease expires."""
     is_filling: bool = False
@@ -53,31 +49,31 @@ class _Buffer:
 
 @dataclass(slots=True, eq=False)
 class _DeviceBuffers:
-    """The buffers on one device. They are allocated when they are first needed."""
+    """The buffers on one device, which are allocated on demand."""
 
     most: int
-    """Maximum number of buffers. It is reduced until the next fence if one did not fit."""
+    """Maximum number of buffers. An allocation that fails reduces it until the next fence."""
     num_begun: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
 
 
 class Packer(Closeable):
-    """The buffers of a source for packed strips, as the module's docstring describes. Thread-safe.
+    """The buffers of a source for packed strips. Thread-safe.
 
     Attributes:
         buffer_bytes: size of a buffer and of the longest request in bytes.
-        num_packed: number of requests that were filled so far.
+        num_packed: number of filled requests.
 
     Args:
-        links: the transports with which readers on other hosts reach the buffers.
-        pack_bytes: limit for all buffers on a device together, in bytes.
+        links: transports with which readers on other hosts reach the buffers.
+        pack_bytes: limit in bytes for all buffers on a device together.
     """
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
         self._links = links
         self.buffer_bytes = pack_bytes // NUM_BUFFERS
         self.num_packed = 0
-        # Guards the pools and their buffers. It is notified when a buffer may be free.
+        # Guards the pools and their buffers.
         self._changed = threading.Condition()
         self._pools: dict[str, _DeviceBuffers] = {}
         # Guards the streams.
@@ -87,12 +83,12 @@ class Packer(Closeable):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all buffers that were allocated so far."""
+        """Return the size of all allocated buffers in bytes."""
         with self._changed:
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return a buffer without a lease for filling, or None if none was free within `wait_s` seconds.
+        """Return a buffer without a lease for filling, or None if no buffer was free within `wait_s` seconds.
 
         Raises:
             ConfigError: readers on other hosts cannot reach memory on this device.
@@ -108,8 +104,7 @@ class Packer(Closeable):
                 now = time.monotonic()
                 free = next((one for one in pool.buffers if not one.is_filling and one.until <= now), None)
                 if free is not None:
-                    # Fence the buffer before a byte changes. A reader whose lease expired may still read, and then ends
-                    # with StaleDescriptor.
+                    # A reader whose lease expired may still be reading.
                     free.fence()
                     free.lease, free.is_filling = "", True
                     return free
@@ -120,43 +115,35 @@ class Packer(Closeable):
                 if now >= deadline:
                     return None
                 self._changed.wait(max(min(deadline, lapse) - now, 0.0))
-        # Register without the lock, because a registration takes milliseconds and a fence must not wait for it.
+        # A registration takes milliseconds, and a fence must not wait for it.
         try:
             buffer = self._allocate(device)
-        except (ConfigError, DeviceOutOfMemory, DestinationError):
+        except BaseException as error:
             with self._changed:
                 pool.num_begun -= 1
-                if not pool.num_begun:
+                if not pool.num_begun or not isinstance(error, ConfigError | DeviceOutOfMemory | DestinationError):
                     raise
                 # The device has memory for fewer buffers than the limit allows, so the readers share these.
                 pool.most = pool.num_begun
             return self.take(device, max(deadline - time.monotonic(), 0.0))
-        except BaseException:
-            with self._changed:
-                pool.num_begun -= 1
-            raise
         with self._changed:
             pool.buffers.append(buffer)
             is_closed = self._is_closed
         if is_closed:
-            self._end([buffer])
+            _close_handles([buffer])
             raise StaleDescriptor("this rank stopped serving its memory")
         return buffer
 
     def _allocate(self, device: str) -> _Buffer:
         arena = Arena.allocate(self.buffer_bytes, device)
         memory = Memory(address=arena.address, nbytes=self.buffer_bytes, device=arena.device, owner=arena)
-        # Readers on this host read strips at their origin, with a kernel or a copy that needs no request for each run.
+        # Readers on this host read strips at their origin, without a request for each run.
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
-        """Copy strips of a region into a buffer, one after the other, and wait until they are complete.
+        """Copy strips of a region into a buffer from `take`, one after the other, and wait until they are complete.
 
-        Args:
-            buffer: a buffer from `take` on the region's device.
-            source: the region.
-            strips: offsets within the region. They were checked and fit into the buffer.
-            after: events that the device must pass before it reads the region.
+        The offsets of the strips count within the region. The device first waits for the events in `after`.
 
         Raises:
             DeviceOutOfMemory: the device has too little memory for the table of runs.
@@ -177,7 +164,7 @@ class Packer(Closeable):
         with self._queueing, torch.cuda.device(device):
             stream = self._streams.get(to.device)
             if stream is None:
-                # Use a higher priority than reads, as for digests, because kernels of reads wait for the link.
+                # Kernels of reads wait for the link, so packing needs a higher priority.
                 stream = self._streams[to.device] = torch.cuda.Stream(device, priority=-1)
             with torch.cuda.stream(stream):
                 for event in after:
@@ -207,14 +194,14 @@ class Packer(Closeable):
             self._changed.notify_all()
 
     def hold(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend some leases and end others. Expired leases whose buffers another reader has are ignored."""
+        """Extend some leases and end others. Unknown and expired leases are ignored."""
         until = time.monotonic() + LEASE_S
         with self._changed:
             for pool in self._pools.values():
                 for buffer in pool.buffers:
                     if buffer.lease and buffer.lease in release:
                         buffer.lease, buffer.until = "", 0.0
-                        # Wake all threads, because one may wait for a buffer on another device.
+                        # One thread may wait for a buffer on a different device.
                         self._changed.notify_all()
                     elif buffer.lease and buffer.lease in keep:
                         buffer.until = until
@@ -232,15 +219,16 @@ class Packer(Closeable):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the registrations and release the memory. Idempotent."""
+        """Close the registrations and release the memory. Idempotent."""
         with self._changed:
             self._is_closed = True
             buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
             self._pools.clear()
             self._changed.notify_all()
-        self._end(buffers)
+        _close_handles(buffers)
 
-    def _end(self, buffers: Sequence[_Buffer]) -> None:
-        for buffer in buffers:
-            for handle in buffer.handles.values():
-                handle.close()
+
+def _close_handles(buffers: Sequence[_Buffer]) -> None:
+    for buffer in buffers:
+        for handle in buffer.handles.values():
+            handle.close()

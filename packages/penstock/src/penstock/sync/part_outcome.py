@@ -1,4 +1,4 @@
-"""The outcomes of a receiver's request for its part of the plan, with one class for each."""
+"""The outcomes of a receiver's request for its part of the plan."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Granted:
     version: int = -1
     """Version number, or -1 for the publishers' next version."""
     key: str = ""
-    """Key of the part. Empty if it is not planned yet."""
+    """Key of the part. Empty if the part is not planned yet."""
     part: bytes | None = None
-    """The part. None if the receiver has it already or needs none."""
+    """None if the receiver has the part already or needs none."""
     decide_s: float | None = None
     """Maximum number of seconds until the fleet's decision. None means that the version may go live at once."""
     later: FleetDecision | None = None
-    """The decision by which a later version was withdrawn, so that this version is the newest."""
+    """Decision by which a later version was withdrawn."""
     check: bytes = b""
-    """The trainer's values for a check of the version. See `sync.check`."""
+    """The trainer's values for a check of the version."""
 
 
 PartOutcome = LayoutNeeded | NotYet | Withdrawn | Granted

@@ -1,13 +1,8 @@
-"""The tensors that a caller gave to a sync and their places in memory, to notice when a tensor was moved or replaced.
+"""The tensors that a caller passed to a sync, to detect that a tensor was moved or replaced.
 
-A registration has addresses. A trainer or an engine may move a parameter to other memory at any time: with `.data =`, a
-cast, `load_state_dict(assign=True)`, offloading, `module.to` or `setattr`. Every verb therefore compares before it uses
-an address.
-
-    the module's own dicts         the same objects in the same places?
-    each tensor with a view of it  the same storage (and so device), offset, shape, strides and dtype?
-
-`transport.storages` tells whether a storage still has its memory.
+A trainer or an engine may move a parameter at any time: with `.data =`, a cast, `load_state_dict(assign=True)`,
+offloading, `module.to` or `setattr`. Every verb therefore compares before it uses an address. `transport.storages`
+tells whether a storage still has its memory.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.sync.shards import Declarable, Shard
 
-# Use the methods of the base class, because a tensor subclass may intercept each call with a Python function.
+# A tensor subclass may intercept each call with a Python function, but not these methods of the base class.
 _is_set_to: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C.TensorBase.is_set_to
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
@@ -31,9 +26,7 @@ _Source = torch.nn.Module | Mapping[str, Declarable]
 
 
 class Placed:
-    """The tensors of a module or a mapping at the time when this object is created.
-
-    It holds views of the tensors, and so keeps their storages alive.
+    """The tensors of a module or a mapping, with views that keep their storages alive.
 
     Args:
         source: a module with all its parameters and buffers, or tensors by name as `declared` accepts them.
@@ -50,25 +43,24 @@ class Placed:
         source = self._source
         self._parents: list[torch.nn.Module] = []
         self._children: list[dict[str, torch.nn.Module | None]] = []
-        # Most dicts in a module are empty.
         self._filled: list[dict[str, object]] = []
         self._empty: list[dict[str, object]] = []
         if isinstance(source, torch.nn.Module):
             for module in source.modules():
                 for members in (module._parameters, module._buffers, module._modules):
                     (self._filled if members else self._empty).append(members)  # type: ignore[arg-type]
-            # A container creates a new dict of modules when one is deleted.
+            # A container replaces its dict of modules when a module is deleted.
             self._parents = [module for module in source.modules() if module._modules]
             self._children = [module._modules for module in self._parents]
         self._sizes = list(map(len, self._filled))
         self._keys, self._objects = list(self._names_now()), list(self._objects_now())
-        # A DTensor and a list of shards contain tensors, which may be replaced too.
+        # DTensors and lists of shards contain tensors, which may be replaced too.
         self._composites = [value for value in self._objects if isinstance(value, DTensor | Shard | list | tuple)]
         self._parts = [part for value in self._composites for part in _parts(value)]
         named = [(name, tensor) for name, tensor in _named(source) if _has_memory(tensor)]
         self._names = [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
-        # Torch compares a tensor with its view in one call. `detach` gives a view that `.data =` does not change.
+        # `.data =` does not change a view from `detach`, which torch compares with the tensor in one call.
         self._views = [tensor.detach() for tensor in self._tensors]
         self._dtypes = list(map(_dtype_of, self._tensors))
 
@@ -81,7 +73,17 @@ class Placed:
         if list(self._names_now()) != self._keys or not all(map(operator.is_, self._objects_now(), self._objects)):
             return False
         parts = [part for value in self._composites for part in _parts(value)]
-        return _are_same(parts, self._parts) and self._are_in_place()
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            return False
+        # Use loops in C with two calls per tensor. An address does not reveal a transposed view of the same memory, and
+        # `is_set_to` ignores dtypes.
+        with torch._C.DisableTorchFunctionSubclass():
+            if list(map(_dtype_of, self._tensors)) != self._dtypes:
+                return False
+            try:
+                return all(map(_is_set_to, self._tensors, self._views))
+            except RuntimeError:
+                return False  # torch cannot compare tensors on two devices
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name and a view of its tensor in the recorded memory."""
@@ -93,18 +95,12 @@ class Placed:
         for name, tensor in _named(self._source):
             now.setdefault(name, []).append(tensor)
         # A wrapper, such as an adapter's, renames a parameter and leaves it in place.
-        elsewhere: set[tuple[object, ...]] | None = None
-        moved = []
-        for name, view in self.views():
-            if name in now:
-                if not any(is_at(tensor, view) for tensor in now[name]):
-                    moved.append(name)
-                continue
-            if elsewhere is None:
-                elsewhere = {_place(tensor) for each in now.values() for tensor in each if _has_memory(tensor)}
-            if _place(view) not in elsewhere:
-                moved.append(name)
-        return moved
+        places = {_place(tensor) for each in now.values() for tensor in each if _has_memory(tensor)}
+        return [
+            name
+            for name, view in self.views()
+            if not (any(is_at(tensor, view) for tensor in now[name]) if name in now else _place(view) in places)
+        ]
 
     def _names_now(self) -> Iterator[str]:
         return chain.from_iterable(self._filled) if isinstance(self._source, torch.nn.Module) else iter(self._source)
@@ -113,19 +109,6 @@ class Placed:
         if isinstance(self._source, torch.nn.Module):
             return chain.from_iterable(map(dict[str, object].values, self._filled))
         return iter(self._source.values())
-
-    def _are_in_place(self) -> bool:
-        # Use loops in C, because a model may have 30,000 tensors and this is part of every version. Two calls per
-        # tensor are the minimum: an address does not reveal a transposed view of the same memory, and `is_set_to`
-        # ignores dtypes.
-        with torch._C.DisableTorchFunctionSubclass():
-            if list(map(_dtype_of, self._tensors)) != self._dtypes:
-                return False
-            try:
-                return all(map(_is_set_to, self._tensors, self._views))
-            except RuntimeError:
-                # Torch cannot compare tensors on two devices. They are in different places.
-                return False
 
 
 def _named(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,7 +152,3 @@ def is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _are_same(mine: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(mine) == len(others) and all(map(operator.is_, mine, others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,7 +35,7 @@ class PublishReport(Summarised):
     wait_s: float = 0.0
     """For a live version, the seconds until all expected subscribers were done."""
     transform_s: float = 0.0
-    """For tensors with tags, the seconds for fetching other ranks' parts of their blocks and for quantising."""
+    """For tensors with tags, the seconds for quantising and for reading blocks from other ranks."""
     transformed_bytes: int = 0
     """Memory for the transformed tensors in bytes, in addition to the parameters."""
     boundary_bytes: int = 0
@@ -44,17 +45,16 @@ class PublishReport(Summarised):
     committed: tuple[str, ...] = ()
     """Subscribers that have the complete, verified version."""
     late: tuple[str, ...] = ()
-    """Subscribers known at the start that made no progress until the stall deadline. They can update later, or from a
-    peer."""
+    """Subscribers without progress until the stall deadline. They can update later, or from a peer."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Subscribers that failed, with the reason."""
     outcome: Literal["", "pending", "committed"] = ""
-    """For a version with a two-phase commit, `pending` until `Publisher.wait_decision` returns. A withdrawn version has
-    no report. It raises `VersionRefused`."""
+    """`pending` until `Publisher.wait_decision` returns, in a two-phase commit. A withdrawn version raises
+    `VersionRefused`."""
 
     def summary(self) -> str:
         """Return a summary of one or a few lines."""
-        # Show the first eight digits of member ids, which suffice to find them in `penstock status`.
+        # `penstock status` finds a member by the first eight digits of its id.
         head = f"{self.name} version {self.version}: {bytes_text(self.nbytes)} here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
             head += (
@@ -83,37 +83,37 @@ class UpdateReport(Summarised):
     """Number of bytes read."""
     wall_s: float
     plan_s: float
-    """Seconds until the reads began: the request for the part, sessions and maps. The first time also the recording."""
+    """Seconds until the reads began, including the recording of the loader in the first update."""
     wire_s: float
     """Seconds of reading and verifying."""
     install_s: float
-    """Seconds after the bytes arrived: permuting, casting, constants, and the loader's work."""
+    """Seconds after the bytes arrived, for permuting, casting and the loader's work."""
     pause_s: float
     """Seconds from `before_pause` to `after_resume`."""
     path: str
-    """The paths by share of bytes, such as `75% shm <- MEMBER, 25% http <- MEMBER`."""
+    """Transports and members by share of bytes, such as `75% shm <- MEMBER, 25% http <- MEMBER`."""
     sources: Mapping[str, int]
     """Number of bytes read from each member."""
     why: tuple[str, ...] = ()
-    """Reasons for the transports in use, one per path, and for tensors that passed through the loader."""
+    """Reasons for the transports in use, and for tensors that passed through the loader."""
     version_bytes: int = 0
-    """Size of the version for this rank in bytes. It exceeds the bytes read if this rank had some of them already."""
+    """Size of the version for this rank in bytes. It exceeds `nbytes` if this rank had some bytes already."""
     delta: str = ""
     """How much of the version was read, and why not less."""
     attempts: int = 1
-    """Number of attempts. It is above 1 if a source failed or a newer version arrived during the update."""
+    """Number of attempts, above 1 if a source failed or a newer version arrived during the update."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Members that failed during the update and were left out, with the reason."""
+    """Members that failed during the update, with the reason."""
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
-    """Number of bytes received by each path, such as `shm <- MEMBER`."""
+    """Number of bytes for each path, such as `shm <- MEMBER`."""
     packed_bytes: int = 0
-    """Bytes in short runs at sources on other hosts, which packed them so that they were read in long runs."""
+    """Bytes in short runs that sources on other hosts packed into long runs."""
     staging_bytes: int = 0
     """Memory for the staging copy and scratch in bytes, in addition to the target."""
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in GB/s: decimal GB per second of reading and verifying."""
+        """Return the rate in decimal GB per second of reading and verifying."""
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:
@@ -128,7 +128,7 @@ class UpdateReport(Summarised):
 
 
 def publish_outcome(report: PublishReport) -> Outcome:
-    """Return the values that metrics and spans show for a publish."""
+    """Return the values for the metrics and spans of a publish."""
     live = {"committed": len(report.committed), "late": len(report.late), "failed": len(report.failed)}
     return Outcome(
         nbytes=report.nbytes,
@@ -139,11 +139,11 @@ def publish_outcome(report: PublishReport) -> Outcome:
 
 
 def update_outcome(report: UpdateReport) -> Outcome:
-    """Return the values that metrics and spans show for an update."""
+    """Return the values for the metrics and spans of an update."""
     return Outcome(
         nbytes=report.nbytes,
         phases={"plan": report.plan_s, "wire": report.wire_s, "install": report.install_s},
-        # Every byte was compared with its source's digests before the version went live.
+        # All bytes are verified before the version goes live.
         verified_bytes=report.nbytes,
         path=report.path,
         # An update without a new version did not pause the engine.
@@ -153,9 +153,8 @@ def update_outcome(report: UpdateReport) -> Outcome:
 
 
 def received(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return the bytes received by an update, by source and transport, for metrics."""
-    received: dict[tuple[str, str], int] = {}
+    """Return the bytes received by source and transport, for metrics."""
+    counts: Counter[tuple[str, str]] = Counter()
     for path, nbytes in nbytes_by_path.items():
-        key = ("peer", path.partition(" ")[0])
-        received[key] = received.get(key, 0) + nbytes
-    return received
+        counts["peer", path.partition(" ")[0]] += nbytes
+    return counts

@@ -1,20 +1,8 @@
 """The request handler of a sync member. It serves the member's map, digests, planned parts and progress to peers.
 
-    POST   /v1/sync                     SessionRequest -> Session
-    GET    /v1/sync/S/layout            the member's Layout
-    GET    /v1/sync/S/table             TableReply, from a planner
-    POST   /v1/sync/S/part              PartRequest -> PartReply, from a planner
-    GET    /v1/sync/S/news?after=V&wait_ms=W      NewsReply
-    GET    /v1/sync/S/map?version=V&wait_ms=W     VersionMap
-    POST   /v1/sync/S/digests           DigestRequest -> DigestReply
-    POST   /v1/sync/S/pack              PackRequest -> PackReply
-    POST   /v1/sync/S/packed            PackLeases
-    POST   /v1/sync/S/progress          Progress
-    GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
-    GET    /v1/sync/S/begins_after?rank=R&wait_ms=W  BeginsAfter, from a publisher's rank 0
-
-A client repeats a request whose connection broke. All requests are idempotent except `pack`, which then takes a second
-buffer, while the lease of the first expires.
+`POST /v1/sync` opens a session. `SyncHandler._get` and `_post` list the routes below `/v1/sync/SESSION`. A client
+repeats a request whose connection broke. All requests are idempotent except `pack`, which then takes a second buffer,
+while the lease of the first expires.
 """
 
 from __future__ import annotations
@@ -53,12 +41,11 @@ from penstock.sync.messages import (
 from penstock.sync.part_outcome import PartOutcome, encode_outcome
 
 SESSION_S = 600.0
-"""Seconds after which an unused session ends. This is longer than a training step, so that steps work without the
-hub."""
+"""Seconds after which an unused session ends. A training step is shorter, so steps need no hub."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Maximum size of a request in a session: a layout with four million rows, or the strips of a step."""
+"""Maximum size of a request in a session, such as a layout with four million rows."""
 MAX_STRIPS = 4 << 20
-"""Maximum number of strips remembered by name for all peers together, which is 128 MiB."""
+"""Maximum number of strips stored by name for all peers together, which take 128 MiB."""
 
 
 class Plans(Protocol):
@@ -66,35 +53,29 @@ class Plans(Protocol):
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
         """Return the requester's part of the plan."""
-        ...
 
     def table(self) -> TableReply:
         """Return the table of the offered tensors."""
-        ...
 
 
 class FirstVersionsOfRanks(Protocol):
-    """The version above which each rank begins, on a publisher's rank 0: `publish.rank_group.FirstVersions`."""
+    """The version above which each rank begins. Only rank 0 of the publishers has this."""
 
     def of(self, rank: int, member: str, wait_s: float) -> int:
         """Return the version above which a process of a rank begins."""
-        ...
 
 
 class ProgressReceiver(Protocol):
-    """The progress of subscribers on a publisher's rank 0: `publish.rank_group.SubscriberProgress`."""
+    """The progress of subscribers. Only rank 0 of the publishers has this."""
 
     def note_request(self, member: str) -> None:
-        """Record a receiver's request for its part, which shows that the receiver is alive."""
-        ...
+        """Record that a receiver requested its part and is therefore alive."""
 
     def note_progress(self, member: str, progress: RankProgress) -> None:
         """Record a receiver's progress report."""
-        ...
 
     def decision(self, version: int, wait_s: float) -> Decision:
         """Return the decision about a version when it is over, or its state after `wait_s` seconds."""
-        ...
 
 
 @dataclass(slots=True)
@@ -104,19 +85,13 @@ class _OpenSession:
 
 
 class SyncHandler:
-    """The handler, as the module's docstring describes. It implements `peer.server.RequestHandler`.
-
-    The server's threads use it.
+    """The handler, which implements `peer.server.RequestHandler`. The server's threads use it.
 
     Args:
         key: key of the sync's name, which grants must contain.
-        admit: consumes a grant, or raises.
-        local_version: returns this member's memory and version, or None if it has none yet.
-        version_status: the versions that this member announces.
-        planner: plans for other members.
-        subscriber_progress: the progress of subscribers, on a publisher's rank 0.
-        first_versions: where ranks of the trainer begin, on a publisher's rank 0.
-        check: raises unless the memory may be served.
+        admit: consumes a grant, or raises an error.
+        local_version: returns this member's memory, or None if it has none yet.
+        check: raises an error unless the memory may be served.
     """
 
     def __init__(
@@ -141,8 +116,7 @@ class SyncHandler:
         self._check = check
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
-        # The strips by name, the newest last.
-        self._strips: OrderedDict[bytes, Strips] = OrderedDict()
+        self._strips: OrderedDict[bytes, Strips] = OrderedDict()  # by name, the newest last
 
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]
@@ -150,15 +124,14 @@ class SyncHandler:
         """See `peer.server.RequestHandler`."""
         if verb == "POST" and not path:
             raw = body(MAX_BODY_BYTES)
-            # Check the version before decoding. A peer with another release may send fields that do not decode, and
-            # must get the error about its version.
+            # Check the version first, because the fields of another release may not decode.
             check_version(raw)
             return self._open(msgspec.msgpack.decode(raw, type=SessionRequest))
         if verb not in ("GET", "POST") or len(path) != 2:
             raise NotFound(f"there is no route for {verb} with {len(path)} path segments")
         member = self._member_of(path[0])
-        # Read the body even if the session is unknown, so that the connection can be used again. But only a member with
-        # a session may make this process buffer 256 MiB.
+        # Read the body of every request, so that the connection can be used again. Only a member with a session may
+        # make this process buffer 256 MiB.
         raw = body(MAX_MESSAGE_BYTES if member is not None else MAX_BODY_BYTES) if verb == "POST" else b""
         if member is None:
             raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")
@@ -168,22 +141,20 @@ class SyncHandler:
         return self._get(member, path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> MemberSession:
-        """Check a grant, and open a session for its member."""
         if request.key != self._key:
             raise NotFound("this member does not take part in this sync")
         self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
-        # The id is random, because it is the only authorisation of later requests.
+        # The id is the only authorisation of later requests.
         session = secrets.token_hex(16)
         with self._lock:
             now = time.monotonic()
-            # Sessions are added only here, so removing old ones here suffices even in a process that runs for months.
             for expired in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
                 del self._sessions[expired]
             self._sessions[session] = _OpenSession(request.member, now)
         return MemberSession(session=session, ttl_s=SESSION_S)
 
     def _member_of(self, session: str) -> str | None:
-        """Return the member of a session and extend the session. Return None if it is unknown or has ended."""
+        """Return the member of a session and extend the session. Return None for an unknown or expired session."""
         with self._lock:
             known = self._sessions.get(session)
             if known is None or time.monotonic() - known.seen > SESSION_S:
@@ -192,42 +163,42 @@ class SyncHandler:
             return known.member
 
     def _get(self, member: str, route: str, number: Mapping[str, int], wait_s: float) -> object:
-        """Answer a request without a body."""
-        if route == "layout":
-            return encode(self._served().layout)
-        if route == "table":
-            return self._planner.table()
-        if route == "news":
-            return self._version_status.wait(number["after"], wait_s)
-        if route == "map":
-            return self._map(number["version"], wait_s)
-        if route == "decision" and self._subscriber_progress is not None:
-            return self._subscriber_progress.decision(number["version"], wait_s)
-        if route == "begins_after" and self._first_versions is not None:
-            return BeginsAfter(version=self._first_versions.of(number["rank"], member, wait_s))
+        match route:
+            case "layout":
+                return encode(self._served().layout)
+            case "table":
+                return self._planner.table()
+            case "news":
+                return self._version_status.wait(number["after"], wait_s)
+            case "map":
+                return self._map(number["version"], wait_s)
+            case "decision" if self._subscriber_progress is not None:
+                return self._subscriber_progress.decision(number["version"], wait_s)
+            case "begins_after" if self._first_versions is not None:
+                return BeginsAfter(version=self._first_versions.of(number["rank"], member, wait_s))
         raise NotFound(f"there is no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
-        """Answer a request with a body, from this member."""
-        if route == "part":
-            # The deadline of a live publish counts from the last request of a receiver, and planning may take longer
-            # than that.
-            if self._subscriber_progress is not None:
-                self._subscriber_progress.note_request(member)
-            return encode_outcome(self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
-        if route == "digests":
-            return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
-        if route == "pack":
-            return self._pack(msgspec.msgpack.decode(raw, type=PackRequest))
-        if route == "packed":
-            leases = msgspec.msgpack.decode(raw, type=PackLeases)
-            self._served().hold_packed(leases.keep, leases.release)
-            return None
-        if route == "progress":
-            progress = msgspec.msgpack.decode(raw, type=RankProgress)
-            if self._subscriber_progress is not None:
-                self._subscriber_progress.note_progress(member, progress)
-            return None
+        progress = self._subscriber_progress
+        match route:
+            case "part":
+                # Planning may take longer than the deadline of a live publish.
+                if progress is not None:
+                    progress.note_request(member)
+                return encode_outcome(self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
+            case "digests":
+                return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
+            case "pack":
+                return self._pack(msgspec.msgpack.decode(raw, type=PackRequest))
+            case "packed":
+                leases = msgspec.msgpack.decode(raw, type=PackLeases)
+                self._served().hold_packed(leases.keep, leases.release)
+                return None
+            case "progress":
+                report = msgspec.msgpack.decode(raw, type=RankProgress)
+                if progress is not None:
+                    progress.note_progress(member, report)
+                return None
         raise NotFound(f"there is no route POST {route[:64]!r} at this member")
 
     def _served(self) -> LocalVersion:
@@ -238,77 +209,59 @@ class SyncHandler:
 
     def _map(self, version: int, wait_s: float) -> VersionMap:
         """Return the map of a version. Wait for the version if it has not begun."""
-        # Check here and not for each digest request, because the check digests all of the memory.
+        # The check digests all of the memory, so it does not run for each digest request.
         self._check()
         served = self._served()
         deadline = time.monotonic() + wait_s
         with served.changed:
             while served.version is None or served.version < version:
-                left = deadline - time.monotonic()
                 if self._version_status.is_past(version):
-                    # The version is past and will not come, however long the peer waits.
                     break
-                if left <= 0:
+                if (left := deadline - time.monotonic()) <= 0:
                     raise NotFound(f"version {version} has not begun here yet")
-                # The version status has a separate condition, which does not wake this one, so check ten times a
-                # second.
+                # The version status has a separate condition, so check it ten times a second.
                 served.changed.wait(min(left, 0.1))
-            # Keep the lock, so that no fence comes between the check above and the map. Between versions this raises
-            # StaleDescriptor.
+            # Hold the lock, so that no fence comes between the check above and the map.
             version_map = served.map()
         if version_map.version != version:
             raise StaleDescriptor(f"version {version} was replaced by version {version_map.version}")
         return version_map
 
     def _digests(self, request: DigestRequest) -> DigestReply:
-        """Digest the strips in a request when their rows are ready."""
         strips = self._known_strips(request)
         if strips is None:
             return DigestReply(digests=None, num_ready=0, is_unknown=True)
-        answer = self._served().digests(
-            strips,
-            version=request.version,
-            generation=request.generation,
-            # The wait occupies a thread of the server.
-            wait_s=min(request.wait_s, MAX_WAIT_S),
-        )
-        # The wire format is little-endian on every host.
+        wait_s = min(request.wait_s, MAX_WAIT_S)
+        answer = self._served().digests(strips, version=request.version, generation=request.generation, wait_s=wait_s)
         encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
         return DigestReply(digests=encoded, num_ready=answer.num_ready)
 
     def _pack(self, request: PackRequest) -> PackReply:
-        """Pack the strips in a request when their rows are ready and a buffer is free."""
         served = self._served()
         # Release buffers first, because the caller may get the buffer that it has just read.
         served.hold_packed((), request.release)
         strips = self._known_strips(request)
         if strips is None:
             return PackReply(is_unknown=True)
-        return served.pack(
-            strips,
-            version=request.version,
-            generation=request.generation,
-            # The wait occupies a thread of the server.
-            wait_s=min(request.wait_s, MAX_WAIT_S),
-        )
+        wait_s = min(request.wait_s, MAX_WAIT_S)
+        return served.pack(strips, version=request.version, generation=request.generation, wait_s=wait_s)
 
     def _known_strips(self, request: DigestRequest) -> Strips | None:
-        """Return the strips that were sent under this name, now or earlier. Return None if the peer must send them."""
+        """Return the strips that were sent under this name, or None if the peer must send them."""
         with self._lock:
             strips = self._strips.get(request.strips)
             if strips is not None:
                 self._strips.move_to_end(request.strips)
                 return strips
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
-        # All peers share the names, so a peer that sends different columns under a name must not change them for
-        # others.
+        # All peers share the names, so columns must match their name.
         if name_of_strips(*columns) != request.strips:
             return None
         at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         with self._lock:
             self._strips[request.strips] = strips
-            # Keep the newest strips, however many, because they are about to be used.
+            # The newest strips are about to be used, however many they are.
             while sum(map(len, self._strips.values())) > MAX_STRIPS and len(self._strips) > 1:
                 self._strips.popitem(last=False)
         return strips
@@ -316,7 +269,6 @@ class SyncHandler:
 
 def _number(query: Mapping[str, list[str]], name: str) -> int:
     value = int(query.get(name, ["0"])[0])
-    # The value -1 means the newest version.
-    if value < -1:
+    if value < -1:  # -1 means the newest version
         raise FormatError(f"the query parameter {name} must be at least -1, not {value}")
     return value

@@ -12,15 +12,14 @@ from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherSettings:
-    """The buffers of a publisher. `publisher` accepts this value as `settings=`.
+    """The buffers of a publisher, for the argument `settings` of `publisher`.
 
     Attributes:
         arena: whether the parameters are first moved into one arena per device (`memory.rehome`), so that peers reach
             them with one registration. The transport `shm` needs this to reach host memory.
         memory_bytes: limit in bytes for a snapshot's copy and the transformed tensors together. None means no limit.
         pack_bytes: limit in bytes for device memory into which runs below 8 KiB, such as columns of a tensor, are
-            packed for receivers on other hosts. It is allocated on demand, in eighths. With 0, receivers read such runs
-            one by one.
+            packed for receivers on other hosts. With 0, receivers read such runs one by one.
 
     Raises:
         ConfigError: a field has the wrong type, or is not a number of bytes.
@@ -49,12 +48,12 @@ class PublisherSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriberSettings:
-    """The buffers of a subscriber. `subscriber` accepts this value as `settings=`.
+    """The buffers of a subscriber, for the argument `settings` of `subscriber`.
 
     Attributes:
         arena: whether the target is first moved into one arena per device. See `PublisherSettings`.
-        memory_bytes: limit in bytes. In staged mode it applies to the staging copy, and in direct mode to bytes that
-            are read and not yet verified. None means the default.
+        memory_bytes: limit in bytes for the staging copy, or in direct mode for bytes that are read and not yet
+            verified. None means the default.
         serve: whether other receivers may read from this process between updates. Use False for engines that change
             weights in place.
 

@@ -1,7 +1,4 @@
-"""Declares the boxes of tensors in a rank's memory, as views.
-
-DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> its rows 0..2 and 5..6, two ShardRows
-"""
+"""Declaration of a rank's tensors as shards in memory."""
 
 from __future__ import annotations
 
@@ -27,26 +24,28 @@ from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
 
 
-# With `eq=False` rows compare by identity, because torch compares tensors element by element.
+# Rows compare by identity, because torch compares tensors element by element.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShardRow:
-    """A box of a tensor in this rank's memory."""
+    """A shard of a tensor in this rank's memory."""
 
     name: str
     tensor: torch.Tensor = field(repr=False)
-    """A view of exactly the elements in the box, with any strides."""
+    """A view of exactly the elements of the shard, with any strides."""
     form: Form
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Shard:
-    """The part of a tensor that a rank has, as its owner declares it. Shapes and offset are those that torch shows."""
+    """The shard of a tensor on this rank, as its owner declares it.
+
+    `tag` names the transformation that was applied to the values.
+    """
 
     tensor: torch.Tensor = field(repr=False)
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tag: str = ""
-    """The transformation that was applied to the values. See `Form`."""
 
 
 Declarable = torch.Tensor | Shard | Sequence[Shard]
@@ -58,18 +57,17 @@ _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shard
 
 
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardRow, ...]:
-    """Return the rows of all tensors on a rank.
+    """Return the rows of all tensors on a rank, which view the live memory and keep it alive.
 
-    Rows view the live memory and keep it alive. Call it between steps for FSDP2, because it reshards the module, as its
-    `state_dict` does.
+    Call it between steps for FSDP2, because it reshards the module, as `state_dict` does.
 
     Args:
-        params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name: whole
-            tensors, DTensors, a `Shard` or several Shards.
+        params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name:
+            unsliced tensors, DTensors, a `Shard` or several Shards.
 
     Raises:
-        PlanError: a tensor cannot be declared. The error names it: a partial sum, a wrapper, a dtype that the format
-            does not have, memory that overlaps itself, or a box outside its tensor.
+        PlanError: a tensor cannot be declared, because it is a partial sum or a wrapper, its dtype is unsupported, its
+            memory overlaps itself, or it is outside its global shape.
     """
     require_type("params", params, (torch.nn.Module, Mapping), _DECLARABLE)
     tensors = _state(params) if isinstance(params, torch.nn.Module) else params
@@ -81,13 +79,12 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardR
 def row_of(
     name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
 ) -> ShardRow:
-    """Return the row for a tensor that is the box at `offset` in a tensor with `global_shape`.
+    """Return the row for a tensor that is the shard at `offset` in a tensor with `global_shape`.
 
-    Raises:
-        PlanError: see `declared`.
+    Raise PlanError if the tensor cannot be declared.
     """
     tensor = tensor.detach()
-    # Wrappers (quantised, nested, sparse tensors) have several memories, or memory that does not contain the values.
+    # Quantised, nested and sparse tensors have several memories, or memory that does not contain the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise PlanError(
             f"a {type(tensor).__name__} is not one plain tensor in memory", tensor=name, hint="declare its parts"
@@ -102,7 +99,7 @@ def row_of(
     try:
         form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
-        # `form_of` is cached for all tensors, so it cannot know the name.
+        # `form_of` is cached and does not know the name.
         error.tensor = name
         raise
     return ShardRow(name=name, tensor=tensor, form=form)
@@ -119,10 +116,8 @@ def form_of(
 ) -> Form:
     """Return the form of a torch tensor's memory. Two elements of F4 are one element in torch.
 
-    Raises:
-        PlanError: the memory has no form. The message says why.
+    Raise PlanError if the memory has no form.
     """
-    # The result is cached, because the experts in a model are thousands of tensors with a handful of forms.
     dtype = dtype_of(kind)
     if dtype is DType.F4:
         if not shape or (shape[-1] > 1 and strides[-1] != 1):
@@ -141,8 +136,7 @@ def form_of(
 def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
     """Return the memory of the rows: the arena that contains a row, or its torch storage.
 
-    Raises:
-        PlanError: a row has no memory.
+    Raise PlanError for meta tensors.
     """
     tensors = []
     for row in rows:
@@ -157,20 +151,18 @@ def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequ
 
     Args:
         rows: rows from `declared`, or a receiver's requirements.
-        member: id of this member.
         address: identifies the registrations of `regions`, so that a new registration is a new layout.
         regions: regions in the order in which offsets count through them.
 
     Raises:
         PlanError: a row is in none of the regions.
     """
-    # Use columns instead of a loop over rows, because an MoE has hundreds of thousands of rows.
+    # An MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
     nbytes = np.array([region.nbytes for region in regions], np.int64)
     first = (np.cumsum(nbytes) - nbytes)[order]
-    # The layout is sent to other processes, so it has one form for each kind of row, and a number for each row.
     numbers: dict[Form, int] = {}
     form = np.fromiter((numbers.setdefault(row.form, len(numbers)) for row in rows), np.int64, len(rows))
     span = np.array([form.span_bytes for form in numbers] or [0], np.int64)[form]
@@ -212,15 +204,15 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
     local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
     rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
-        # FSDP2 keeps references to its shards' memory from the first forward pass on and renews them when a module is
-        # converted. Without this call it would compute with the old memory.
+        # FSDP2 stores references to its shards' memory and renews them when a module is converted. Without this call it
+        # would compute with the old memory.
         params._apply(lambda tensor: tensor)
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's tensors by checkpoint name, without prefixes of wrappers and without extra state."""
     state = module.state_dict(keep_vars=True)
-    # A module may contain wrappers, as a trainer's actor and critic do. The inner ones come last.
+    # A module may contain wrappers, as a trainer's actor and critic do. Inner wrappers come last.
     wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]
     for path in reversed(wrappers):
         outer = f"{path}." if path else ""
@@ -234,7 +226,7 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module inside a wrapper of torch.compile or data parallelism, or None for any other module."""
+    """Return the module inside one wrapper of torch.compile or data parallelism, or None."""
     if isinstance(module, _PARALLEL):
         inner: torch.nn.Module = module.module
         return inner
@@ -250,7 +242,6 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
-    """Yield the rows of one declared value."""
     if isinstance(value, Shard):
         yield row_of(name, value.tensor, value.global_shape, value.offset, tag=value.tag)
     elif not isinstance(value, torch.Tensor):

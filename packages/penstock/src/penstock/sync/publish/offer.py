@@ -248,7 +248,7 @@ class VersionSnapshot(Closeable):
                 self._foreseen = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
             shown = dataclasses.replace(layout, address=address)
             self.local_version = LocalVersion(
-                shown, [*memories, *filled], links, foreseen=self._foreseen, pack_bytes=pack_bytes
+                shown, [*memories, *filled], links, precomputed=self._foreseen, pack_bytes=pack_bytes
             )
         except BaseException:
             self._unpin()  # pinned pages stay locked even after their memory is freed
