@@ -118,14 +118,18 @@ class Packer(Closeable):
         # A registration takes milliseconds, and a fence must not wait for it.
         try:
             buffer = self._allocate(device)
-        except BaseException as error:
+        except (ConfigError, DeviceOutOfMemory, DestinationError):
             with self._changed:
                 pool.num_begun -= 1
-                if not pool.num_begun or not isinstance(error, ConfigError | DeviceOutOfMemory | DestinationError):
+                if not pool.num_begun:
                     raise
                 # The device has memory for fewer buffers than the limit allows, so the readers share these.
                 pool.most = pool.num_begun
             return self.take(device, max(deadline - time.monotonic(), 0.0))
+        except BaseException:
+            with self._changed:
+                pool.num_begun -= 1
+            raise
         with self._changed:
             pool.buffers.append(buffer)
             is_closed = self._is_closed

@@ -152,12 +152,6 @@ class Planner:
             tags=tuple(tag for _, tag in rows) if any(tag for _, tag in rows) else (),
         )
 
-    def explain(self) -> str:
-        """Describe the newest plan as text."""
-        with self._lock:
-            newest = next(reversed(self._plans.values()), None)
-        return "no plan was made yet" if newest is None else newest.plan.explain()
-
     def _learn(self, asker: str, request: PartRequest) -> bool:
         """Return whether the requester's layout is known, from before or from this request."""
         with self._lock:

@@ -1,19 +1,18 @@
-"""The flip: the steps that make a version live. Their order is the same for all ways in which the bytes arrive.
+"""The flip: the steps that make a version live. Their order is the same for staged, direct and restored versions.
 
-    1. close to readers: leases end, and new readers wait
-    2. hook before_pause: if it raises, the engine continues
-    3. withdraw: peers must not read bytes that are about to change
-    4. require in place: after the hook, which may restore offloaded weights
-    5. move the bytes: staged from the staging copy, direct from the sources, restored from elsewhere
-    6. install: permute, cast, and the loader's work
-    7. live: from here on the target has the version, whatever a hook does
-    8. hook at_commit: before requests resume, because caches of the old weights must not be used with the new ones
-    9. serve to others: before the last hook, which may take long or raise
-    10. open to readers: before the last hook, which may run requests
-    11. hook after_resume
+1. Wait until the leases end. New readers wait.
+2. Call the hook `before_pause`. If it raises an error, the engine continues.
+3. Withdraw the live version, because peers must not read bytes that are about to change.
+4. Check that the tensors are in place, because the hook may restore offloaded weights.
+5. Move the bytes from the staging copy, from the sources, or from a stored version.
+6. Install: permute, cast, and run the loader.
+7. Record the version as live, whatever a later hook does.
+8. Call `at_commit` before requests resume, because caches of the old weights must not be used with the new weights.
+9. Serve the version to peers and admit readers, before the last hook, which may run requests or raise an error.
+10. Call `after_resume`.
 
-A flip can fail in two ways after step 2. If no byte of the target was written, the previous version is served again and
-the engine resumes with it. Otherwise the target is dirty, or still released.
+If a step after step 2 fails before a byte of the target was written, the previous version is served again and the
+engine resumes with it. Otherwise the target is dirty, or still released.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from penstock.sync.receive.update import UpdateLoop
 
 S = SubscriberState
 Pause = Callable[[int], None]
-"""Executes steps 1 to 4 for a version. A second call in the same flip does nothing, so several attempts pause the
-engine once."""
+"""Executes steps 1 to 4 for a version. Further calls in the same flip have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flipped:
-    """A version after its flip, with the duration of the flip."""
+    """A version after its flip, with the durations in seconds."""
 
     staged: Staged
     pause_s: float = 0.0
@@ -49,7 +47,6 @@ class FlipOrder:
     """The steps of each flip of a subscriber. One thread at a time flips.
 
     Args:
-        states, update_loop, leases, serving, hooks: parts of the subscriber.
         on_live: called when the target has a new version, before the engine learns of it.
         report_now: reports the state to the hub soon.
     """
@@ -76,20 +73,15 @@ class FlipOrder:
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
         """Make a version live.
 
-        Args:
-            move_bytes: moves the bytes to the target and returns the version. It calls its argument before it writes to
-                the target of a serving engine.
-
-        Raises:
-            BaseException: an error of `move_bytes`, the installation or a hook. `mutated` of a PenstockError tells
-                whether the target was written to.
+        `move_bytes` moves the bytes to the target. It calls its argument before it writes to the target of a serving
+        engine. If it raises a PenstockError, `mutated` tells whether the target was written to.
         """
-        flip = _Flip(before=self._states.now)
+        flip = _Flip(previous=self._states.now)
         try:
             staged = move_bytes(lambda version: self._pause(flip, version))
             if staged.origin == "here":
-                # An earlier attempt in the same update may have paused the engine.
-                self._go_on_with_former(flip)
+                # An attempt in this update may have paused the engine.
+                self._resume_previous(flip)
                 return Flipped(staged=staged)
             self._states.enter(S.WRITING)
             moved = time.perf_counter()
@@ -111,7 +103,7 @@ class FlipOrder:
         self._leases.close_to_readers()
         at = time.perf_counter()
         self._call("before_pause", version)
-        flip.paused_at, flip.before = at, self._states.now
+        flip.paused_at, flip.previous = at, self._states.now
         self._states.enter(S.FLIPPING)
         live = self._states.live
         self._serving.withdraw(live.epoch, self._states.version)
@@ -140,9 +132,9 @@ class FlipOrder:
         self._call("after_resume", staged.version)
 
     def _give_up(self, flip: _Flip, error: BaseException) -> None:
-        """End a failed flip, with the previous version or with a dirty target."""
+        """Finish a failed flip, with the previous version or with a dirty target."""
         known = error if isinstance(error, PenstockError) else None
-        # After an interrupt, or an error of other code, some bytes may have been written.
+        # An interrupt or a foreign error does not tell whether bytes were written.
         if self._states.now is S.FLIPPING and (known is None or known.mutated):
             self._states.enter(S.WRITING)
         if self._states.now is S.WRITING:
@@ -151,17 +143,17 @@ class FlipOrder:
                 known.mutated = True
             self._report_now()
         else:
-            self._go_on_with_former(flip)
+            self._resume_previous(flip)
 
-    def _go_on_with_former(self, flip: _Flip) -> None:
+    def _resume_previous(self, flip: _Flip) -> None:
         """If the engine is paused, serve the previous version and resume the engine. A staged version stays staged."""
         states = self._states
         if states.now is not S.FLIPPING:
             return
-        states.enter(flip.before if flip.before in (S.STAGED, S.PREPARED) else states.at_rest)
+        states.enter(flip.previous if flip.previous in (S.STAGED, S.PREPARED) else states.at_rest)
         if states.at_rest in (S.DIRTY, S.RELEASED):
             return
-        # Without a live version the engine has other weights, from files for example, and resumes with them.
+        # Without a live version the engine has weights from elsewhere, such as files.
         if states.is_current and states.version >= 0:
             self._serving.begin(states.live.epoch, states.version, states.live.metadata)
         self._leases.open_to_readers()
@@ -174,8 +166,5 @@ class FlipOrder:
 
 @dataclass(slots=True)
 class _Flip:
-    """A running flip."""
-
-    before: SubscriberState
-    """The state to return to."""
+    previous: SubscriberState
     paused_at: float | None = None

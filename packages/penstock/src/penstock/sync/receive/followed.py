@@ -1,7 +1,7 @@
 """The target of a subscriber, and whether its tensors are still where its requirements say.
 
-An engine may move its weights between two updates: it offloads them, casts them, or passes them to `spawn`. An update
-must not write to the old memory, which the engine no longer reads and may have freed.
+An engine may offload or cast its weights, or pass them to `spawn`, between two updates. An update must not write to
+memory that the engine no longer reads and may have freed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from penstock.types import TensorTable
 
 
 class FollowedTarget:
-    """A target, and the places of its tensors when its requirements were made.
-
-    Args:
-        target, load, strict: see `subscriber`.
-    """
+    """A target, and the places of its tensors when its requirements were made."""
 
     def __init__(self, target: Target, load: Load | None, *, strict: bool) -> None:
         self._target = target
@@ -33,8 +29,7 @@ class FollowedTarget:
         self._tensors: torch.nn.Module | Mapping[str, Declarable] = {}
         self._checkpoint = ""
         self._placed: Placed | None = None
-        # Tensors that no version fills. They may move.
-        self._unfilled: set[str] = set()
+        self._unfilled: set[str] = set()  # tensors that no version fills, which may move
 
     def requirements(self, table: TensorTable, tags: Mapping[str, str]) -> Requirements:
         """Return the requirements of the target's current tensors. Raises the same errors as `requirements_for`."""
@@ -43,7 +38,7 @@ class FollowedTarget:
         if isinstance(self._target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
             self._tensors, self._checkpoint = tensors_of(self._target, table), checkpoint
         requirements = requirements_for(self._tensors, table, self._load, strict=self._strict, tags=tags)
-        # A dict that was given empty gets its tensors later, and the user may replace them there.
+        # An empty dict gets its tensors later, and the user may replace them there.
         self._placed = Placed(self._tensors, self._target if isinstance(self._target, Mapping) else None)
         filled = requirements.storages()
         self._unfilled = {
@@ -55,13 +50,11 @@ class FollowedTarget:
 
     def moved(self) -> list[str]:
         """Return the names of tensors that a version fills and that moved."""
-        if self._placed is None or self._placed.is_same():
-            return []
-        if isinstance(self._target, Mapping) and not self._target:
-            # The dict was given empty and gets its tensors with the first version.
+        is_empty = isinstance(self._target, Mapping) and not self._target  # filled with the first version
+        if is_empty or self._placed is None or self._placed.is_same():
             return []
         moved = [name for name in self._placed.moved() if name not in self._unfilled]
         if not moved:
-            # This may be a table of positions, which the model recomputes for longer texts.
+            # A model may replace its table of positions for longer texts.
             self._placed.refresh()
         return moved

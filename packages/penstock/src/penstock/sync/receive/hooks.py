@@ -1,7 +1,7 @@
-"""The callbacks of an engine around an update, in the order in which a subscriber calls them.
+"""The callbacks of an engine around an update.
 
-staged:  before_read, the read, check | before_pause, the flip, at_commit, after_resume
-direct:  before_read, before_pause, the read, at_commit, after_resume
+A staged update calls before_read, reads, calls check and before_pause, flips, and calls at_commit and after_resume. A
+direct update calls before_read and before_pause before it reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from penstock.sync.check import Check
 
 Around = Literal["before_pause", "at_commit", "after_resume"]
-"""The callbacks around the moment in which a version becomes live."""
+"""The callbacks around a flip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,36 +22,33 @@ class Hooks:
     """The callbacks of an engine around an update. Each receives the version."""
 
     before_read: Callable[[int, Mapping[str, str]], object] | None = None
-    """Called with the version and its metadata before a byte of it is read. It raises to refuse the version."""
+    """Called with the version and its metadata before a byte is read. It raises an error to refuse the version."""
     before_pause: Callable[[int], object] | None = None
     """Called before the weights change. After it returns, no request may use the weights."""
     at_commit: Callable[[int], object] | None = None
     """Called when the target has the version. Drop the prefix cache, or change its key."""
     after_resume: Callable[[int], object] | None = None
-    """Called at the end. Requests may continue."""
+    """Called after the flip. Requests may continue."""
     check: Check | None = None
-    """Called with the version and its `StagedVersion` before the version may go live. It needs mode `staged`. If it
-    raises, or returns False or a text, the version is refused: here, and with a two-phase commit in the whole fleet."""
+    """Called with the version and its `StagedVersion` before the version may go live, in staged mode only. If it raises
+    an error, or returns False or a reason, the version is refused. With a two-phase commit, the whole fleet refuses
+    it."""
 
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
-        """Call a callback, if there is one. Its errors get a note, as in `noted`.
+        """Call a callback, if it is set. Its errors get a note, as in `noted`.
 
-        Args:
-            name: name of the callback.
-            version: version to pass to it.
-            live: the version in the target, or -1.
-            is_dirty: whether the target has parts of several versions.
+        `live` is the version in the target, or -1. `is_dirty` tells whether the target has parts of several versions.
         """
         hook: Callable[[int], object] | None = getattr(self, name)
         if hook is not None:
-            whole = f"the target has all of version {live}" if live >= 0 else "the target was not touched"
-            with noted(name, version, "the target has parts of several versions" if is_dirty else whole):
+            state = f"the target has all of version {live}" if live >= 0 else "the target was not touched"
+            with noted(name, version, "the target has parts of several versions" if is_dirty else state):
                 hook(version)
 
 
 @contextlib.contextmanager
 def noted(name: str, version: int, state: str) -> Iterator[None]:
-    """Add a note to an error that a callback raises in the block. It names the callback and the state of the target.
+    """Add a note with the callback's name and the target's state to an error that the block raises.
 
     The error keeps its class, because an engine catches its own errors around an update.
     """

@@ -1,6 +1,6 @@
 """Leases on the live version. A flip waits while a reader holds a lease.
 
-A reader sees one version from the start to the end of its lease, or an error.
+A reader sees one version from the start to the end of its lease, or raises an error.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from penstock.errors import VersionNotLive
 
 
 class Leases:
-    """The leases on a subscriber's live version. Thread-safe.
-
-    Args:
-        live: returns the live version, or -1 if no version may be used.
-    """
+    """The leases on a subscriber's live version. Thread-safe. `live` returns the live version, or -1."""
 
     def __init__(self, live: Callable[[], int]) -> None:
         self._live = live
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        # For each lease number, the time at which the lease ends, whatever its reader does.
-        self._ends: dict[int, float] = {}
+        self._ends: dict[int, float] = {}  # time at which each lease expires
         self._is_closed_to_readers = False
 
     @contextlib.contextmanager
@@ -34,12 +29,13 @@ class Leases:
         """Lease the live version during the block, for at most `ttl_s` seconds. See `Subscriber.pinned`."""
         deadline = time.monotonic() + ttl_s
         with self._changed:
-            # A new reader must not delay a flip that others are waiting for.
+            # A new reader must not delay a flip.
             while self._is_closed_to_readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             live = self._live()
             if self._is_closed_to_readers or live < 0 or (version is not None and version != live):
-                why = "another version is being installed" if self._is_closed_to_readers else _named(live)
+                why = "there is none" if live < 0 else f"version {live} is"
+                why = "another version is being installed" if self._is_closed_to_readers else why
                 wanted = "a version" if version is None else f"version {version}"
                 raise VersionNotLive(f"{wanted} is not live: {why}", live=live, hint="update, or ask another replica")
             number = next(self._numbers)
@@ -48,9 +44,9 @@ class Leases:
             yield live
         finally:
             with self._changed:
-                was_kept = self._ends.pop(number, None) is not None
+                is_valid = self._ends.pop(number, None) is not None
                 self._changed.notify_all()
-        if not was_kept:
+        if not is_valid:
             raise VersionNotLive(
                 f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed",
                 live=self._live(),
@@ -58,13 +54,13 @@ class Leases:
             )
 
     def close_to_readers(self) -> None:
-        """Wait until no reader has a lease, or all leases have expired. New readers wait until `open_to_readers`."""
+        """Wait until all leases have ended or expired. New readers wait until `open_to_readers`."""
         with self._changed:
             self._is_closed_to_readers = True
             while self._ends:
                 left = max(self._ends.values()) - time.monotonic()
                 if left <= 0:
-                    # The readers get VersionNotLive at the end of their blocks.
+                    # The readers raise VersionNotLive at the end of their blocks.
                     self._ends.clear()
                     return
                 self._changed.wait(left)
@@ -74,7 +70,3 @@ class Leases:
         with self._changed:
             self._is_closed_to_readers = False
             self._changed.notify_all()
-
-
-def _named(live: int) -> str:
-    return "there is none" if live < 0 else f"version {live} is"

@@ -17,7 +17,7 @@ from penstock.sync.messages import PackReply
 from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4
-"""Seconds between two reports to a source that its buffers are still being read."""
+"""Seconds between two renewals of a lease."""
 
 
 @runtime_checkable
@@ -25,86 +25,70 @@ class Packing(Protocol):
     """A link to a source that packs short runs. See `LocalVersion`."""
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
-        """End the leases in `release`, and return a buffer with these strips of the map's version, packed."""
-        ...
+        """Release the leases in `release`, and return a buffer with these strips of the map's version."""
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
         """Extend some leases and end others."""
-        ...
 
 
 @dataclass(slots=True)
 class ShortRuns:
-    """The short runs from one source in a transfer that should be packed by the rule in `plan.packing`."""
+    """The short runs from one source that the rule in `plan.packing` selects for packing."""
 
     packed_bytes: int = 0
-    num_runs: int = 0
-    """Number of runs in the packed bytes."""
-    num_reads: int = 0
-    """Number of buffers from which they were read."""
+    num_runs: int = 0  # in the packed bytes
+    num_reads: int = 0  # of buffers
     why: str = ""
-    """Why other short runs were read without packing."""
+    """Why the remaining short runs were read without packing."""
 
 
 class BufferLeases(Closeable):
-    """The leases of buffers that a transfer is reading. A thread reports to the sources that they are still being read.
-
-    Args:
-        is_over: returns whether the transfer is over, so that no thread waits any more.
-        threads: threads for these reports. None means new threads.
-    """
+    """The leases of buffers that a transfer is reading. A thread renews them at the sources until `is_over`."""
 
     def __init__(self, is_over: Callable[[], bool], threads: KeptThreads | None) -> None:
         self.is_over = is_over
         self._threads = threads
         self._lock = threading.Lock()
         self._open: dict[Packing, set[str]] = {}
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._call: Joinable | None = None
 
     def add(self, link: Packing, lease: str) -> None:
-        """Renew a lease from now on.
-
-        Raises:
-            DestinationError: no further thread can start.
-        """
+        """Renew a lease from now on. Raise DestinationError if no thread can start."""
         with self._lock:
             self._open.setdefault(link, set()).add(lease)
             if self._call is None:
-                self._call = start_call(self._keep, "penstock-leases", self._threads)
+                self._call = start_call(self._renew_all, "penstock-leases", self._threads)
 
     def remove(self, link: Packing, lease: str) -> None:
         """Stop renewing a lease."""
         with self._lock:
             self._open[link].discard(lease)
 
-    def _keep(self) -> None:
-        # Use one thread and one request at a time for each source, because a source that hangs must not delay the
-        # others.
+    def _renew_all(self) -> None:
+        # A source that hangs must not delay the others, so each source has one thread and one request at a time.
         busy: set[Packing] = set()
-        while not self._ended.wait(KEEP_S):
+        while not self._closed.wait(KEEP_S):
             with self._lock:
                 held = [(link, tuple(leases)) for link, leases in self._open.items() if leases]
             for link, leases in held:
                 if link in busy:
                     continue
                 busy.add(link)
-                tell = partial(_tell, link, leases, busy)
-                if start_call(tell, "penstock-lease", self._threads, is_needed=False) is None:
-                    # The lease expires only after three more turns like this one.
-                    busy.discard(link)
+                renew = partial(_renew, link, leases, busy)
+                if start_call(renew, "penstock-lease", self._threads, is_needed=False) is None:
+                    busy.discard(link)  # the lease expires only after three more failures
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
-        self._ended.set()
+        """Stop the thread. Idempotent."""
+        self._closed.set()
         with self._lock:
             call = self._call
         if call is not None:
             call.join()
 
 
-def _tell(link: Packing, leases: tuple[str, ...], busy: set[Packing]) -> None:
-    """Report to a source that these leases are in use. Then remove the source from the busy ones."""
+def _renew(link: Packing, leases: tuple[str, ...], busy: set[Packing]) -> None:
     try:
         # The read from an unreachable source reports the failure.
         with contextlib.suppress(PenstockError):

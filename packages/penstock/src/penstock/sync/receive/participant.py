@@ -1,8 +1,4 @@
-"""A subscriber's part in the commit of a version: its check and vote, and its wait for the fleet's decision.
-
-staged -> check -> vote: prepared, committed (for a version without a two-phase commit), refused or failed
-await_commit: asks rank 0 of the publishers. If that is gone or silent, proposes to the hub to withdraw
-"""
+"""A subscriber's part in the commit of a version: its check and vote, and its wait for the fleet's decision."""
 
 from __future__ import annotations
 
@@ -28,14 +24,7 @@ from penstock.timing import Timing
 class Participant:
     """A subscriber as a participant in the commits of its fleet. One thread at a time updates.
 
-    Args:
-        membership: the members of the sync.
-        update_loop: receives the versions and remembers the decisions.
-        target: target of the subscriber.
-        check: the check in `Hooks`. None means that versions are not checked here.
-        check_open: raises Cancelled when the subscriber is closed.
-        stall_s: seconds without progress after which a wait fails.
-        timing: waiting times.
+    `check_open` raises Cancelled when the subscriber is closed.
     """
 
     def __init__(
@@ -46,7 +35,6 @@ class Participant:
         check: Check | None,
         *,
         check_open: Callable[[], None],
-        stall_s: float,
         timing: Timing,
     ) -> None:
         self._timing = timing
@@ -55,16 +43,12 @@ class Participant:
         self._target = target
         self._check = check
         self._check_open = check_open
-        self._stall_s = stall_s
-        # The version that was checked last, and the trainer's values for it.
+        self._stall_s = membership.stall_s
+        # The last checked version, and the trainer's values for it.
         self._check_values: tuple[int, bytes] = (-1, b"")
 
     def vote(self, staged: Staged) -> None:
-        """Check a staged version, and report the outcome to its planner.
-
-        Raises:
-            VersionRefused: the version did not pass the check.
-        """
+        """Check a staged version, and report the outcome. Raise VersionRefused if the check failed."""
         if self._check is not None:
             self._run_check(staged, self._check)
         if staged.decide_by is not None:
@@ -76,16 +60,10 @@ class Participant:
         buffers = self._update_loop.buffers
         assert buffers is not None and buffers.staging_copy is not None
         self._check_values = staged.version, staged.check
+        model = self._target if isinstance(self._target, torch.nn.Module) else None
         try:
-            model = self._target if isinstance(self._target, torch.nn.Module) else None
-            view = staged_version(
-                staged.version,
-                buffers.wanted,
-                buffers.memories,
-                buffers.staging_copy.regions.memories,
-                staged.check,
-                model,
-            )
+            copy = buffers.staging_copy.regions.memories
+            view = staged_version(staged.version, buffers.wanted, buffers.memories, copy, staged.check, model)
             why, cause = fault_of(check, view)
             if not why and (altered := self._update_loop.altered()):
                 why = f"its check changed the staged weights of {names_text(altered)}"
@@ -101,13 +79,12 @@ class Participant:
                 by=self._membership.member.id,
                 why=why[:MAX_REASON_CHARS],
             )
-            # Record the refusal here at once. Bytes that failed a check do not go live on this replica, whatever the
-            # fleet decides.
+            # A version that failed a check does not go live here, whatever the fleet decides.
             self._update_loop.note_decision(decision)
             raise refusal(self._membership.name, decision) from cause
 
     def require_unaltered(self, staged: Staged) -> None:
-        """Raise ConfigError if the staged bytes changed after the check, because the check kept and changed them."""
+        """Raise ConfigError if the staged bytes changed after the check."""
         if self._check is not None and (altered := self._update_loop.altered()):
             raise ConfigError(
                 f"the staged weights of {names_text(altered)} changed after the check of version {staged.version}",
@@ -126,13 +103,13 @@ class Participant:
         begun = time.monotonic()
         # Rank 0 may need up to the stall deadline to record the decision.
         limit_s = max(0.0, decide_by - begun) + self._stall_s
-        asking = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
-        question = next(asking)
+        questions = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
+        question = next(questions)
         while True:
             self._check_open()
             reply = self._ask_rank_0(epoch, version) if question == "coordinator" else self._ask_hub(epoch, version)
             try:
-                question = asking.send(reply)
+                question = questions.send(reply)
             except StopIteration as end:
                 decision: FleetDecision | Undecided = end.value
                 break
@@ -154,10 +131,9 @@ class Participant:
             raise refusal(name, decision)
 
     def _ask_rank_0(self, epoch: str, version: int) -> DecisionReply:
-        """Return rank 0's answer about a version, which arrives when there is a decision."""
         wait_s = self._timing.decision_wait_s
         try:
-            answer: Decision = self._membership.ask(
+            reply: Decision = self._membership.ask(
                 epoch, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost:
@@ -165,8 +141,8 @@ class Participant:
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
-        # A rank 0 that does not know the version has forgotten it after many later ones.
-        return DecisionReply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
+        # Rank 0 forgets a version after many later versions.
+        return DecisionReply(at=time.monotonic(), decision=reply.fleet, kind="open" if reply.is_begun else "gone")
 
     def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
         """Propose to the hub to withdraw a version, and return the recorded decision."""
@@ -174,16 +150,16 @@ class Participant:
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
         proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)
         try:
-            answer = member.decide(self._membership.name, proposal)
+            reply = member.decide(self._membership.name, proposal)
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
-        return DecisionReply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
+        return DecisionReply(at=time.monotonic(), decision=reply.decision, kind="past" if reply.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         """Return the terms of a version for which this subscriber plans for another receiver. See `Planner`."""
         known = self._update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)
-        # The version is live here, so it is committed. The values for its check are kept for others that check it.
+        # The version is live here, so it is committed.
         check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
         return Granted(version=version, epoch=epoch, check=check)

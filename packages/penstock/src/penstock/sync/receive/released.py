@@ -1,8 +1,4 @@
-"""The memory of a target while its engine sleeps, and versions that are restored from outside the sync.
-
-storages of filled tensors --free--> no memory --take_back--> memory with arbitrary values
-tensors in these storages that no version fills: copied to the host until then
-"""
+"""The memory of a target while its engine sleeps, and versions that are restored from outside the sync."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ class StoredVersion:
     for example from a weight cache (`attach`) or a fleet (`join`)."""
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors. Tensors from a URI are on a device."""
+        """Yield the tensors. Tensors from a URI are on `device`."""
         if isinstance(self.weights, str):
             with stream(self.weights, device) as tensors:
                 yield from tensors
@@ -71,12 +67,7 @@ class ReleasedMemory:
 
     Attributes:
         freed_bytes: number of freed bytes.
-        kept_bytes: size of filled tensors whose memory cannot be freed: host memory that others may map, and storages
-            that also contain bytes outside the target.
-
-    Args:
-        target: target of the subscriber.
-        requirements: requirements of the target.
+        kept_bytes: bytes of filled tensors whose memory cannot be freed, such as host memory that others may map.
     """
 
     def __init__(self, target: Target, requirements: Requirements) -> None:
@@ -88,14 +79,14 @@ class ReleasedMemory:
         self.freed_bytes = self.kept_bytes = 0
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
-            beside = others.get(storage.data_ptr(), [])
-            # A storage may contain tensors outside the target, which no version fills. An arena has gaps.
-            covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *beside))
+            unfilled = others.get(storage.data_ptr(), [])
+            # A storage may also contain tensors outside the target. An arena has gaps.
+            covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *unfilled))
             remappable = memory_of(storage.data_ptr())
             if not (storage.resizable() or remappable) or covered < nbytes:
                 self.kept_bytes += nbytes
                 continue
-            self._kept_tensors += [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in beside]
+            self._kept_tensors += [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in unfilled]
             if remappable is not None:
                 self._remappable.append(remappable)
             else:
@@ -106,18 +97,22 @@ class ReleasedMemory:
         for storage, _ in self._storages:
             storage.resize_(0)
         if self._remappable or any(storage.device.type == "cuda" for storage, _ in self._storages):
-            # Return the memory to the device and not only to torch's cache, because another process needs it.
+            # Another process needs the memory, so do not leave it in torch's cache.
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
         """Allocate the storages again. Idempotent.
 
-        Raises:
-            DeviceOutOfMemory, DestinationError: there is too little memory. Call it again when there is enough.
+        Raise DeviceOutOfMemory or DestinationError if there is too little memory. Call it again when there is enough.
         """
         for memory in self._remappable:
             try:
-                _renew(memory)
+                try:
+                    memory.renew()
+                except DeviceOutOfMemory:
+                    # Torch may cache the memory of freed tensors.
+                    torch.cuda.empty_cache()
+                    memory.renew()
             except DeviceOutOfMemory as error:
                 error.mutated = True
                 raise
@@ -141,20 +136,10 @@ class ReleasedMemory:
                 tensor.copy_(value)
 
 
-def _renew(memory: DeviceMemory) -> None:
-    """Map new physical memory at the same addresses."""
-    try:
-        memory.renew()
-    except DeviceOutOfMemory:
-        # The memory that torch caches for freed tensors is useful here too.
-        torch.cuda.empty_cache()
-        memory.renew()
-
-
 def _sorted_out(
     target: Target, requirements: Requirements
 ) -> tuple[dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]], dict[int, list[torch.Tensor]]]:
-    """Return the storages of tensors that a version fills, by address, and the other tensors, by storage."""
+    """Return the storages of tensors that a version fills, by address, and the unfilled tensors, by storage."""
     filled: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]] = {}
     others: dict[int, list[torch.Tensor]] = {}
     seen: set[tuple[int, int, int]] = set()
@@ -184,13 +169,12 @@ class ReleasedVersion:
     """The version that was live when a subscriber released its weights, and the data needed to restore it."""
 
     name: str
-    """Name of the sync."""
     epoch: str
     version: int
     proven: list[tuple[Strips, U64]]
     """Strips of the version with their verified digests."""
     memory: ReleasedMemory | None
-    """The freed memory. None if the engine frees the memory, and allocates it again before a restore."""
+    """None if the engine frees the memory, and allocates it again before a restore."""
     digests: MemoryDigests | None
     """Digests of the memory, if the engine restores the bytes itself."""
 
@@ -199,11 +183,7 @@ class ReleasedVersion:
     ) -> Staged:
         """Fill the target from a stored version, and verify it if it is the released version.
 
-        Args:
-            update_loop: update loop of the subscriber. Its buffers were freed.
-            links: the transports of this process.
-            stored: the stored version.
-            error: why no member of the sync supplied a version.
+        `error` tells why no member of the sync supplied a version.
         """
         begun = time.perf_counter()
         if update_loop.checkpoint is None:
@@ -220,8 +200,7 @@ class ReleasedVersion:
         buffers.install()
         return Staged(
             version=stored.version,
-            # Without the epoch the version is not served to others, because nothing proves that the bytes are the
-            # trainer's.
+            # Without an epoch the version is not served, because its bytes may differ from the trainer's.
             epoch=self.epoch if is_same else "",
             origin="restore",
             begun=begun,
@@ -249,16 +228,7 @@ class ReleasedVersion:
 
 
 class Release:
-    """The weights of a subscriber while its engine sleeps. They are released and restored.
-
-    One thread at a time uses it.
-
-    Args:
-        name: name of the sync.
-        target, states, update_loop, leases, serving: parts of the subscriber.
-        links: the transports of this process.
-        timing: waiting times.
-    """
+    """The weights of a subscriber while its engine sleeps. One thread at a time releases and restores them."""
 
     def __init__(
         self,
@@ -306,7 +276,7 @@ class Release:
             epoch, version = states.live.epoch, states.version
             self._serving.withdraw(epoch, version)
             states.enter(SubscriberState.RELEASED)
-            # End the registrations before freeing, because a registration of unmapped memory cannot be ended.
+            # Close the registrations first, because a registration of unmapped memory cannot be closed.
             proven = loop.free()
             memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
             self._released = ReleasedVersion(
@@ -342,10 +312,8 @@ class Release:
     ) -> UpdateReport:
         """See `Subscriber.restore`.
 
-        Args:
-            stored, timeout_s, in_place: arguments of the caller.
-            update: receives a version and makes it live, with this timeout.
-            flip: makes a version live. Its argument moves the bytes to the target.
+        `update` receives a version within a timeout and makes it live. `flip` makes a version live whose bytes its
+        argument moves to the target.
         """
         released = self._released
         if released is None or self._states.at_rest is not SubscriberState.RELEASED:
@@ -354,7 +322,7 @@ class Release:
             return flip(lambda: released.take_in_place(self._update_loop))
         if released.memory is not None:
             released.memory.take_back()
-        # A member with the version answers at once. Only callers without another source wait.
+        # A member with the version replies at once. Only callers without a stored version wait.
         limit_s = self._timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
         try:
             return update(limit_s)
@@ -381,19 +349,19 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
     rows: dict[str, list[int]] = {}
     for number, row in enumerate(requirements.rows):
         rows.setdefault(row.name, []).append(number)
-    # Map each row to its memory. Tied rows share it, and a stored version may have some or all of their names.
+    # Tied rows share memory, and a stored version may have some or all of their names.
     home = {number: group[0] for group in requirements.tied for number in group}
     filled: dict[int, str] = {}
     nbytes = 0
     for name, tensor in tensors:
         for number in rows.pop(name, ()):
             row, at = requirements.rows[number], home.get(number, number)
-            part = _part(row, tensor)
+            shard = _shard(row, tensor)
             if at not in filled:
                 with writing([row.tensor]):
-                    row.tensor.copy_(part)
+                    row.tensor.copy_(shard)
                 nbytes += row.tensor.nbytes
-            elif not _is_same(row.tensor, part):
+            elif not _is_same(row.tensor, shard):
                 error = sources_differ(filled[at], name)
                 error.mutated = True
                 raise error
@@ -410,20 +378,20 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors with equal dtype and shape have the same bits."""
+    """Return whether two tensors with equal dtype and shape are bit-identical."""
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other.to(tensor.device))]
     return torch.equal(*flat)
 
 
-def _part(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor for a row."""
+def _shard(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a checkpoint's tensor for a row."""
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
     if (tensor.dtype, tuple(tensor.shape)) != wanted:
         stored = f"{tensor.dtype} {list(tensor.shape)}"
         message = f"stored as {stored}, published as {wanted[0]} {list(wanted[1])}"
         raise PlanError(message, tensor=row.name, mutated=True)
-    # Boxes count elements, but torch counts two elements of F4 as one.
+    # A box counts elements, but torch counts two elements of F4 as one.
     if form.dtype is DType.F4 and form.box != Box.full(form.shape):
         raise PlanError("cannot restore a part of an F4 tensor from storage", tensor=row.name, mutated=True)
     return tensor if form.dtype is DType.F4 else cut(tensor, form.box)

@@ -1,8 +1,4 @@
-"""The sources of one version, as a receiver reads them: a link to each, the reads from it, and their cost.
-
-LinkRequests: a map of each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
-                                                        '-> TransferStats: bytes and seconds for each source
-"""
+"""The sources of one version, as a receiver reads them: a link to each, the reads from it, and their cost."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
 from penstock.sync.receive.steps import Step
 from penstock.timing import DEFAULT, Timing
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
-from penstock.types import GB, U64
+from penstock.types import U64
 
 T = TypeVar("T")
 
@@ -42,41 +38,32 @@ class SourceLink(Protocol):
     @property
     def member(self) -> str:
         """Return the member's id, as in the plan's sources."""
-        ...
 
     @property
     def map(self) -> VersionMap:
         """Return the map of the version and generation to read."""
-        ...
 
     @property
     def same_host(self) -> bool:
         """Return whether the source is on this host."""
-        ...
 
     @property
     def same_process(self) -> bool:
         """Return whether the source is this process."""
-        ...
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """Return the source's digests of strips in its memory, for the map's version and generation.
-
-        See `LocalVersion.digests`.
+        """Return the source's digests of strips, for the map's version and generation.
 
         Raises:
             StaleDescriptor: the source has a different version now.
-            PeerLost, SourceStalled: the source is gone or does not answer.
+            PeerLost, SourceStalled: the source is gone or does not reply.
         """
-        ...
 
 
 class LocalLink:
-    """A `SourceLink` to a `LocalVersion` in this process.
+    """A `SourceLink` to a `LocalVersion` in this process, which must have a version.
 
-    Args:
-        local_version: it must have a version.
-        same_process: if False, read it as if it were in another process on this host.
+    Without `same_process`, it is read as if it were in another process on this host.
     """
 
     same_host = True
@@ -89,9 +76,8 @@ class LocalLink:
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
         """See `SourceLink.digests`."""
-        return self.local_version.digests(
-            strips, version=self.map.version, generation=self.map.generation, wait_s=wait_s
-        )
+        version, generation = self.map.version, self.map.generation
+        return self.local_version.digests(strips, version=version, generation=generation, wait_s=wait_s)
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
         """See `Packing.pack`."""
@@ -107,18 +93,14 @@ class LocalLink:
 _fits_local: type[SourceLink] = LocalLink
 
 
-# Opening a source is one round trip that mostly waits. With this many threads hundreds of sources open in a few rounds.
+# Opening a source is one round trip that mostly waits, so hundreds of sources open in a few rounds.
 _AT_ONCE = 16
 
 
 class PeerLink:
     """A `SourceLink` to another member, through its server.
 
-    Args:
-        membership: the sessions with members.
-        member: id of the member.
-        version_map: the member's map of the version to read.
-        same_host: whether the member was reached at its Unix socket.
+    `same_host` tells whether the member was reached at its Unix socket.
     """
 
     same_process = False
@@ -128,8 +110,7 @@ class PeerLink:
         self.member = member
         self.map = version_map
         self.same_host = same_host
-        # Channels that no thread is using.
-        self._channels: list[str] = []
+        self._channels: list[str] = []  # that no thread is using
         self._num_channels = itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
@@ -148,8 +129,8 @@ class PeerLink:
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
         """Send a request on a connection that no other thread is using."""
-        # An answer may wait for rows or for a buffer, and requests from other threads would wait behind it on the same
-        # connection. `list.pop` and `append` are atomic, so the free list needs no lock.
+        # A reply may wait for rows or for a buffer, and must not delay other threads. `list.pop` and `append` are
+        # atomic.
         try:
             channel = self._channels.pop()
         except IndexError:
@@ -163,7 +144,7 @@ class PeerLink:
 class SourceFailed(Exception):
     """The failure of one source. The caller can continue without it. `error` is the reason."""
 
-    # This is not a PenstockError, because it never leaves the update, which raises `error` when no source is left.
+    # This is no PenstockError, because the update raises `error` instead when no source remains.
 
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
@@ -174,16 +155,7 @@ class SourceFailed(Exception):
 class LinkRequests:
     """Requests to members for their maps of a version, which run in parallel with other work. It is a context manager.
 
-    Leaving the block drops links that were not taken. A running request ends within `Timing.map_wait_s`, or at the
-    stall deadline if the member does not answer.
-
-    Args:
-        membership: the sessions with members.
-        members: ids of the members. May be empty.
-        version: version of the maps.
-        stall_s: seconds that a member may take to begin the version.
-        threads: threads that send the requests.
-        timing: waiting times.
+    Leaving the block drops links that were not taken. A member may take `stall_s` seconds to begin the version.
     """
 
     def __init__(
@@ -231,7 +203,6 @@ class LinkRequests:
             link.cancel()
 
     def _open_all(self) -> None:
-        """Open the links that no other thread is opening, one after the other."""
         while True:
             try:
                 link = self._links[member := self._waiting.popleft()]
@@ -250,8 +221,7 @@ class LinkRequests:
         try:
             while True:
                 try:
-                    # Use a separate channel, because a request for a part must not wait behind a version that has not
-                    # begun.
+                    # A request for a part must not wait behind a version that has not begun.
                     version_map, is_on_host = self._membership.ask(
                         member,
                         lambda sync_client: (sync_client.version_map(self._version, wait_s), sync_client.is_on_host),
@@ -259,11 +229,11 @@ class LinkRequests:
                     )
                     break
                 except NotFound as error:
-                    # Publisher ranks begin a version within milliseconds of each other, and this one has not begun yet.
+                    # Publisher ranks begin a version within milliseconds of each other.
                     if self._is_over or time.monotonic() > deadline:
                         message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
-                    # A source waits before it gives this answer, but a restarted hub does not.
+                    # A source waits before it sends this reply, but a restarted hub does not.
                     time.sleep(self._timing.map_pause_s)
             return PeerLink(self._membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
@@ -277,15 +247,11 @@ class SourceRead:
     """The reads from one source during one run. Thread-safe.
 
     Attributes:
-        path: transports in use, such as `shm`.
-        why: why no nearer transport is used.
-        short_runs: runs that were packed at the source, and those that should have been.
+        short_runs: runs that were packed at the source, and the reason why others were not.
 
     Args:
-        link: the link to the source.
-        into: the receiver's memory.
+        into: memory of the receiver.
         leases: renews the leases of the source's buffers. None means that short runs are read without packing.
-        timing: waiting times.
     """
 
     def __init__(
@@ -302,14 +268,13 @@ class SourceRead:
         self.short_runs = ShortRuns()
         self._into = into
         self._leases = leases
-        # For each pair of regions: transport, descriptor, and why no nearer transport is used.
+        # Transport, descriptor, and why no nearer transport is used, by pair of regions.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
-        # Guards the routes and the counts.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the routes and the counts
 
     @property
     def path(self) -> str:
-        """Return the names of the transports in use."""
+        """Return the names of the transports in use, such as `shm`."""
         return "+".join(dict.fromkeys(transport.name for transport, _, _ in self._routes.values()))
 
     @property
@@ -319,14 +284,12 @@ class SourceRead:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the source had all rows when it sent its map, so that reads need not wait for its digests."""
+        """Return whether the source had all rows when it sent its map."""
         return self.link.map.is_ready
 
     def near_device(self, step: Step) -> str | None:
-        """Return the device that reads a step from a device on this host, as far as both ends allow, or None.
-
-        A step's regions are nearly always on one device. The first one counts.
-        """
+        """Return the local device that reads a step from a device on this host, or None."""
+        # A step's regions are nearly always on one device.
         theirs, ours, _ = step.reads[0]
         offers = self.link.map.regions[theirs], self._into.handles(ours)
         is_near = self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
@@ -343,42 +306,38 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not is_over():
-            answer = self.link.digests(strips, wait_s=min(self._wait_s, stall_s))
-            if answer.digests is not None:
-                if len(answer.digests) != len(strips):
-                    message = f"the source sent {len(answer.digests)} digests for {len(strips)} strips"
+            reply = self.link.digests(strips, wait_s=min(self._wait_s, stall_s))
+            if reply.digests is not None:
+                if len(reply.digests) != len(strips):
+                    message = f"the source sent {len(reply.digests)} digests for {len(strips)} strips"
                     raise SourceStalled(message, uri=self.member)
-                return answer.digests
-            # The digests are not ready yet. Wait as long as the source makes progress. Any row counts, and not only
-            # those of these strips, because a source that quantises layer by layer reaches the last layers long after
-            # the first.
-            if answer.num_ready != seen:
-                seen, moved = answer.num_ready, time.monotonic()
+                return reply.digests
+            # Any ready row counts as progress, because a source that quantises layer by layer reaches the last layers
+            # late.
+            if reply.num_ready != seen:
+                seen, moved = reply.num_ready, time.monotonic()
             elif time.monotonic() - moved > stall_s:
                 message = f"no row of the source became ready for {stall_s} s, after {seen} rows"
                 raise SourceStalled(message, uri=self.member)
         raise Cancelled("the run is over")
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
-        """Read a step. When no read is running any more, return the first error and whether a byte was written."""
+        """Read a step. When all its reads have ended, return the first error and whether a byte was written."""
         packed: list[tuple[int, int, Rectangles]] = []
         failed, is_touched = wait_all(self._posting(step, packed), stall_s=stall_s)
         release: list[str] = []
         for theirs, ours, rows in packed:
             for batch in batches(rows, self.link.map.pack_buffer_bytes):
-                # Use one buffer at a time. Four steps from a source are read concurrently, and a step that kept a
-                # buffer while waiting for another could wait for itself.
+                # Use one buffer at a time. A step that held a buffer while waiting for another could wait for itself.
                 if failed is None:
                     try:
                         failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
                     except PenstockError as error:
-                        # Return the error instead of raising it, because bytes of earlier batches may have been
-                        # written.
+                        # Bytes of the previous batches may have been written.
                         failed, was_touched = error, False
                     is_touched |= was_touched
         if release and failed is None:
-            # Release the last buffer. Earlier ones were released with the request for the next one. After a failure the
-            # source may hang, and a request would wait just as long, so let its lease expire.
+            # Release the last buffer. After a failure the source may hang, so let its lease expire.
             link = self.link
             assert isinstance(link, Packing)
             with contextlib.suppress(PenstockError):
@@ -388,15 +347,12 @@ class SourceRead:
     def _posting(
         self, step: Step, packed: list[tuple[int, int, Rectangles]]
     ) -> Iterator[tuple[Transport, PendingRead]]:
-        """Post the reads of a step, one by one as the caller iterates.
-
-        Add the runs that the source should pack to `packed`.
-        """
+        """Post the reads of a step as the caller iterates. Add the runs that the source should pack to `packed`."""
         for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self._into.handles(ours)[transport.name]
             rows = table
-            # Post one rectangle if the transport supports it, because a table of all runs takes milliseconds per GiB.
+            # A table of all runs takes milliseconds per GiB.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
                 continue
@@ -428,13 +384,10 @@ class SourceRead:
     ) -> tuple[PenstockError | None, bool]:
         """Read a batch from a buffer of the source, or directly if the source cannot pack it.
 
-        Args:
-            release: leases that the source may end. It is empty after they were sent. This buffer's lease is added when
-                it is read.
+        `release` has leases for the next request to release, and gets the lease of this buffer.
 
         Raises:
-            PenstockError: the source returned no buffer, or a buffer that cannot be read. Nothing of the batch was
-                written.
+            PenstockError: the source returned no readable buffer. No byte of the batch was written.
         """
         link, leases = self.link, self._leases
         assert isinstance(link, Packing) and leases is not None
@@ -446,7 +399,7 @@ class SourceRead:
             self._note_unpacked(reply.why)
         else:
             try:
-                # Use the transport of this pair of regions, with which the reader's memory is registered.
+                # The reader's memory is registered with the transport of this pair of regions.
                 transport, descriptor, _ = self._into.links.choose(
                     {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
                 )
@@ -454,7 +407,7 @@ class SourceRead:
             except PlanError as error:
                 self._note_unpacked(error.message)
                 release.append(reply.lease)
-        # Create a segment for each run only if necessary, because 64 MiB are 262,144 runs of 256 bytes.
+        # 64 MiB are 262,144 runs of 256 bytes, so avoid a segment for each run.
         segments = packed_segments(batch) if lease else batch.segments()
         if lease:
             leases.add(link, lease)
@@ -475,18 +428,9 @@ class SourceRead:
     def _request_buffer(
         self, link: Packing, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
-        """Return the source's buffer with a batch, or why it cannot pack it.
-
-        Args:
-            release: leases that the source may end. It is empty after they were sent.
-
-        Raises:
-            SourceStalled: no further row of the source became ready for `stall_s` seconds.
-            Cancelled: the run is over.
-            PenstockError: from the link.
-        """
+        """Return the source's buffer with a batch, or why it cannot pack it. Clear `release` after it was sent."""
         if self.short_runs.why:
-            # Another read has waited for a buffer in vain, so this one must not wait as long again.
+            # Another read has waited for a buffer in vain.
             return PackReply(why=self.short_runs.why)
         first = sum(self.link.map.sizes[:theirs])
         strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
@@ -497,11 +441,11 @@ class SourceRead:
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply
-            # Neither the rows nor a buffer are ready. If other readers have the buffers, their use counts as progress.
+            # If other readers have the buffers, their use counts as progress.
             if reply.progress != seen:
                 seen, moved = reply.progress, time.monotonic()
             elif time.monotonic() - moved > stall_s and reply.is_full:
-                # The source works, but other readers keep its buffers. Reading run by run is slow and needs no buffer.
+                # Reading run by run is slow and needs no buffer.
                 return PackReply(why=f"no buffer of the source was released for {stall_s} s")
             elif time.monotonic() - moved > stall_s:
                 message = f"no row of the source became ready for {stall_s} s, so that it packed none"
@@ -510,15 +454,14 @@ class SourceRead:
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
         """Return the transport and descriptor for a pair of regions. The first read chooses them."""
-        # Keep the lock, so that two threads do not pin the same peer memory twice.
+        # Two threads must not pin the same peer memory.
         with self._lock:
             route = self._routes.get((theirs, ours))
             if route is None:
                 handles = self._into.handles(ours)
                 route = self._choose(theirs, handles)
                 if route[0].name == "pinned_shm" and isinstance(route[0], Reaching):
-                    # Pinning a peer's memory can fail at first use, for example at the limit of locked memory. The next
-                    # nearest transport reads the same bytes more slowly.
+                    # Pinning a peer's memory can fail at first use, for example at the limit of locked memory.
                     try:
                         route[0].reach(handles["pinned_shm"].memory.device, route[1])
                     except DestinationError as error:
@@ -539,7 +482,7 @@ class SourceRead:
 def _posted(
     transport: Transport, into: Handle, descriptor: Descriptor, segments: Segments
 ) -> Iterator[tuple[Transport, PendingRead]]:
-    # This is a generator, so that `wait_all` also gets errors of posting.
+    # A generator lets `wait_all` also catch errors of posting.
     yield transport, transport.post_read(into, descriptor, segments)
 
 
@@ -549,20 +492,14 @@ class LinkReport:
 
     member: str
     path: str
-    """Name of the transport."""
     why: str
-    """The reason why no nearer transport is used."""
+    """Reason why no nearer transport is used."""
     nbytes: int
     wire_s: float
     """Seconds during which at least one read from the source was running."""
     ready_s: float
-    """Seconds from requests for digests until their answers, summed."""
+    """Seconds from requests for digests until their replies, summed."""
     short_runs: ShortRuns = field(default_factory=ShortRuns)
-
-    @property
-    def gb_per_s(self) -> float:
-        """Return the rate in GB/s while this source was read."""
-        return self.nbytes / GB / self.wire_s if self.wire_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,9 +507,8 @@ class TransferReport:
     """The figures of one run of a transfer."""
 
     nbytes: int
-    """Size of the part in bytes."""
     moved_bytes: int
-    """Number of bytes read. It is smaller than the part if the receiver had some of them already."""
+    """Number of bytes read, which excludes bytes that the receiver had already."""
     seconds: float
     wire_s: float
     """Seconds during which at least one read was running."""
@@ -580,12 +516,12 @@ class TransferReport:
     digest_s: float
     """Seconds for computing digests on the receiver, summed over threads."""
     peak_bytes: int
-    """Peak number of bytes that were being read, or were read and not yet verified."""
+    """Peak number of bytes that were being read or were not yet verified."""
     links: tuple[LinkReport, ...]
 
     @property
     def packed_bytes(self) -> int:
-        """Return the number of bytes from buffers into which sources packed short runs."""
+        """Return the number of bytes in short runs that sources packed."""
         return sum(link.short_runs.packed_bytes for link in self.links)
 
     def packing(self) -> tuple[str, ...]:
@@ -602,10 +538,7 @@ class TransferReport:
 
 @dataclass(slots=True)
 class _OccupiedTime:
-    """The time during which at least one thread is inside.
-
-    Reads overlap, so a sum over threads would exceed the run.
-    """
+    """The time during which at least one thread is inside. Overlapping reads count once."""
 
     inside: int = 0
     since: float = 0.0
@@ -624,19 +557,13 @@ class _OccupiedTime:
 
 @dataclass(slots=True)
 class _Counts:
-    """The figures of one source."""
-
     wire: _OccupiedTime = field(default_factory=_OccupiedTime)
     nbytes: int = 0
     ready_s: float = 0.0
 
 
 class TransferStats:
-    """Bytes from each source, and seconds of waiting, reading and digesting. Thread-safe.
-
-    Attributes:
-        peak_bytes: peak number of bytes being read or not yet verified. The run sets it.
-    """
+    """Bytes from each source, and seconds of waiting, reading and digesting. Thread-safe."""
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
         self._reads = {read.member: read for read in reads.values()}
@@ -650,7 +577,6 @@ class TransferStats:
     @contextlib.contextmanager
     def reading(self, member: str) -> Iterator[None]:
         """Count the time of the block as a read from this source."""
-        # These are the spans of all sources together, and of this source.
         spans = (self._wire, self._counts[member].wire)
         with self._lock:
             for span in spans:
@@ -662,8 +588,8 @@ class TransferStats:
                 for span in spans:
                     span.leave(time.perf_counter())
 
-    def answered(self, member: str, ready_s: float) -> None:
-        """Record the time that this source took to answer a request for digests."""
+    def replied(self, member: str, ready_s: float) -> None:
+        """Record the time that this source took to reply to a request for digests."""
         with self._lock:
             self._counts[member].ready_s += ready_s
 
@@ -678,7 +604,7 @@ class TransferStats:
             self._digest_s += seconds
 
     def report(self, nbytes: int) -> TransferReport:
-        """Return the figures of the whole run. Call it at the end."""
+        """Return the figures of the whole run."""
         links = tuple(
             LinkReport(
                 member=member,

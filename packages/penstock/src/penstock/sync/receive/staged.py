@@ -17,39 +17,31 @@ class Staged:
     version: int
     epoch: str
     origin: Literal["sync", "restore", "here"] = "sync"
-    """`sync`: read from members. `restore`: released weights were filled from elsewhere. `here`: the version is already
-    live, and nothing was read."""
+    """`sync` was read from members, `restore` was filled from elsewhere, and `here` is already live and was not
+    read."""
     part: ReceiverPlan | None = None
-    """The strips that were received from the sync."""
+    """Strips that were received from the sync."""
     begun: float
     attempts: int
     nbytes: int = 0
-    """Number of bytes read. It is smaller than the version if the receiver had some of them already."""
+    """Number of bytes read, which excludes bytes that the receiver had already."""
     version_bytes: int = 0
     delta: str = ""
     packed_bytes: int = 0
-    """Bytes in short runs that were packed at their sources."""
     staging_bytes: int = 0
-    """Memory in bytes, in addition to the target."""
-    install_s: float = 0.0
-    """For a restore, the seconds after its bytes arrived."""
+    install_s: float = 0.0  # of a restore
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Members that were left out, with the reason."""
     plan_s: float = 0.0
     wire_s: float = 0.0
     path: str = ""
-    """The share of bytes for each transport and source, as text."""
     sources: Mapping[str, int]
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
-    """Number of bytes for each path, such as `shm <- MEMBER`."""
     why: tuple[str, ...] = ()
     decide_by: float | None = None
-    """Time at which the decision is due, for a version with a two-phase commit. None means that it may go live at
-    once."""
+    """Time at which the fleet's decision is due. None means that the version may go live at once."""
     check: bytes = b""
-    """The trainer's values for a check, encoded."""
+    """Encoded values from the trainer for a check."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Metadata that was published with the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +57,15 @@ class UpdateOptions:
     has_check: bool = False
     """Whether versions are checked before they go live. The caller then reports the outcome."""
     accept: Callable[[int, Mapping[str, str]], object] | None = None
-    """Called with a version and its metadata before a byte of it is read. It raises to refuse the version."""
+    """Called with a version and its metadata before a byte is read. It raises an error to refuse the version."""
 
     @property
     def watermark_bytes(self) -> int:
         """Return the maximum number of bytes that are read and not yet verified."""
-        # In staged mode, `memory_bytes` limits the staging copy, which is checked when it is allocated.
+        # In staged mode, `memory_bytes` limits the staging copy instead.
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
 def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
-    """Return the live version, from which nothing was read."""
+    """Return the live version, from which no byte was read."""
     return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

@@ -1,10 +1,7 @@
 """The states of a subscriber, and the only function that changes them.
 
-    at rest:  idle | live | moved | dirty | released            closed (from every state, for good)
-    busy:     receiving -> staged | prepared -> flipping -> writing -> live
-
-A busy subscriber remembers its last state at rest, which tells what the target has. It returns there if it gives up
-before `writing`. After `writing` began, only a complete version makes the target usable again.
+A busy subscriber returns to its last state at rest if it gives up before `writing`. After `writing` began, only a
+complete version makes the target usable again.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ class SubscriberState(Enum):
     MOVED = "moved"
     """The tensors moved after the version became live, and may have arbitrary values at their new places."""
     DIRTY = "dirty"
-    """An update failed after it wrote to the target. The target has parts of several versions."""
+    """An update failed after it wrote to the target, which has parts of several versions."""
     RELEASED = "released"
     """The weights were released, and no version is live until a restore."""
     RECEIVING = "receiving"
     """A version is being found, read and verified."""
     STAGED = "staged"
-    """A verified version is in the staging copy and may become live at once."""
+    """A verified version is in the staging copy and may go live at once."""
     PREPARED = "prepared"
     """A verified version is in the staging copy and waits for the decision of the fleet."""
     FLIPPING = "flipping"
@@ -49,22 +46,22 @@ NEXT: Mapping[SubscriberState, frozenset[SubscriberState]] = {
     S.LIVE: frozenset({S.RECEIVING, S.RELEASED, S.MOVED}),
     S.MOVED: frozenset({S.RECEIVING, S.RELEASED}),
     S.DIRTY: frozenset({S.RECEIVING, S.RELEASED}),
-    # Bytes from storage or from the engine need no pause, because the engine sleeps.
+    # Bytes from storage need no pause, because the engine sleeps.
     S.RELEASED: frozenset({S.RECEIVING, S.WRITING}),
     S.RECEIVING: frozenset({S.STAGED, S.PREPARED, S.FLIPPING}),
     S.STAGED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.PREPARED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.FLIPPING: frozenset({S.WRITING, S.STAGED, S.PREPARED}),
-    # IDLE follows if an engine restored weights that belong to no version.
+    # An engine may restore weights that belong to no version.
     S.WRITING: frozenset({S.LIVE, S.IDLE, S.DIRTY}),
     S.CLOSED: frozenset(),
 }
 """The transitions. In addition, every state leads to CLOSED, and every busy state except WRITING leads back to the last
-state at rest. WRITING leads back only to RELEASED, because released memory belongs to no version anyway."""
+state at rest. WRITING leads back only to RELEASED, because released memory belongs to no version."""
 
 
 class InvalidTransition(RuntimeError):
-    """A subscriber was asked to enter a state that its current state does not lead to. This is a bug in Penstock."""
+    """The current state does not lead to the requested state. This is a bug in Penstock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,6 @@ class LiveVersion:
     version: int = -1
     metadata: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
-    """The share of bytes per transport and source, as text."""
     took_s: float = 0.0
     pause_s: float = 0.0
 
@@ -84,9 +80,8 @@ class SubscriberStates:
     """The state of one subscriber. Any thread may read it, and only `enter` changes it.
 
     Attributes:
-        now: the current state.
-        at_rest: the last state at rest, which tells what the target has.
-        live: the version that is live, or that was live before the target was released or moved.
+        at_rest: last state at rest, which tells what the target has.
+        live: version that is live, or that was live before the target was released or moved.
     """
 
     def __init__(self) -> None:
@@ -111,31 +106,27 @@ class SubscriberStates:
         return S.RELEASED if self.at_rest is S.RELEASED else S.DIRTY
 
     def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
-        """Change the state.
+        """Change the state, and the live version if `live` is set. Entering the current state has no effect.
 
-        A closed subscriber stays closed, but `at_rest` is updated, because a running update may still complete. A busy
-        subscriber may find MOVED too, which then changes only `at_rest`.
-
-        Args:
-            state: the new state. Entering the current state again has no effect.
-            live: the version that is live from now on.
+        A closed subscriber stays closed, but `at_rest` changes, because a running update may still complete. If a busy
+        subscriber enters MOVED, only `at_rest` changes.
 
         Raises:
-            InvalidTransition: the current state does not lead there. Nothing changed.
+            InvalidTransition: the current state does not lead there. The state did not change.
         """
         with self._lock:
-            before = self.now
-            if state is before and live is None:
+            previous = self.now
+            if state is previous and live is None:
                 return
-            if before is not S.CLOSED and not self._leads_to(state):
-                raise InvalidTransition(f"a subscriber cannot go from {before.value} to {state.value}")
-            # A busy subscriber found that the tensors moved, and stays busy.
-            is_found = state is S.MOVED and self.at_rest is S.LIVE and before not in AT_REST
+            if previous is not S.CLOSED and not self._leads_to(state):
+                raise InvalidTransition(f"a subscriber cannot go from {previous.value} to {state.value}")
+            # A busy subscriber detected that the tensors moved, and stays busy.
+            is_found = state is S.MOVED and self.at_rest is S.LIVE and previous not in AT_REST
             if state in AT_REST:
                 self.at_rest = state
             if live is not None:
                 self.live = live
-            if before is not S.CLOSED and not is_found:
+            if previous is not S.CLOSED and not is_found:
                 self.now = state
 
     def _leads_to(self, state: SubscriberState) -> bool:

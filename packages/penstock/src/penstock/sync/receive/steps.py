@@ -1,6 +1,6 @@
-"""Divides a part into steps, which are reads from one source with a limited size, in the order of the buckets.
+"""Division of a part into steps, which are reads from one source with a limited size, in the order of the buckets.
 
-buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
+Small neighbouring buckets form a window. A step contains pieces of one window from one source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.sync.local_version import locate
 from penstock.types import I64, U64
 
 
-# With `eq=False` steps can be keys of dicts by identity, within a run and from one version to the next.
+# Steps are keys of dicts by identity, within a run and from one version to the next.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
     """Strips that are read from one source together."""
@@ -28,13 +28,13 @@ class Step:
     """Index into the part's sources."""
     nbytes: int
     rows: I64
-    """The row in the receiver's layout for each strip."""
+    """Row in the receiver's layout of each strip."""
     theirs: Strips
     ours: Strips
     reads: tuple[tuple[int, int, Rectangles], ...]
     """The same strips as rectangles between a source region and a receiver region, with offsets within each."""
     places: tuple[I64, ...]
-    """The numbers of the strips in each entry of `reads`."""
+    """Numbers of the strips in each entry of `reads`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -59,8 +59,7 @@ class Windows:
     def digest_requests(self, source: int, ask_bytes: int) -> list[StepDigests]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
-        # Start as if a request were full, so that the first step opens one.
-        taken = ask_bytes
+        taken = ask_bytes  # the first step starts a request
         for step in self.steps:
             if step.source == source:
                 if taken + step.nbytes > ask_bytes:
@@ -78,19 +77,18 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
     """Divide a checked part into windows and steps.
 
     Args:
-        part: the part.
         theirs: for each source, the start of each of its regions and the end of the last one.
         ours: the same for the receiver.
-        window_bytes: size up to which neighbouring buckets are joined to windows. A larger bucket is a separate window.
+        window_bytes: neighbouring buckets form windows of up to this size. A larger bucket is a separate window.
         piece_bytes: longer strips are split. A step has at most twice as many bytes.
 
     Raises:
         PlanError: a strip crosses from one region to the next.
     """
-    # A part can have millions of segments, so everything here is columns, and the loop below runs once per step.
+    # A part can have millions of segments, so only the loop over steps below is in Python.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
-    # Sort by window, then by source in the receiver's order, and then in the part's order.
+    # Sort by window, by source in the receiver's order, and then in the part's order.
     order = np.lexsort((np.arange(len(segment_window)), part.turn_of(part.source), segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
@@ -105,8 +103,8 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
     steps = []
     for start, end in pairwise(edges):
         mine = slice(start, end)
-        giver = int(source[start])
-        steps.append(_step(int(window[start]), giver, part.row[at[mine]], table[mine], theirs[giver], ours))
+        number = int(source[start])
+        steps.append(_step(int(window[start]), number, part.row[at[mine]], table[mine], theirs[number], ours))
     return Windows(bucket_first=tuple(windows), steps=_by_turns(steps))
 
 
@@ -140,7 +138,7 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
-    # A read connects one region at each end, because regions are the units of registration.
+    # Regions are the units of registration, so a read connects one region at each end.
     pair = from_region * len(ours) + to_region
     reads, places = [], []
     for region_pair in np.unique(pair).tolist():
@@ -171,7 +169,7 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
 
 def some_of(step: Step, which: I64) -> Step:
     """Return a step with only the selected strips. `which` has their numbers in ascending order."""
-    # Filter the prepared reads, because cutting again would cost more than reading a few unchanged strips.
+    # Filtering the prepared reads is cheaper than cutting again.
     is_taken = np.zeros(len(step.ours), bool)
     is_taken[which] = True
     number = np.cumsum(is_taken) - 1
@@ -194,18 +192,12 @@ def some_of(step: Step, which: I64) -> Step:
 
 
 def _joined(some: Sequence[Strips]) -> Strips:
-    """Join the strips of several sequences, in order."""
-    return Strips(
-        at=np.concatenate([strips.at for strips in some]),
-        run_bytes=np.concatenate([strips.run_bytes for strips in some]),
-        num_rows=np.concatenate([strips.num_rows for strips in some]),
-        pitch=np.concatenate([strips.pitch for strips in some]),
-    )
+    at, run_bytes, num_rows, pitch = map(np.concatenate, zip(*(strips.columns for strips in some), strict=True))
+    return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Sort the steps by window, and alternate the sources within a window."""
-    # Requests for digests and the queues of sources follow this order. See `transfer`.
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:

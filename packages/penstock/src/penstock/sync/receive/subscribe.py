@@ -43,16 +43,16 @@ def subscriber(
     Args:
         name: name of the sync.
         target: a module, whose loader is recorded once. Or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each with its own layout. Or a function that returns these for the published tensors, which it receives on
-            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`). Or an
-            empty dict, to which the first update adds new tensors on the CPU, either all or none.
+            each with its own layout. Or a function that receives the published tensors on the meta device before the
+            first update and returns such tensors (`lambda published: {name: torch.empty_like(...), ...}`). Or an empty
+            dict, to which the first update adds new tensors on the CPU.
         connection: hub, token, address and transports. See `publisher`.
         mode: `staged`: versions arrive in a staging copy as large as the target, and only the flip touches the target.
             `direct`: versions arrive in the target itself while the engine is paused, which needs no further memory.
         load: receives pairs (name, tensor) and fills the module. None means its `load_weights`, or the names in its
             state dict.
         strict: if True, published tensors must fill every parameter of a module or every tensor of a dict. If False,
-            the others keep their values.
+            unfilled tensors keep their values.
         transforms: tags under which tensors are received if they are offered (`fp8-block128`). None means the tag for
             which the module has codes and scales, or plain tensors.
         rank: rank and number of ranks of the engine, such as `(0, 8)`, which only `penstock status` shows. None means
@@ -64,7 +64,7 @@ def subscriber(
     Raises:
         HubUnavailable: there is no hub.
         ConfigError: an argument is wrong.
-        MissingExtra: a package for it is not installed.
+        MissingExtra: a package for an argument is not installed.
         BudgetTooSmall: `settings.memory_bytes` is too small for direct mode. In staged mode the first update raises it.
     """
     require_name("name", name)
@@ -77,7 +77,7 @@ def subscriber(
     if mode not in ("staged", "direct"):
         raise ConfigError(f"mode {mode!r} of the subscriber to {name!r} is unknown", hint="give mode staged or direct")
     engine_rank, world_size = rank_of(rank)
-    # An unknown tag fails here and not at the first update, which may be an hour later.
+    # An unknown tag must fail here and not at the first update, which may be an hour later.
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
     budget = None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes)
@@ -110,6 +110,5 @@ def subscriber(
             hooks=hooks or Hooks(),
             timing=DEFAULT,
         ).open()
-        # From here on `close` leaves the sync.
-        stack.pop_all()
+        stack.pop_all()  # from here on `close` leaves the sync
     return this_rank

@@ -1,11 +1,8 @@
 """An inference rank as a subscriber. It receives version after version, each complete and verified.
 
-    update() = stage(): receive, verify, check, vote -> staged or prepared
-             + commit(): the fleet's decision, flip -> live
-    direct:  update() = receive, whose reads are a step of the flip -> live
-
-One thread at a time updates. The server's threads may read the version, the layout and the memory at any time. A
-version is withdrawn before its first byte changes, and served again after the last.
+A staged update is `stage`, which reads, verifies, checks and votes, and then `commit`, which waits for the fleet's
+decision and flips. A direct update reads during the flip. One thread at a time updates, while the server's threads read
+the version, the layout and the memory.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from penstock.errors import (
     ConfigError,
     NotFound,
     PeerLost,
+    SourceError,
     SourceStalled,
     StaleDescriptor,
     VersionRefused,
@@ -31,6 +29,7 @@ from penstock.errors import (
 from penstock.hub.messages import SyncStanding, SyncState
 from penstock.lifecycle import Closeable
 from penstock.loader.progress import Progress, ProgressOption
+from penstock.logs import log_named
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.flip import FlipOrder, Flipped, Pause
@@ -43,7 +42,6 @@ from penstock.sync.receive.staged import Staged, UpdateOptions
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
-from penstock.sync.receive.versions import each_version
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
 from penstock.sync.request_handler import SyncHandler
@@ -52,6 +50,7 @@ from penstock.telemetry.metrics import Outcome
 from penstock.timing import Timing
 
 S = SubscriberState
+log = log_named("penstock")
 
 
 class Subscriber(Closeable):
@@ -77,13 +76,12 @@ class Subscriber(Closeable):
         hooks: Hooks,
         timing: Timing,
     ) -> None:
-        member, stall_s = membership.member, membership.stall_s
         self.name = name
-        self.member = member
+        self.member = member = membership.member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
         self._rank = rank
         self._world_size = world_size
-        self._stall_s = stall_s
+        self._stall_s = membership.stall_s
         self._timing = timing
         self._staged: Staged | None = None
         self._updating = threading.Lock()
@@ -92,11 +90,11 @@ class Subscriber(Closeable):
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
         self._update_loop = loop = UpdateLoop(
-            membership, target, options, states, timing=timing, stall_s=stall_s, before_free=self._stop_serving
+            membership, target, options, states, timing=timing, before_free=self._stop_serving
         )
         self._serving = Serving(loop, serves=options.serve)
         self._participant = Participant(
-            membership, loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s, timing=timing
+            membership, loop, target, hooks.check, check_open=self._check_open, timing=timing
         )
         self._flip = FlipOrder(
             states, loop, self._leases, self._serving, hooks, on_live=self._fill_empty, report_now=member.beat_now
@@ -122,7 +120,7 @@ class Subscriber(Closeable):
             planner=self.planner,
             check=self._check_proven,
         )
-        # Set the handler first, because a publisher that learns of this subscriber from the hub may ask it at once.
+        # A publisher may send a request as soon as the hub lists this subscriber.
         self.member.syncs.append(self._state)
         self.member.report_now()
         return self
@@ -144,33 +142,26 @@ class Subscriber(Closeable):
 
     @property
     def is_dirty(self) -> bool:
-        """Return whether an update failed after it wrote to the target.
-
-        The target is unusable until an update succeeds.
-        """
+        """Return whether a failed update left the target unusable until the next successful update."""
         return self._states.at_rest is S.DIRTY
 
     @property
     def wanted(self) -> Requirements | None:
-        """Return the requirements of an update. They are None before the first update or `prepare`."""
+        """Return the requirements of an update, or None before the first update or `prepare`."""
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.wanted
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the live version. Equal revisions mean equal bytes.
-
-        Empty if no version is live.
-        """
+        """Return the publishers' epoch and the live version, or an empty text. Equal revisions mean equal bytes."""
         return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
-        """Return the state of this subscriber for the hub."""
         is_open = self._serving.status.now.is_open
         is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
         live = self._states.live
         standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
-        # Read the attribute once, because this runs in the heartbeat thread while an update may replace the buffers.
+        # This runs in the heartbeat thread while an update may replace the buffers.
         buffers = self._update_loop.buffers
         return SyncState(
             name=self.name,
@@ -182,7 +173,7 @@ class Subscriber(Closeable):
             version=self.version,
             state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
-            # The field has a limit, and the path names every source, of which a large sync has hundreds.
+            # The path names every source, and the field has a limit.
             path=live.path[:1024],
             took_s=live.took_s,
             pause_s=live.pause_s,
@@ -198,22 +189,22 @@ class Subscriber(Closeable):
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the fleet has committed a version that is not live here, as far as this subscriber knows."""
+        """Return whether the fleet has committed a later version, as far as this subscriber knows."""
         known = self._update_loop.decision
         return known is not None and known.outcome == "committed" and known.version > self.version
 
     @contextlib.contextmanager
     def pinned(self, version: int | None = None, *, ttl_s: float | None = None) -> Iterator[int]:
-        """Keep the live version during the block with a lease, for which a flip waits. Yields the version.
+        """Hold a lease on the live version during the block, and yield the version. A flip waits for the lease.
 
         Thread-safe, but not from the hooks of an update.
 
         Args:
-            version: the version that the caller needs. None means the live version.
-            ttl_s: seconds after which the lease ends and a flip waits no longer. None means the stall deadline.
+            version: version that the caller needs. None means the live version.
+            ttl_s: seconds after which the lease expires. None means the stall deadline.
 
         Raises:
-            VersionNotLive: on entering, the version is not live. On leaving, the lease had ended and another version
+            VersionNotLive: on entering, the version is not live. On leaving, the lease had expired and another version
                 was installed, so the results may belong to both.
         """
         require_seconds("ttl_s", ttl_s)
@@ -224,9 +215,9 @@ class Subscriber(Closeable):
         """Wait until a version is announced that `update` can read, and return the announced version.
 
         Args:
-            version: wait for this version or a later one. None means any version that is newer than the live one.
-            timeout_s: seconds to wait. None means as long as a publisher or another subscriber answers, and then for
-                the stall deadline.
+            version: minimum version. None means any version above the live version.
+            timeout_s: seconds to wait. None means as long as a publisher or another subscriber replies, and then the
+                stall deadline.
 
         Raises:
             SourceStalled: no such version was announced in this time.
@@ -241,25 +232,46 @@ class Subscriber(Closeable):
     def __iter__(self) -> Iterator[UpdateReport]:
         """Wait for each new version, make it live, and yield its report, until the subscriber is closed.
 
-        While the trainer is away or a source is lost, the live version stays and the loop continues to wait. A refused
-        version is skipped. The log has a warning for both. One thread at a time may iterate or update.
+        If the trainer or a source is lost, the live version stays and the loop continues to wait. A refused version is
+        skipped. Both cases log a warning. One thread at a time may iterate or update.
 
         Raises:
             PenstockError: errors of `update` that waiting would not cure, such as PlanError, ConfigError and
                 DestinationError, and every error that left the target dirty. The loop can be entered again.
         """
-        return each_version(self, self._timing.next_update_pause_s)
+        after, last_warning = -1, ""
+        while True:
+            previous = self.revision
+            try:
+                self.wait(max(after, self.version) + 1)
+                report = self.update()
+            except Cancelled:
+                return
+            except (SourceError, PeerLost, VersionRefused) as error:
+                if error.mutated:
+                    raise
+                if isinstance(error, VersionRefused):
+                    after = max(after, error.version)  # this version never goes live
+                if error.message != last_warning:
+                    state = f"serves version {self.version}" if self.version >= 0 else "has no version yet"
+                    log.warning("%r %s and waits for the next one: %s", self.name, state, error.message)
+                    last_warning = error.message
+                time.sleep(self._timing.next_update_pause_s)
+                continue
+            last_warning = ""
+            if self.revision != previous:
+                yield report
 
     def prepare(self, timeout_s: float | None = None) -> bool:
         """Do the one-time work of the first update before a version is published: record, allocate, register and plan.
 
-        Call it when the subscriber is created and the engine is idle. Without it the first update takes seconds longer
-        for tens of thousands of tensors. The target does not change. It does nothing if a version is live. One thread
-        at a time may call this or update, and nothing else may use a module whose loader is recorded.
+        Call it when the engine is idle, because the first update takes seconds longer for tens of thousands of tensors.
+        The target does not change. It has no effect if a version is live. One thread at a time may call this or update,
+        and no other thread may use a module whose loader is recorded.
 
         Args:
             timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. Each request to a
-                publisher that does not answer also takes up to the stall deadline.
+                publisher that does not reply also takes up to the stall deadline.
 
         Returns:
             Whether all of it is done. If False, the publisher was not there in time, and the first update does the
@@ -273,7 +285,7 @@ class Subscriber(Closeable):
         limit_s = self._stall_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while True:
-            # A lost member may return or be replaced, so wait for it like for a member that is late.
+            # A lost member may return or be replaced.
             with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled, StaleDescriptor):
                 self._check_open()
                 self._release.require_awake()
@@ -281,8 +293,7 @@ class Subscriber(Closeable):
                     raise ConfigError(
                         f"version {self._staged.version} of {self.name!r} is staged", hint="call commit() first"
                     )
-                # A restarted trainer may have a different checkpoint. The live version is served until an update
-                # begins.
+                # A restarted trainer may have a different checkpoint, so leave a live version alone.
                 if self.version < 0:
                     self._update_loop.prepare()
                 return True
@@ -305,11 +316,12 @@ class Subscriber(Closeable):
             A report, with 0 bytes if the newest version is already live.
 
         Raises:
-            PlanError: names, dtypes or shapes do not match. The error lists them. Nothing was touched.
-            ConfigError: the version is not above the live one, or weights moved during the update. Nothing was touched.
+            PlanError: names, dtypes or shapes do not match. The error lists them, and the target is unchanged.
+            ConfigError: the version is not above the live one, or weights moved during the update. The target is
+                unchanged.
             StaleDescriptor: the version is past, and no member has it.
             SourceError, PeerLost, IntegrityError: no source could supply the version. In staged mode the previous
-                version is still live. In direct mode `mutated` tells whether the target was touched, and is then dirty.
+                version is still live. In direct mode the target is dirty if `mutated` is set.
             VersionRefused: the version's check failed, or the fleet withdrew it. The previous version is still live.
         """
         require_seconds("timeout_s", timeout_s)
@@ -325,7 +337,7 @@ class Subscriber(Closeable):
                     with self._receiving():
                         return _counted(journey, self._go_live(partial(self._receive, version, timeout_s)))
                 self._stage(version, timeout_s)
-            # Commit outside the block, because an error in the caller's progress function must not interrupt a flip.
+            # An error in the caller's progress function must not interrupt a flip.
             return _counted(journey, self._commit(just_checked=True))
 
     @property
@@ -334,7 +346,7 @@ class Subscriber(Closeable):
         return self._states.at_rest is S.RELEASED
 
     def announced(self) -> int:
-        """Return the newest announced version without waiting. Return -1 if there is none, or if no planner answers."""
+        """Return the newest announced version without waiting, or -1 if there is none or no planner replies."""
         newest = self._update_loop.news(-1, 0.0)
         return -1 if newest is None else newest.version
 
@@ -355,8 +367,8 @@ class Subscriber(Closeable):
             The number of freed bytes. Some memory cannot be freed, such as host memory in an arena.
 
         Raises:
-            ConfigError: the weights are already released, or `free` is set and neither `prepare` nor an update was
-                called yet, or both `free` and `returns` are set.
+            ConfigError: the weights are already released, or `free` is set before the first `prepare` or update, or
+                both `free` and `returns` are set.
         """
         with self._updating:
             self._check_open()
@@ -382,7 +394,7 @@ class Subscriber(Closeable):
             in_place: the engine restored the bytes. Compare them with the digests of `release(returns=True)`.
 
         Raises:
-            ConfigError: nothing is released.
+            ConfigError: the weights are not released.
             IntegrityError: bytes differ from their digests.
             DeviceOutOfMemory: see `ReleasedMemory.take_back`.
             PenstockError: as in `update`. After every error `version` is still -1, and this can be called again.
@@ -436,29 +448,26 @@ class Subscriber(Closeable):
         Call it soon after `stage`, because the other subscribers go live as soon as the decision is known.
 
         Raises:
-            ConfigError: nothing is staged.
+            ConfigError: no version is staged.
             DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. With `mutated` the
                 target is dirty. Otherwise the previous version is live and the new one still staged.
             VersionRefused: the fleet withdrew the version. The previous version is still live.
-            SourceStalled: the decision could not be learned. The previous version is live, and the new one stays
-                staged. Call this again.
+            SourceStalled: the decision could not be learned. The new version stays staged. Call this again.
             StaleDescriptor: later versions are already decided. The previous version is still live.
         """
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
             # `stage` has counted the bytes and their time.
-            outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
-            journey.outcome = outcome
+            journey.outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
             return report
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Find a version in the block. A staged version is dropped, because the read overwrites the staging copy."""
+        """Drop a staged version, because the block overwrites the staging copy, and enter `receiving`."""
         self._check_open()
         self._staged = None
         self._states.enter(S.RECEIVING)
-        # The hub then lists this subscriber as updating, so that others wait for it and do not treat the version as
-        # lost.
+        # Other receivers then wait for this one and do not treat the version as lost.
         self.member.beat_now()
         try:
             yield
@@ -486,9 +495,13 @@ class Subscriber(Closeable):
             self._give_up_staged()
             return self._report(Flipped(staged=staged))
         if staged.decide_by is not None:
-            self._await_commit(staged, staged.decide_by)
-        # The bytes that go live must be those that were verified, but during a wait a check's thread could write to
-        # them.
+            try:
+                self._participant.await_commit(staged, staged.decide_by)
+            except (VersionRefused, StaleDescriptor):
+                self._give_up_staged()
+                self.member.beat_now()
+                raise
+        # During a wait, a thread of the check could write to the verified bytes.
         if not just_checked or staged.decide_by is not None:
             try:
                 self._participant.require_unaltered(staged)
@@ -511,17 +524,6 @@ class Subscriber(Closeable):
         self._staged = None
         self._states.enter(self._states.at_rest)
 
-    def _await_commit(self, staged: Staged, decide_by: float) -> None:
-        try:
-            self._participant.await_commit(staged, decide_by)
-        except VersionRefused:
-            self._give_up_staged()
-            self.member.beat_now()
-            raise
-        except StaleDescriptor:
-            self._give_up_staged()
-            raise
-
     def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
         """Read and verify a version. Wait for it as long as `timeout_s` allows."""
         require_version(version)
@@ -531,12 +533,11 @@ class Subscriber(Closeable):
             try:
                 return self._update_loop.receive(version, pause)
             except StaleDescriptor:
-                # No member has the version now. A receiver that has just finished it reports within a heartbeat, and
-                # with a timeout the caller may wait for the next version.
+                # A receiver that has just finished the version reports it within a heartbeat.
                 if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
-                # There is no publisher or no version yet, because trainer and engines may start in any order.
+                # Trainer and engines may start in any order.
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
@@ -546,7 +547,7 @@ class Subscriber(Closeable):
         return self._report(self._flip.run(move_bytes))
 
     def _fill_empty(self) -> None:
-        """Add the tensors to a target that was given empty. They appear with the first version, either all or none."""
+        """Add the tensors to an empty target, when the first version is live."""
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
             self._target.update({row.name: row.tensor for row in self.wanted.rows})
 
@@ -582,16 +583,11 @@ class Subscriber(Closeable):
             self.member.beat_now()
 
     def _check_proven(self) -> None:
-        """Check that the target still has the received bytes, before others read it.
-
-        Raises:
-            StaleDescriptor: the engine changed the weights in place, so they are no longer served.
-        """
-        try:
-            self._serving.require_unchanged()
-        except StaleDescriptor:
+        """Stop serving and raise StaleDescriptor if the engine changed the weights in place."""
+        if not self._update_loop.is_proven():
             self._stop_serving()
-            raise
+            message = "the weights were modified after the update, so this process no longer serves them"
+            raise StaleDescriptor(message, hint="set serve=False for an engine that changes weights in place")
 
     def _check_open(self) -> None:
         if self._states.now is S.CLOSED:
@@ -602,14 +598,13 @@ class Subscriber(Closeable):
         if self._states.now is S.CLOSED:
             return
         self._states.enter(S.CLOSED)
-        # Close the memory first, because its owner may free it after this call and no peer may read it then.
+        # Its owner may free the memory after this call, and no peer may read it then.
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()
 
 
 def _counted(journey: Journey, report: UpdateReport) -> UpdateReport:
-    """Set the values that a journey shows for an update, and return the report."""
     journey.received = lambda: received(report.nbytes_by_path)
     journey.num_retries = max(0, report.attempts - 1)
     journey.outcome = update_outcome(report)

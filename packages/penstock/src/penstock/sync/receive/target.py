@@ -1,8 +1,4 @@
-"""The target of a subscriber: the tensors to fill, as rows of the offered checkpoint, and the memory for them.
-
-publishers' table -> select_tensors: plain tensors, or those with a tag -> requirements_for: rows -> ReceiveBuffers:
-layout, memory
-"""
+"""The target of a subscriber: the tensors to fill, as rows of the publishers' checkpoint, and the memory for them."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ class TensorSelection:
 
     table: TensorTable
     tags: Mapping[str, str]
-    """The tag of each name that has a tag."""
+    """Tag of each name that has a tag."""
 
 
 def select_tensors(
@@ -56,9 +52,7 @@ def select_tensors(
     """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources.
 
     Args:
-        checkpoint: all tensors of the publishers.
         requested: tags. None means the tags for which the model has parameters, or no tags.
-        model: the module to fill.
 
     Raises:
         PlanError: a requested tag is not offered. The error lists the offered ones.
@@ -74,15 +68,14 @@ def select_tensors(
             f"no publisher offers tensors as {', '.join(missing)}, only as {', '.join(offered) or 'plain tensors'}"
         )
         raise PlanError(message, hint="pass transforms= to the publisher")
-    # Start with the plain tensors. Codes and scales then replace the tensors from which they were made.
+    # Codes and scales replace the tensors from which they were made.
     rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
     for name, _, _, tag in _rows(checkpoint, tags):
         if tag in chosen:
             rows.pop(name.removesuffix(_suffix(tag)), None)
     for name, dtype, shape, tag in _rows(checkpoint, tags):
         if tag in chosen:
-            # Two of the requested tags store a tensor under the same name.
-            if name in rows:
+            if name in rows:  # two of the requested tags store a tensor under the same name
                 raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
     table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
@@ -99,22 +92,21 @@ def _suffix(tag: str) -> str:
 
 
 def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
-    """Return the offered block format for which the model has codes and scales, or () if none or several fit."""
+    """Return the offered block format for which the model has codes and scales, or () unless exactly one fits."""
     if model is None:
         return ()
     live = live_tensors(model)
     usable = [tag for tag in offered if is_format(tag) and _has(live, format_of(tag))]
-    # Two formats may store the same dtypes, and a guess could fill the model with wrong scales, so the caller must
-    # choose.
+    # Two formats may store the same dtypes, and a guess could fill the model with wrong scales.
     return tuple(usable) if len(usable) == 1 else ()
 
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
     """Return whether a parameter has the codes' dtype and another parameter their scales."""
-    # A cast leaves no scales by which to recognise it. Any BF16 model would request `cast:BF16`.
+    # A cast has no scales, and any BF16 model would request `cast:BF16`.
     if form.scaling == "none":
         return False
-    # Engines keep F4 codes as bytes, because few kernels accept torch's dtype.
+    # Engines store F4 codes as bytes, because few kernels accept torch's dtype.
     codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)
     for name, tensor in live.items():
         scale = live.get(name.removesuffix(form.values_suffix) + form.scales_suffix)
@@ -126,16 +118,18 @@ def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
 def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[str, Declarable]:
     """Return the module or the tensors to fill: new tensors for an empty dict, and the result of a function.
 
-    Raises:
-        PlanError: the function raised an error.
+    Raise PlanError if the function raised an error.
     """
     if isinstance(target, MutableMapping) and not target:
         return _new_tensors(table)
-    made: Mapping[str, Declarable] = {}
-    if not isinstance(target, torch.nn.Module | Mapping):
-        with user_code("the target function"):
-            made = target(_published(table))
-    return target if isinstance(target, torch.nn.Module | Mapping) else made
+    if isinstance(target, torch.nn.Module | Mapping):
+        return target
+    published = {
+        name: torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device="meta")
+        for name, dtype, shape in _columns(table)
+    }
+    with user_code("the target function"):
+        return target(published)
 
 
 def requirements_for(
@@ -149,14 +143,13 @@ def requirements_for(
     """Return the target's requirements of the checkpoint.
 
     Args:
-        target: the result of `tensors_of`.
+        target: result of `tensors_of`.
         load, strict: see `subscriber`.
-        table: names, dtypes and shapes.
-        tags: the tag of each name that is read under a tag.
+        tags: tag of each name that is read under a tag.
 
     Raises:
-        PlanError: names, dtypes or shapes do not match (see `record` and `wanted`). With `strict`, no tensor fills some
-            parameters of a module (the error lists them). Or the target or the checkpoint has no tensors.
+        PlanError: names, dtypes or shapes do not match, or no tensor fills some parameters of a module with `strict`,
+            or there are no tensors.
     """
     if not len(table):
         raise PlanError("the publishers have no tensors")
@@ -165,8 +158,7 @@ def requirements_for(
             raise _no_tensors()
         # Loaders compare devices, so the recording tensors must report the model's device.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
-        # This creates small objects for each tensor, all of which stay. 30,000 experts would trigger full garbage
-        # collections again and again.
+        # This creates many small objects that stay, which would trigger full garbage collections again and again.
         with paused_gc():
             recording = record(target, table, load=load, device=device)
             if strict:
@@ -187,10 +179,7 @@ def requirements_for(
 
 
 def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
-    """Return the tensors that another tensor replaces in a tied parameter.
-
-    Raise PlanError if their dtypes or shapes differ.
-    """
+    """Return the tensors that another tensor replaces in a tied parameter. Raise PlanError if their forms differ."""
     kinds = {name: (dtype, tuple(shape)) for name, dtype, shape in _columns(table)}
     for name, other in recording.repeated.items():
         if kinds[name] != kinds[other]:
@@ -206,19 +195,11 @@ def _no_tensors() -> PlanError:
 
 
 def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
-    """Create tensors on the CPU for a whole table, in one arena."""
+    """Create the tensors of a table on the CPU, in one arena."""
     nbytes = table.nbytes.tolist()
     arena = Arena.allocate(needed_bytes(nbytes))
     flat = arena.bytes_at(0, arena.nbytes)
     return dict(zip(table.names, as_tensors(flat, table.dtypes, table.shapes, arena.place(nbytes)), strict=True))
-
-
-def _published(table: TensorTable) -> dict[str, torch.Tensor]:
-    """Create the tensors of a table without memory."""
-    return {
-        name: torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device="meta")
-        for name, dtype, shape in _columns(table)
-    }
 
 
 def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
@@ -232,11 +213,11 @@ def _tagged(row: ShardRow, tag: str) -> ShardRow:
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
     """Raise PlanError if no published tensor fills some of the parameters."""
-    # Check parameters only, because the model computes buffers such as rotary tables.
+    # The model itself computes buffers such as rotary tables.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
     if recording.unrecorded:
-        # Tensors that pass through the loader at each update may fill these parameters, which cannot be known before.
+        # Tensors that pass through the loader at each update may fill these parameters.
         fillable = recording.fillable
         lacking = [] if fillable is None else [name for name in lacking if name not in fillable]
     if not lacking:
@@ -254,15 +235,11 @@ class ReceiveBuffers:
 
     Attributes:
         wanted: the rows, and the steps after their arrival.
-        local_version: the target's memory, which others read when it has a version. None if it is not served.
+        local_version: the target's memory for other members. None if it is not served.
         layout, digest: the layout for the planner, and its digest.
         staging_copy: in staged mode, the memory that a transfer reads into.
 
     Args:
-        requirements: the rows to receive.
-        member: id of this member.
-        links: the transports of this member.
-        staged: whether to receive into a staging copy.
         serve: whether others may read the target between updates.
         memory_bytes: limit of the staging copy in bytes. None means no limit.
 
@@ -286,19 +263,15 @@ class ReceiveBuffers:
         needed = sum(memory.nbytes for memory in memories)
         if staged and memory_bytes is not None and needed > memory_bytes:
             raise BudgetTooSmall(f"the staging copy of a version needs {needed} bytes", minimum_bytes=needed)
-        # Rows in scratch memory are staged as well, because others read the version from its regions, including
-        # scratch.
         self.wanted = requirements
-        # Use a new address for each registration, because a planner that knows the old layout must not reuse its
-        # descriptors.
+        # The random address identifies this registration, so that a planner does not reuse old descriptors.
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self.memories = memories
-        # Use separate addresses, which stay with their memory when a flip exchanges the target's memory.
+        # Aliases stay with their memory when a flip exchanges the target's memory.
         aliases = aliases_of(memories) if staged else None
         registered = memories if aliases is None else aliases
-        # In staged mode without `serve`, no transport reads or writes the target. It is then registered only if it will
-        # become the staging copy.
+        # In staged mode without `serve`, the target is registered only if it will become the staging copy.
         self.local_version: LocalVersion | None = None
         self.staging_copy: StagingCopy | None = None
         self._spare: VersionRegions | None = None
@@ -316,16 +289,16 @@ class ReceiveBuffers:
 
     def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
         """Return whether strips of the target's memory have these digests now."""
-        # Register it for this check, because in staged mode without `serve` the target's memory is not registered.
+        # In staged mode without `serve` the target's memory is not registered.
         with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
         """Return the names of the tensors whose bytes in the staging copy differ from these digests now.
 
-        It runs after the work that is queued on the devices, and takes one pass over the strips.
+        It runs after the work that is queued on the devices.
         """
-        # A check may have used other streams, which the digests' stream does not know.
+        # A check may have used other streams.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]
         if not any(map(len, wrong)):
@@ -337,7 +310,7 @@ class ReceiveBuffers:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the size of the staging copy and scratch in bytes, which is needed in addition to the target."""
+        """Return the bytes of the staging copy and scratch, which are needed in addition to the target."""
         copied = 0 if self.staging_copy is None else self.staging_copy.regions.nbytes
         return copied + self.wanted.scratch_bytes
 
@@ -351,12 +324,11 @@ class ReceiveBuffers:
 
     def install(self) -> None:
         """Finish the update when all bytes are in the target's memory and scratch."""
-        # The bytes were written by address, and without this call autograd would not notice.
+        # Autograd does not detect writes by address.
         note_written(row.tensor for row in self.wanted.rows[: self.wanted.num_live])
         self.wanted.install()
         self.wanted.finish()
-        # The engine resumes on other streams. Without this it could compute with weights that are still being permuted
-        # or cast.
+        # The engine resumes on other streams and must not compute with weights that are still being permuted.
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -364,7 +336,7 @@ class ReceiveBuffers:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """End the registrations and release the staging copy. Idempotent."""
+        """Close the registrations and release the staging copy. Idempotent."""
         for memory in (self.local_version, self.staging_copy, self._spare):
             if memory is not None:
                 memory.close()

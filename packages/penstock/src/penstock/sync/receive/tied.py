@@ -1,8 +1,4 @@
-"""Rows of a receiver that share memory under several names. Their sources must have equal bytes, and are read once.
-
-two rows, one place: the same bytes at one source -> equal.  otherwise digests from both sources -> equal, or
-PlanError
-"""
+"""Rows of a receiver that share memory under several names. Their sources must have equal bytes, and are read once."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ from penstock.types import I64, U64
 
 _COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
 _ANY_NBYTES = 1 << 62
-"""A limit that no source reaches. The transfer checks a part against the real sizes, which are unknown here."""
+"""A limit that no source reaches, because the real sizes are unknown here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Reads:
-    """Strips of sources, each with the place where it arrives."""
+    """Strips of sources, with their destinations."""
 
     source: I64
     src: I64
@@ -47,29 +43,16 @@ class _Reads:
         return Strips(at=self.src, run_bytes=self.run_bytes, num_rows=self.num_rows, pitch=pitch)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Pair:
-    """Two rows that share memory, and their reads, cut alike."""
-
-    names: tuple[str, str]
-    reads: tuple[_Reads, _Reads]
-
-
 class TiedRows:
-    """The rows of a part that share their memory with other rows of it.
+    """The rows of a part that share their memory with other rows of the part.
 
     Attributes:
         part: the part, without the reads of duplicate rows.
-        sources: the members that supply all rows of the part.
+        sources: members that supply all rows of the part.
 
     Args:
-        part: part from the planner.
         groups: groups of rows in the receiver's layout that share memory.
-        names: names of the receiver's rows.
-        into: the receiver's memory.
-
-    Raises:
-        PlanError: the part exceeds the receiver's memory.
+        into: memory of the receiver.
     """
 
     def __init__(
@@ -78,14 +61,15 @@ class TiedRows:
         self.part = part
         self.sources = part.used_sources()
         self._into = into
-        self._pairs: list[_Pair] = []
+        # The names of two rows that share memory, and their reads, cut at the same places.
+        self._pairs: list[tuple[tuple[str, str], tuple[_Reads, _Reads]]] = []
         if not groups:
             return
         part.check(src_nbytes=[_ANY_NBYTES] * len(part.sources), dst_nbytes=into.nbytes)
         for first, *others in groups:
             for other in others:
-                pair = _cut_alike(_reads(part, first), _reads(part, other))
-                self._pairs.append(_Pair(names=(names[first], names[other]), reads=pair))
+                reads = _cut_alike(_reads(part, first), _reads(part, other))
+                self._pairs.append(((names[first], names[other]), reads))
         kept = ~np.isin(part.row, [row for _, *others in groups for row in others])
         count = np.concatenate([[0], np.cumsum(kept)])
         columns = {name: getattr(part, name)[kept] for name in _COLUMNS}
@@ -94,23 +78,19 @@ class TiedRows:
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
         """Check that the sources for each memory have equal bytes. Call it before a byte of the version is read.
 
-        It costs nothing if both rows are the same bytes at a source. Otherwise each source digests its bytes.
-
         Raises:
             PlanError: the bytes differ. The error names both rows.
-            SourceFailed: a source did not answer.
+            SourceFailed: a source did not reply.
         """
-        for pair in self._pairs:
-            ours, others = pair.reads
+        for names, (ours, others) in self._pairs:
             apart = (ours.source != others.source) | (ours.src != others.src)
             apart |= (ours.num_rows > 1) & (ours.src_pitch != others.src_pitch)
             if apart.any():
                 digests = [self._digests(reads[apart], links, stall_s) for reads in (ours, others)]
                 if (digests[0] != digests[1]).any():
-                    raise sources_differ(*pair.names)
+                    raise sources_differ(*names)
 
     def _digests(self, reads: _Reads, links: Mapping[str, SourceLink], stall_s: float) -> U64:
-        """Return the sources' digests of their strips."""
         digests = np.zeros(len(reads.source), np.uint64)
         for number in np.unique(reads.source).tolist():
             mine = reads.source == number
@@ -124,20 +104,20 @@ class TiedRows:
 
 
 def _reads(part: ReceiverPlan, row: int) -> _Reads:
-    """Return the reads of a row, in the order of their places."""
+    """Return the reads of a row, in the order of their destinations."""
     mine = np.flatnonzero(part.row == row)
     mine = mine[np.argsort(part.dst[mine], kind="stable")]
     return _Reads(**{name: getattr(part, name)[mine] for name in _Reads.__slots__})
 
 
 def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
-    """Return the reads of two rows that share memory, cut so that the strips of both have the same places."""
+    """Return the reads of two rows that share memory, cut so that their strips have the same destinations."""
     same = len(one.dst) == len(other.dst) and all(
         (getattr(one, name) == getattr(other, name)).all() for name in ("dst", "dst_pitch", "run_bytes", "num_rows")
     )
     if same:
         return one, other
-    # Ranks may divide the two tensors differently. Cut the runs of both at every start and end of either.
+    # Ranks may shard the two tensors differently, so cut the runs of both at every start and end of either.
     runs = [_runs(reads) for reads in (one, other)]
     edges = np.unique(np.concatenate([edge for each in runs for edge in (each.dst, each.dst + each.run_bytes)]))
     begin, nbytes = edges[:-1], np.diff(edges)
@@ -149,15 +129,15 @@ def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
 
 
 def _runs(reads: _Reads) -> _Reads:
-    """Return each run as a strip, in the order of their places."""
+    """Return each run as a strip, in the order of their destinations."""
     each = reads[np.repeat(np.arange(len(reads.dst)), reads.num_rows)]
-    turn = spread(np.zeros(len(reads.dst), np.int64), reads.num_rows)
-    src, dst = each.src + turn * each.src_pitch, each.dst + turn * each.dst_pitch
-    runs = replace(each, src=src, dst=dst, num_rows=np.ones_like(turn))
+    number = spread(np.zeros(len(reads.dst), np.int64), reads.num_rows)
+    src, dst = each.src + number * each.src_pitch, each.dst + number * each.dst_pitch
+    runs = replace(each, src=src, dst=dst, num_rows=np.ones_like(number))
     return runs[np.argsort(dst, kind="stable")]
 
 
 def _piece(runs: _Reads, at: I64, begin: I64, nbytes: I64) -> _Reads:
-    """Return pieces of runs. Piece i has `nbytes[i]` bytes from place `begin[i]` on, in run `at[i]`."""
+    """Return pieces of runs. Piece i has `nbytes[i]` bytes from destination `begin[i]` on, in run `at[i]`."""
     some = runs[at]
     return replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)

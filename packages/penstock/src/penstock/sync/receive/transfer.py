@@ -1,19 +1,15 @@
 """The transfer of one receiver's part of a sync from several sources at once, with verification.
 
-    steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
-          --ask: the source's digests, many steps at once-----'
+Sources that are devices on this host share one queue for each device that reads them, because receivers that read
+several of them at once would share links. Every other source has a separate queue.
 
-Sources that are devices on this host share one queue for each device that reads them, one source after the other.
-Receivers that read several of them at once would share links, which then carry less. Every other source has a separate
-queue.
-
-If a source had all rows at the start, the digests of many steps are requested together (`ask`) while the steps are
-read. Otherwise the digests of each step are requested before it is read.
+If a source had all rows at the start, the digests of many steps are requested together while the steps are read.
+Otherwise the digests of each step are requested before it is read.
 
 With `ChangedRanges`, only strips that changed since the last version are read. The first run of a plan reads everything
 and stores its digests. The next run requests digests before it reads a step. The measured density and bandwidth then
-decide whether to continue so, or to read everything while digests are requested. A skipped strip is digested like a
-strip that was read. The stored digests only decide what to skip, and are never trusted.
+decide whether to continue so, or to read everything. A skipped strip is digested like a strip that was read, so the
+stored digests are never trusted.
 """
 
 from __future__ import annotations
@@ -43,6 +39,7 @@ from penstock.plan.sync import (
     ReceiverPlan,
     step_bytes,
 )
+from penstock.sync.commit_rules import MAX_REASON_CHARS
 from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
@@ -63,31 +60,26 @@ def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster than reading everything.
+    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster than reading all `nbytes`.
 
-    Args:
-        nbytes: size of everything in bytes.
-        changed_bytes: expected size of the changed parts in bytes.
-        bytes_per_s: measured rate of the link. 0 means unknown, for which the result is False.
-        cost_s: seconds for finding out what changed.
+    The result is False if the rate of the link is unknown, which is 0.
     """
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
 class ChangedRanges:
-    """The digests of one `Transfer`, for one plan and one memory of a receiver, which a flip may exchange.
+    """The digests of one `Transfer`, for one plan and one memory of a receiver.
 
     Attributes:
         asks_first: whether this run requests a step's digests before it reads the step.
-        density: fraction of bytes in strips that changed since the version in the memory. None if it was not measured
-            yet.
+        density: fraction of bytes in strips that changed since the last version. None if it was not measured yet.
     """
 
     def __init__(self) -> None:
         self.asks_first = False
         self.density: float | None = None
         self._digests: dict[Step, U64] = {}
-        # A read that failed midway leaves strips of two versions, so the stored digests of its step are worthless.
+        # A read that failed midway leaves strips of two versions.
         self._unsure: set[Step] = set()
         self._bytes_per_s = 0.0
         self._ask_s = 0.0
@@ -98,7 +90,7 @@ class ChangedRanges:
     def begin(self, nbytes: int) -> None:
         """Begin a run of `nbytes`, and decide whether it requests digests first."""
         self._changed_bytes = 0
-        # Whether the change of every step will be known. Only then does this run measure the density.
+        # Only a run that knows the change of every step measures the density.
         self._is_whole = bool(self._digests)
         if not self._digests:
             self.asks_first = False
@@ -107,8 +99,7 @@ class ChangedRanges:
             self.asks_first = True
             self._why = "while the fraction of changed bytes is measured"
         else:
-            # Use the last version's density, because training steps in one run change about the same fraction of the
-            # weights.
+            # Training steps in one run change about the same fraction of the weights.
             self.asks_first = pays(nbytes, self.density * nbytes, self._bytes_per_s, self._ask_s)
             word = "pays" if self.asks_first else "does not pay"
             self._why = (
@@ -117,7 +108,7 @@ class ChangedRanges:
             )
 
     def lacking(self, step: Step, wanted: U64) -> Step | None:
-        """Return the strips in a step that changed and must be read: the step, a smaller step, or None."""
+        """Return the changed strips of a step, which must be read: the step, a smaller step, or None."""
         known = None if step in self._unsure else self._digests.get(step)
         if known is None:
             return step
@@ -135,21 +126,18 @@ class ChangedRanges:
 
     def proven(self, step: Step, digests: U64) -> None:
         """Store the digests that were verified for this receiver's memory."""
-        before = self._digests.get(step)
-        if before is None:
-            self._is_whole = False  # the change of this step is unknown, so this run cannot measure the density
+        previous = self._digests.get(step)
+        if previous is None:
+            self._is_whole = False
         else:
-            self._changed_bytes += int(step.ours.nbytes[before != digests].sum())
+            self._changed_bytes += int(step.ours.nbytes[previous != digests].sum())
         self._digests[step] = digests
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
         """Record the figures of a completed run, for the decision in the next one.
 
-        Args:
-            report: figures of the run.
-            were_ready: whether all sources had all rows at the start. Otherwise the time includes waiting for rows, so
-                it does not measure digests.
+        Without `were_ready`, the time includes waiting for rows and does not measure digests.
         """
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
@@ -171,21 +159,17 @@ class Transfer:
     """A receiver's part of a sync. `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
-        moved_bytes: bytes verified in this run or the last one. It only grows during a run.
+        moved_bytes: bytes verified in this run or the last one.
         proven: strips in the receiver's memory with their verified digests, from the last run.
-        lost: the source whose failure ended the last run, so that the caller can plan without it. None if no source
-            failed.
+        lost: source whose failure ended the last run, or None.
 
     Args:
-        part: the part. The first run checks it against both ends.
-        into: the receiver's memory. Offsets of the part's `dst` count in it.
+        into: memory of the receiver. Offsets of the part's `dst` count in it.
         names: names of the receiver's rows, for errors.
         watermark_bytes: maximum number of bytes that are read and not yet verified.
         stall_s: seconds without progress after which a run fails.
-        trace: records spans.
-        delta: skips strips that did not change since the last version. None means that everything is read.
-        threads: threads for the runs. None means that each run starts its own.
-        timing: waiting times.
+        delta: skips unchanged strips. None means that everything is read.
+        threads: threads for the runs. None means that each run starts new threads.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -199,7 +183,6 @@ class Transfer:
         names: Sequence[str] = (),
         watermark_bytes: int = WATERMARK_BYTES,
         stall_s: float = 30.0,
-        trace: Trace | None = None,
         delta: ChangedRanges | None = None,
         threads: KeptThreads | None = None,
         timing: Timing = DEFAULT,
@@ -215,7 +198,6 @@ class Transfer:
         self.threads = threads
         self.timing = timing
         self._other_delta: ChangedRanges | None = None
-        self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
         self.lost: str | None = None
@@ -225,7 +207,7 @@ class Transfer:
     def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
         """Read the part, and return when every byte is verified in place.
 
-        After any error nothing writes to the memory any more, and `mutated` tells whether a byte of it was touched.
+        After any error the memory is no longer written to, and `mutated` tells whether a byte of it was written.
 
         Args:
             sources: the part's sources by member, all with one version.
@@ -243,12 +225,12 @@ class Transfer:
         windows = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
-        run = _TransferRun(self, windows, sources, self._trace)
+        run = _TransferRun(self, windows, sources)
         try:
             with run:
                 run.carry_out()
         except PenstockError as error:
-            # Set this after the run is closed, because a running read can touch the memory until then.
+            # A running read can write to the memory until the run is closed.
             error.mutated = run.is_touched
             raise
         report = run.stats.report(self.part.nbytes)
@@ -258,7 +240,7 @@ class Transfer:
 
     def note_exchange(self) -> None:
         """Record that `into` has different memory since the last run, and that this memory was in it before."""
-        # Each memory has the digests of its version, which is two versions before the next.
+        # The exchanged memory contains the version before the last one.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 
@@ -267,7 +249,7 @@ class Transfer:
         return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
-        """Return the steps. They depend only on the plan and the sizes of regions, and are kept for the next run."""
+        """Return the steps, which depend only on the plan and the sizes of regions."""
         used = np.flatnonzero(self.part.link_bytes()).tolist()
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
         if missing:
@@ -279,8 +261,7 @@ class Transfer:
             raise PlanError(f"the sources for {self.part.receiver} have different versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
         if self._windows is None or sizes != self._sizes:
-            # Sizes come from other processes. A part that reaches beyond a region must fail here and not as a wild
-            # read.
+            # Sizes come from other processes. A part that reaches beyond a region must not become a wild read.
             self.part.check(src_nbytes=[sum(regions) for regions in sizes], dst_nbytes=self.into.nbytes)
             first = [np.cumsum([0, *regions], dtype=np.int64) for regions in sizes]
             self._windows = cut(
@@ -296,10 +277,9 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Steps that wait, and the number of steps that were posted and have not arrived.
+    """Steps that wait, and the number of posted steps that have not arrived.
 
-    Attributes:
-        turns: limits concurrent reads if they come from several sources. None if they come from one source.
+    `turns` limits concurrent reads from several sources. None means that the steps come from one source.
     """
 
     turns: threading.BoundedSemaphore | None
@@ -308,29 +288,18 @@ class _Queue:
 
 
 class _TransferRun(Run):
-    """A run of a transfer. It requests rows and digests, reads, verifies and counts.
+    """A run of a transfer. It requests digests, reads, verifies and counts."""
 
-    Attributes:
-        stats: figures of the run, for its report.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        windows: Windows,
-        sources: Mapping[str, SourceLink],
-        trace: Trace,
-    ) -> None:
+    def __init__(self, transfer: Transfer, windows: Windows, sources: Mapping[str, SourceLink]) -> None:
+        trace = Trace(enabled=False)
         super().__init__(
             transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s, is_quick=True, threads=transfer.threads
         )
         self._transfer = transfer
         self._windows = windows
         self._delta = transfer.delta
-        # Ask every source first, even a source that had all rows at the start.
         self._asks_first = self._delta is not None and self._delta.asks_first
-        # Do not refer to `self`, because in a cycle the run would keep the receiver's memory alive until Python
-        # collects it.
+        # A reference to `self` would be a cycle that keeps the receiver's memory alive until Python collects it.
         ticket = self.ticket
         self._leases = BufferLeases(lambda: ticket.stopped, transfer.threads)
         self._reads = {
@@ -341,28 +310,27 @@ class _TransferRun(Run):
         self.stats = TransferStats(self._reads)
         num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
-        # Start no more threads than there can be running steps, because an idle thread only competes for the lock.
+        # An idle thread only competes for the lock.
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
-        # Use two threads, so that one can queue launches while the other waits for the device's digests.
+        # One thread can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
-        # The lock guards the following fields, and `peak_bytes` of the statistics.
+        # The lock guards the fields below, and `peak_bytes` of the statistics.
         self._lock = threading.Lock()
         self._wanted: dict[Step, U64] = {}
-        """Digests for steps that have not arrived yet."""
+        """Digests of steps that have not arrived yet."""
         self._here: set[Step] = set()
         """Steps that arrived before their digests."""
         self._skipped: set[Step] = set()
         """Steps with strips that were not read."""
         self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
-        """Number of steps in each window that are not verified yet."""
-        self._under_way_bytes = 0
+        """Number of unverified steps in each window."""
+        self._unverified_bytes = 0
         self._next_window = 0
 
     def _queued(self, steps: Sequence[Step]) -> dict[int | str, _Queue]:
         """Return the queue of each source, or of each local device that reads from devices on this host."""
-        # A slow source must not delay the steps of other sources. Devices on this host are equally fast, and are read
-        # one after the other.
+        # A slow source must not delay the steps of other sources. Devices on this host are equally fast.
         queues: dict[int | str, _Queue] = {}
         part = self._transfer.part
         sources = np.array([step.source for step in steps], np.int64)
@@ -375,7 +343,6 @@ class _TransferRun(Run):
         return queues
 
     def _key_of(self, step: Step) -> int | str:
-        """Return the key of a step's queue."""
         device = self._reads[step.source].near_device(step)
         return step.source if device is None else device
 
@@ -386,34 +353,27 @@ class _TransferRun(Run):
             self._assign()
         for number, source in self._reads.items():
             if source.is_ready and not self._asks_first:
-                requests = self._windows.digest_requests(number, ASK_BYTES)
-                name = f"ask {source.member}"
-                self._ask.post(
-                    *(
-                        Item(request.steps[0].window, name, 0, start=partial(self._request_digests, source, request))
-                        for request in requests
-                    )
-                )
+                for request in self._windows.digest_requests(number, ASK_BYTES):
+                    start = partial(self._request_digests, source, request)
+                    self._ask.post(Item(request.steps[0].window, f"ask {source.member}", 0, start=start))
         with self._leases:
             self.wait()
 
-    # -- Posting. The caller holds the lock.
-
     def _assign(self) -> None:
-        """Post the reads that may start now."""
-        # There are three limits: reads per queue, so that a slow source does not take all threads, unverified bytes,
-        # which is the user's memory limit, and windows ahead, so that the first tensors are complete early.
+        """Post the reads that may start now. The caller holds the lock."""
+        # A slow source must not take all threads, unverified bytes have a limit, and the first tensors must be complete
+        # early.
         items = []
         for queue in self._queues.values():
             while queue.steps and queue.num_flying < READS_OF_ONE:
                 step = queue.steps[0]
-                room = self._transfer.watermark_bytes - self._under_way_bytes
-                if step.nbytes > room or step.window >= self._next_window + AHEAD_WINDOWS:
+                remaining = self._transfer.watermark_bytes - self._unverified_bytes
+                if step.nbytes > remaining or step.window >= self._next_window + AHEAD_WINDOWS:
                     break
                 queue.steps.popleft()
                 queue.num_flying += 1
-                self._under_way_bytes += step.nbytes
-                self.stats.peak_bytes = max(self.stats.peak_bytes, self._under_way_bytes)
+                self._unverified_bytes += step.nbytes
+                self.stats.peak_bytes = max(self.stats.peak_bytes, self._unverified_bytes)
                 source = self._reads[step.source]
                 items.append(
                     Item(
@@ -428,14 +388,14 @@ class _TransferRun(Run):
             self._fetch.post(*items)
 
     def _advance(self) -> None:
-        """Pass the verified windows in order. Finish after the last."""
+        """Pass the verified windows in order, and finish after the last. The caller holds the lock."""
         while self._next_window < len(self._windows) and not self._left[self._next_window]:
             self._next_window += 1
         if self._next_window == len(self._windows):
             self.ticket.finish()
 
     def _post_verification(self, step: Step) -> None:
-        """Post the verification of a step when both its bytes and its digests have arrived."""
+        """Post a step's verification when both its bytes and its digests have arrived. The caller holds the lock."""
         if step in self._here and step in self._wanted:
             self._here.remove(step)
             self._compute.post(
@@ -447,8 +407,6 @@ class _TransferRun(Run):
                     finish=partial(self._verified, step),
                 )
             )
-
-    # -- ask: digests of several steps of one source.
 
     def _request_digests(self, source: SourceRead, request: StepDigests) -> None:
         digests = request.split(self._digests_of(source, request.theirs))
@@ -463,16 +421,13 @@ class _TransferRun(Run):
         except PenstockError as error:
             self._note_lost(source.member, error)
             raise
-        self.stats.answered(source.member, time.perf_counter() - begun)
+        self.stats.replied(source.member, time.perf_counter() - begun)
         return digests
 
     def _note_digests(self, step: Step, wanted: U64) -> None:
-        """Record the digests that the source reports for a step."""
         with self._lock:
             self._wanted[step] = wanted
             self._post_verification(step)
-
-    # -- fetch: a step's missing strips.
 
     def _read_step(self, source: SourceRead, step: Step) -> None:
         """Read the strips of a step that are missing here."""
@@ -494,7 +449,7 @@ class _TransferRun(Run):
         try:
             with self._turn(step), self.stats.reading(source.member):
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
-            # This also applies to a failed read, because a partial read has written bytes.
+            # A failed read has written bytes too.
             if is_touched:
                 self.is_touched = True
             if failed is not None:
@@ -507,13 +462,12 @@ class _TransferRun(Run):
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
         """Wait for a turn to read, if the queue has turns. Raise Cancelled if the run is over."""
-        # Take the turn only when the source's rows are ready, because a step that waits for them must not keep the
-        # link.
+        # A step that waits for its source's rows must not occupy the link, so acquire the turn after that.
         turns = self._queues[self._key_of(step)].turns
         if turns is None:
             yield
             return
-        # Each read that has a turn ends at its deadline, so this wait is bounded too.
+        # Each read ends at its deadline, so this wait is bounded.
         with turns:
             if self.ticket.stopped:
                 raise Cancelled("the run is over")
@@ -527,14 +481,12 @@ class _TransferRun(Run):
             self._assign()
             self._post_verification(step)
 
-    # -- compute: digests of arrived bytes.
-
     def _verify(self, step: Step, wanted: U64) -> None:
         """Digest a step's strips, both read and skipped ones, and compare them with the source's digests."""
         digests = self._own_digests(step)
         wrong: I64 = np.flatnonzero(digests != wanted)
         if len(wrong) and step in self._skipped:
-            # The engine changed skipped strips in place since the last version, so read the whole step.
+            # The engine changed skipped strips in place, so read the whole step.
             self._read(self._reads[step.source], step, step)
             digests = self._own_digests(step)
             wrong = np.flatnonzero(digests != wanted)
@@ -563,9 +515,8 @@ class _TransferRun(Run):
     def _verified(self, step: Step) -> None:
         """Record that a step's bytes match the source's digests."""
         with self._lock:
-            # Subtract the bytes now and not on arrival, because the watermark limits bytes that may turn out to be
-            # wrong.
-            self._under_way_bytes -= step.nbytes
+            # The watermark limits bytes that are not verified yet.
+            self._unverified_bytes -= step.nbytes
             self._left[step.window] -= 1
             self.ticket.moved_bytes += step.nbytes
             self._transfer.moved_bytes = self.ticket.moved_bytes
@@ -575,13 +526,10 @@ class _TransferRun(Run):
 
     def _note_lost(self, member: str, error: PenstockError) -> None:
         """Record the first source whose failure ends the run, and add its name to the error."""
-        # After the first error the other reads are cancelled and fail. Their errors say nothing about their sources.
+        # After the first error the remaining reads are cancelled, and their errors do not concern their sources.
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
             self._transfer.lost = member
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
-
-
-# -- Progress reports to the planner of the part.
 
 
 @contextlib.contextmanager
@@ -595,26 +543,24 @@ def reporting_progress(
         while not over.wait(transfer.timing.progress_interval_s):
             report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
-    # Use a separate thread, because the transfer's threads wait for the link, and a silent receiver would count as
-    # late.
-    reporter = threads.start(work, "penstock-tell")
+    # The transfer's threads wait for the link, and a silent receiver would count as late.
+    reporter = threads.start(work, "penstock-progress")
     assert reporter is not None
     try:
         yield
     finally:
         over.set()
-        reporter.join()  # so that no report of this attempt arrives after the next one has begun
+        reporter.join()  # no report may arrive after the next attempt has begun
 
 
-def tell_failed(membership: Membership, request: tuple[str, int] | None, error: BaseException) -> None:
-    """Report a failure to the planner that was asked last, so that a publish does not wait for this receiver."""
+def report_failed(membership: Membership, request: tuple[str, int] | None, error: BaseException) -> None:
+    """Report a failure to the planner of the last request, so that a publish does not wait for this receiver."""
     if request is not None:
         planner, version = request
-        # Shorten the text to the limit of the field, because a refused report would say nothing at all.
-        report(membership, planner, RankProgress(version=version, outcome="failed", why=str(error)[:1024]))
+        report(membership, planner, RankProgress(version=version, outcome="failed", why=str(error)[:MAX_REASON_CHARS]))
 
 
 def report(membership: Membership, planner: str, progress: RankProgress) -> None:
-    """Send a report. If the planner cannot be reached it counts this receiver as late, and the update continues."""
+    """Send a report. A planner that cannot be reached counts this receiver as late, and the update continues."""
     with contextlib.suppress(PenstockError):
         membership.ask(planner, lambda sync_client: sync_client.progress(progress), channel="progress")

@@ -1,10 +1,7 @@
 """The update loop of a receiver: find a planner, request the part, read it from its sources, and retry after a loss.
 
-    planner: checkpoint's table (once per epoch) -> requirements -> layout -> part -> links to its sources -> transfer
-       source lost: retry without it | fenced: retry with the newest version | planner lost: use the next one
-
-After a loss there is a new plan, and all bytes are read again. After a fence the plan may be the same. Verified steps
-are then kept if their digests still equal the source's.
+After a lost source there is a new plan, and all bytes are read again. After a fence the plan may be the same, and
+verified steps whose digests still match are not read again.
 """
 
 from __future__ import annotations
@@ -50,9 +47,9 @@ from penstock.sync.receive.transfer import (
     ChangedRanges,
     Transfer,
     report,
+    report_failed,
     reporting_progress,
     require_planned,
-    tell_failed,
 )
 from penstock.sync.recording.requirements import Requirements
 from penstock.timing import Timing
@@ -62,33 +59,26 @@ from penstock.types import U64
 log = log_named("penstock")
 
 TRIES = 8
-"""Maximum number of attempts in an update. Each leaves out one more source, or reads a newer version."""
+"""Maximum number of attempts in an update. Each excludes one more source, or reads a newer version."""
 _KEPT_DECISIONS = 64
-"""Number of remembered decisions. A withdrawn version is past long before its decision is dropped."""
+"""Number of stored decisions. A withdrawn version is past long before its decision is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
 
 class UpdateLoop:
-    """The update loop, as the module's docstring describes.
-
-    One thread at a time updates, and the server's threads read the attributes.
+    """The update loop of a receiver. One thread at a time updates, and the server's threads read the attributes.
 
     Attributes:
-        buffers: memory that receives versions. None before `prepare` and the first update. Replaced when an epoch has a
-            different checkpoint.
-        requirements: requirements of the target. None before `prepare` and the first update, and after the target
-            moved. They outlive `buffers`.
+        buffers: memory that receives versions. None before `prepare` and the first update. A new checkpoint replaces
+            it.
+        requirements: requirements of the target, which outlive `buffers`. None also after the target moved.
         checkpoint: the checkpoint's table from the planner. None before `prepare` and the first update.
-        decisions: known decisions of the fleet, by epoch and version, the oldest first.
-        decision: the newest of them.
+        decisions: known decisions of the fleet by epoch and version, the oldest first.
+        decision: the newest decision.
 
     Args:
-        membership: the members of the sync.
-        target, options: the target to fill, and the options.
         states: states of the subscriber. `writing` is entered when a transfer wrote to the target.
-        stall_s: seconds without progress after which an update fails.
-        timing: waiting times.
         before_free: called before the buffers' memory is unregistered, because others may be reading the live version
             from it.
     """
@@ -101,7 +91,6 @@ class UpdateLoop:
         states: SubscriberStates,
         *,
         timing: Timing,
-        stall_s: float,
         before_free: Callable[[], None],
     ) -> None:
         self._before_free = before_free
@@ -111,31 +100,26 @@ class UpdateLoop:
         self._storages = RegisteredStorages(())
         self._states = states
         self._timing = timing
-        # Whether the part was planned for memory that a source has since registered again.
         self._is_outdated = False
         self._options = options
-        self._stall_s = stall_s
-        # Keep the threads between versions, because starting them takes milliseconds.
+        self._stall_s = membership.stall_s
+        # Starting threads takes milliseconds, so keep them between versions.
         self._threads = KeptThreads()
         self.buffers: ReceiveBuffers | None = None
         self.checkpoint: TableReply | None = None
         self.decisions: dict[tuple[str, int], FleetDecision] = {}
         self.decision: FleetDecision | None = None
-        # The verified strips of the live version.
         self._live_proven: list[tuple[Strips, U64]] = []
-        # The epoch and the table to which `buffers` belong.
+        # The epoch and the table of `buffers`.
         self._epoch = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | None = None
-        # The rows of the part that share memory.
         self._tied: TiedRows | None = None
         self.requirements: Requirements | None = None
-        # The newest announced version.
         self._announced = -1
         # The planner and version of the running request, for reporting a failure.
-        self._asking: tuple[str, int] | None = None
-        # The last warning about a failed attempt.
-        self._told = ""
+        self._request: tuple[str, int] | None = None
+        self._last_warning = ""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -145,8 +129,7 @@ class UpdateLoop:
 
     def is_proven(self) -> bool:
         """Return whether the served memory still has the bytes that were verified in it."""
-        # A reader compares with digests that this process computes from its current bytes, so bytes that an engine
-        # changed in place would pass that check.
+        # A reader compares with digests of the current bytes, and would not detect that an engine changed them.
         buffers = self.buffers
         local_version = None if buffers is None else buffers.local_version
         if local_version is None or local_version.version is None:
@@ -156,33 +139,33 @@ class UpdateLoop:
         return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
 
     def note_decision(self, decision: FleetDecision) -> None:
-        """Remember a decision. Heartbeats report the newest to the hub, and a withdrawn version is not read again."""
+        """Store a decision. Heartbeats report the newest, and a withdrawn version is not read again."""
         self.decisions.setdefault((decision.epoch, decision.version), decision)
         while len(self.decisions) > _KEPT_DECISIONS:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
 
-    def _tell_withdrawn(self, withdrawn: FleetDecision | None) -> None:
-        """Raise VersionRefused for a withdrawn version, but only once for each version."""
+    def _refuse_withdrawn(self, withdrawn: FleetDecision | None) -> None:
+        """Raise VersionRefused for a withdrawn version, once for each version."""
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self._membership.name, withdrawn)
 
     def note_live(self) -> None:
         """Record that the version of the last transfer is live now."""
-        self._told = ""
-        # Copy the list, because a version that is only staged must not be compared with the live memory.
+        self._last_warning = ""
+        # A version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
 
     def altered(self) -> list[str]:
-        """Return the names of staged tensors that changed since they were verified. See `ReceiveBuffers`."""
+        """Return the names of staged tensors that changed since they were verified."""
         assert self.buffers is not None and self._transfer is not None
         return self.buffers.altered(self._transfer.proven)
 
     def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
-        """Report the outcome of the last transfer to the planner that was asked. See `sync.messages.RankProgress`."""
-        if self._asking is not None and self._transfer is not None:
-            planner, version = self._asking
+        """Report the outcome of the last transfer to its planner. See `sync.messages.RankProgress`."""
+        if self._request is not None and self._transfer is not None:
+            planner, version = self._request
             is_checked = outcome == "prepared" and self._options.has_check
             moved = self._transfer.moved_bytes
             progress = RankProgress(
@@ -191,14 +174,14 @@ class UpdateLoop:
             report(self._membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
-        """Return a planner's version status. Wait at most `wait_s` seconds until it is above `after`.
+        """Return a planner's version status when it is above `after`, or after `wait_s` seconds.
 
-        Return None without a planner.
+        Return None if no planner replies.
         """
         for planner in self._planners():
-            # The next planner may still answer. During a restart the list contains planners that are gone.
+            # During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
-                # Use a separate channel, because a request for a part must not wait behind this long poll.
+                # A request for a part must not wait behind this long poll.
                 news = self._membership.ask(
                     planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
                 )
@@ -207,42 +190,38 @@ class UpdateLoop:
         return None
 
     def await_version(self, version: int, timeout_s: float | None, check_open: Callable[[], None]) -> int:
-        """See `Subscriber.wait`. `check_open` is called before each request, and raises to end the wait."""
-        begun = last_answer = time.monotonic()
+        """See `Subscriber.wait`. `check_open` is called before each request, and raises an error to stop the wait."""
+        begun = last_reply = time.monotonic()
         after = version - 1
         while True:
             check_open()
             news = self.news(after, self._timing.news_wait_s)
             now = time.monotonic()
             if news is not None:
-                # A trainer may take hours per version, so without a timeout only the silence of every planner counts.
-                last_answer = now
+                # A version may take hours, so without a timeout only the silence of every planner counts.
+                last_reply = now
                 if news.version >= version:
                     return news.version
                 if news.withdrawn is not None and news.withdrawn.version >= version:
-                    # Raise this once. The next call waits for a later version.
+                    # The next call waits for a later version.
                     after = news.withdrawn.version
-                    self._tell_withdrawn(news.withdrawn)
+                    self._refuse_withdrawn(news.withdrawn)
             else:
                 time.sleep(self._timing.no_planner_pause_s)
-            waited = now - (last_answer if timeout_s is None else begun)
+            waited = now - (last_reply if timeout_s is None else begun)
             if waited > (self._stall_s if timeout_s is None else timeout_s):
                 message = f"version {version} of {self._membership.name!r} was not announced in {waited:.1f} s"
                 raise SourceStalled(message)
 
     def prepare(self) -> None:
-        """Do the one-time work of the first update: requirements, memory, the part and kernels.
+        """Do the remaining one-time work of the first update: requirements, memory, the part and kernels.
 
-        Skip what is done already.
-
-        Raises:
-            NotFound: no publisher is known yet, or some of its ranks are missing.
-            PenstockError: other errors of `receive`.
+        Raise NotFound if no publisher is known yet, or some of its ranks are missing.
         """
         self.follow()
         lost: dict[str, PenstockError] = {}
         while True:
-            # A restarted trainer is listed together with its old process, which does not answer.
+            # A restarted trainer is listed together with its old process, which does not reply.
             planner = self._choose_planner(lost)
             try:
                 buffers = self._prepare_buffers(planner)
@@ -257,31 +236,28 @@ class UpdateLoop:
         version: int | None,
         pause: Callable[[int], None],
     ) -> Staged:
-        """Read and verify a version.
+        """Read and verify a version. None means the newest.
 
-        Args:
-            version: the version to read. None means the newest.
-            pause: called with the version before the first byte of each attempt is read into place.
+        `pause` is called with the version before the first byte of each attempt is read into place.
 
         Raises:
-            NotFound: nothing can be read yet.
-            PenstockError: other errors of `Subscriber.update`.
+            NotFound: no version can be read yet.
+            PenstockError: errors of `Subscriber.update`.
         """
         begun = time.perf_counter()
         self.follow()
-        # No request is needed, because the answer is known even without a planner.
         if version is not None and version <= self._states.version:
             epoch = self._states.live.epoch
             if self._is_live(version, epoch):
                 return nothing_read(version, epoch, begun, 0)
-        self._asking = None
+        self._request = None
         try:
             return self._attempts(version, pause, begun)
         except NotFound:
-            # The caller waits and calls again, so do not count this as a failure of the version.
+            # The caller waits and calls again, so this is no failure of the version.
             raise
         except BaseException as error:
-            tell_failed(self._membership, self._asking, error)
+            report_failed(self._membership, self._request, error)
             raise
 
     def _attempts(
@@ -290,66 +266,63 @@ class UpdateLoop:
         pause: Callable[[int], None],
         begun: float,
     ) -> Staged:
-        """Try to read a version until it succeeds or `TRIES` is used up, each time without the members that failed."""
+        """Try to read a version up to `TRIES` times, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
         # The epochs for which a lost member may be needed.
         damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
             planner = self._choose_planner(lost)
             try:
-                self._asking = planner.member, -1
+                self._request = planner.member, -1
                 buffers = self._prepare_buffers(planner)
                 with self._link_requests(planner, version, lost) as requests:
                     granted = self._request_part(planner, buffers, version, lost)
-                    self._asking = planner.member, granted.version
+                    self._request = planner.member, granted.version
                     if self._is_live(granted.version, granted.epoch):
-                        self._tell_withdrawn(granted.later)
+                        self._refuse_withdrawn(granted.later)
                         return nothing_read(granted.version, granted.epoch, begun, attempt)
                     staged = self._read(planner, buffers, granted, requests, begun, attempt, pause)
                     return replace(staged, lost={member: error.summary for member, error in lost.items()})
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # This error does not come from a source, which `_read` would have named. It comes from the planner,
-                # about itself or about a member that it could not reach. If it cannot plan without that member, the
-                # planner is left out too.
+                # The planner reports this error about itself or about a member that it could not reach. If it cannot
+                # plan without that member, exclude the planner too.
                 about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
                 is_other = failed.uri != about and about not in lost
                 member, error = about if is_other else planner.member, failed
             except (PlanError, StaleDescriptor) as failed:
-                # A restarted trainer is complete, whatever its old process does.
+                # A restarted trainer does not depend on members of its old epoch.
                 if planner.state.epoch not in damaged:
                     raise
-                # The remaining members cannot supply the version, and the lost member is the reason.
+                # The lost member is the reason why the remaining members cannot supply the version.
                 raise next(reversed(lost.values())) from failed
-            # A source that fenced its version is healthy and serves the next one, so it must not be left out.
+            # A source that fenced its version is healthy and serves the next one.
             if not isinstance(error, StaleDescriptor):
                 lost[member] = error
                 damaged.add(planner.state.epoch)
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
-            left_out = f" without {member[:8]}" if member in lost else ""
-            text = f"update of {self._membership.name!r}: attempt {attempt} failed, reading again{left_out}: "
-            text += error.summary
+            without = f" without {member[:8]}" if member in lost else ""
+            text = f"update of {self._membership.name!r}: attempt {attempt} failed, reading again{without}: "
             # A caller that waits for a source repeats the same attempt many times a second, so log each text once.
-            if text != self._told:
-                log.warning("%s", text)
-                self._told = text
+            if text + error.summary != self._last_warning:
+                self._last_warning = text + error.summary
+                log.warning("%s", self._last_warning)
             time.sleep(self._timing.retry_pause_s)
         raise AssertionError("unreachable")
 
     def _is_live(self, version: int, epoch: str) -> bool:
-        """Return whether this version is already live. Raise ConfigError if it is not above the live version."""
+        """Return whether this version is already live. Raise ConfigError if it is below the live version."""
         live = self._states.version
         if version > live:
             return False
-        if version == live:
-            # A dirty or moved target may read the live version again, which repairs it.
-            if not self._states.is_current:
-                return False
-            # Compare the epoch too, because the same version number in another epoch has different bytes.
-            if epoch == self._states.live.epoch:
-                return True
+        # The live version repairs a dirty or moved target.
+        if version == live and not self._states.is_current:
+            return False
+        # The same version number in another epoch has different bytes.
+        if version == live and epoch == self._states.live.epoch:
+            return True
         message = f"version {version} is not above {live}, which is live"
         hint = "continue from Publisher.latest, because versions must grow even across restarts of the trainer"
         raise ConfigError(message, hint=hint)
@@ -359,18 +332,20 @@ class UpdateLoop:
         max_age_s = self._timing.member_list_s if max_age_s is None else max_age_s
         members = self._membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
-        # After a restart the hub lists the earlier process for a while, so the one that published last comes first.
+        # The hub lists a restarted publisher's old process for a while, so the newest version comes first.
         zeros.sort(key=lambda zero: (-zero.state.version, zero.since))
-        having = [member for member in members if member.state.side == "subscriber" and member.state.state == "open"]
-        having = [member for member in having if member.member != self._membership.member.id]
-        # Use the same order on every receiver. Without a publisher all should ask the same planner, whose plan then
-        # spreads them over the sources.
-        having.sort(key=lambda receiver: (-receiver.state.version, receiver.member))
-        return zeros + having
+        receivers = [
+            member
+            for member in members
+            if member.state.side == "subscriber"
+            and member.state.state == "open"
+            and member.member != self._membership.member.id
+        ]
+        # All receivers use the same order, so that one planner spreads them over the sources.
+        return zeros + sorted(receivers, key=lambda receiver: (-receiver.state.version, receiver.member))
 
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        # After a loss ask the hub again. A process may have replaced the lost one, and receivers that still answer know
-        # only its earlier versions.
+        # After a loss, a process may have replaced the lost one.
         candidates = [member for member in self._planners(max_age_s=0.0 if lost else None) if member.member not in lost]
         if not candidates:
             if lost:
@@ -381,24 +356,21 @@ class UpdateLoop:
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
         """Return the receive buffers for this epoch's versions. Allocate new ones if its checkpoint differs."""
-        # An epoch's checkpoint does not change, so its table is requested once. A restarted trainer has a new epoch,
-        # usually with the same table. The buffers and the recording of the loader then stay.
+        # An epoch's checkpoint does not change. A restarted trainer has a new epoch, usually with the same table.
         if self.requirements is not None and self._epoch == planner.state.epoch:
             if self.buffers is None:
-                # The buffers were freed while the engine slept.
                 self.buffers = self._allocate(self.requirements)
             return self.buffers
         checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
-        seen = self._selected(checkpoint)
-        key = layout_digest(seen.table), seen.tags
+        selection = self._selected(checkpoint)
+        key = layout_digest(selection.table), selection.tags
         buffers = self.buffers
         if buffers is None or key != self._table:
             requirements = self.requirements
             if requirements is None or key != self._table:
-                # Compute this before dropping anything, because names or shapes may not match, and then the live
-                # version is still served.
-                requirements = self._followed.requirements(seen.table, seen.tags)
-            # Free the old staging copy first, because a device rarely has memory for two.
+                # If names or shapes do not match, the live version must still be served.
+                requirements = self._followed.requirements(selection.table, selection.tags)
+            # A device rarely has memory for two staging copies.
             self._give_up_buffers()
             buffers = self._allocate(requirements)
             self.buffers, self.requirements = buffers, requirements
@@ -412,17 +384,17 @@ class UpdateLoop:
         return select_tensors(checkpoint, self._options.transforms, model)
 
     def follow(self) -> list[str]:
-        """If tensors moved, drop the data that was made for them. Return the names of tensors that were replaced.
+        """If tensors moved, drop the data that was made for them. Return the names of replaced tensors.
 
-        The next update makes it for the new tensors. Call it before anything is read.
+        Call it before an update reads.
         """
         moved = [] if self.requirements is None else self._followed.moved()
         if moved:
             self.requirements = None
-        # Torch freed or moved the memory. The tensors, and so the requirements, are the same.
+        # Torch may also free or move the memory of the same tensors.
         if moved or (self.buffers is not None and not self._storages.are_there()):
             if self._states.at_rest is SubscriberState.LIVE:
-                # The tensors may have arbitrary values at the new places, so the live version is read again.
+                # The tensors may have arbitrary values now, so the live version is read again.
                 self._states.enter(SubscriberState.MOVED)
             self._give_up_buffers()
         return moved
@@ -442,19 +414,14 @@ class UpdateLoop:
     def _give_up_buffers(self) -> None:
         if self.buffers is not None:
             self._before_free()
-            self.buffers.close()
-            self.buffers = None
-        # The transfer's part and stored digests belong to the old buffers, which it would keep alive.
-        self._forget_transfer()
-        # These strips may be in different memory now.
-        self._live_proven = []
+        self.free()
 
     def _link_requests(
         self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
     ) -> LinkRequests:
-        """Return requests to the sources of the previous version, sent while the part is requested.
+        """Return requests to the sources of the previous version, which are sent while the part is requested.
 
-        Most versions have the same plan and therefore these sources, which saves a round trip before the first read.
+        Most versions have the same plan, so this saves a round trip before the first read.
         """
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
@@ -472,9 +439,9 @@ class UpdateLoop:
         *,
         is_ahead: bool = False,
     ) -> Granted:
-        """Request this receiver's part of the version. Afterwards `self._transfer` has its key."""
+        """Request this receiver's part of the version for `self._transfer`."""
         # Parts have megabytes and are the same for every version of a plan. With `have_key` the planner does not send
-        # it again.
+        # the part again.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version,
@@ -492,13 +459,12 @@ class UpdateLoop:
             is_outdated=self._is_outdated,
         )
         outcome = self._ask_part(planner, request)
-        # Layouts have megabytes too. A planner gets this receiver's layout once, on request, and knows it by its digest
-        # then.
+        # Layouts have megabytes too, so a planner gets the layout only on request.
         if isinstance(outcome, LayoutNeeded):
             outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
             if isinstance(outcome, LayoutNeeded):
                 raise NotFound("the planner asked twice for this receiver's layout")
-        # The decisions that are known here come first: a withdrawn version must not go live, whatever a planner says.
+        # A version that is known to be withdrawn must not go live, whatever a planner replies.
         known = self.decisions.get((outcome.epoch, outcome.version))
         if isinstance(outcome, Withdrawn):
             known = outcome.decision
@@ -514,7 +480,7 @@ class UpdateLoop:
             self._transfer = Transfer(
                 self._tied.part,
                 buffers.into,
-                names=buffers.layout.names,
+                names=names,
                 watermark_bytes=self._options.watermark_bytes,
                 stall_s=self._stall_s,
                 delta=ChangedRanges(),
@@ -522,7 +488,7 @@ class UpdateLoop:
                 timing=self._timing,
             )
         if not isinstance(outcome, Granted) or self._transfer is None or self._transfer.part.key != outcome.key:
-            raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
+            raise PlanError("the planner sent no part, or a part whose key differs from the one in its reply")
         return outcome
 
     def _ask_part(self, planner: SyncMember, request: PartRequest) -> PartOutcome:
@@ -544,7 +510,7 @@ class UpdateLoop:
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self._membership, planner.member, granted.version, transfer, self._threads):
             links = requests.take(tied.sources, granted.version)
-            # This happens before the engine pauses. The next request gets a new plan.
+            # The next request gets a new plan.
             self._is_outdated = True
             try:
                 require_planned(part, links.values())
@@ -553,12 +519,9 @@ class UpdateLoop:
             self._is_outdated = False
             metadata = _metadata_of(links)
             if self._options.accept is not None:
-                touched = (
-                    "the target may have bytes of it"
-                    if self._states.now is SubscriberState.WRITING
-                    else "the target was not touched"
-                )
-                with noted("before_read", granted.version, touched):
+                is_writing = self._states.now is SubscriberState.WRITING
+                state = "the target may have bytes of it" if is_writing else "the target was not touched"
+                with noted("before_read", granted.version, state):
                     self._options.accept(granted.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
             pause(granted.version)
@@ -568,8 +531,7 @@ class UpdateLoop:
             except PenstockError as error:
                 if error.mutated and not self._options.staged:
                     self._states.enter(SubscriberState.WRITING)
-                # The transfer wrote to the staging copy, which the user never sees. Otherwise the state knows it, and
-                # the flip sets `mutated`.
+                # The transfer wrote to the staging copy, or the state records that it wrote to the target.
                 error.mutated = False
                 if transfer.lost is not None:
                     raise SourceFailed(transfer.lost, error) from error
@@ -577,7 +539,7 @@ class UpdateLoop:
         if not self._options.staged:
             self._states.enter(SubscriberState.WRITING)
         if granted.decide_s is None and not self._options.has_check:
-            # Report before the flip, because a live publish waits only for the bytes.
+            # A live publish waits only for the bytes.
             self.report("committed")
         return Staged(
             version=granted.version,
@@ -622,9 +584,9 @@ class UpdateLoop:
         return buffers
 
     def free(self) -> list[tuple[Strips, U64]]:
-        """End the registrations and free the staging memory. Return the live version's strips and their digests.
+        """Close the registrations and free the staging memory. Return the live version's strips and their digests.
 
-        The next update creates new ones from the same requirements.
+        The next update creates new buffers from the same requirements.
         """
         proven, self._live_proven = self._live_proven, []
         self._forget_transfer()
@@ -634,17 +596,16 @@ class UpdateLoop:
         return proven
 
     def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
-        """Return buffers for a version from elsewhere, with the digests of its strips if they are known.
+        """Return buffers for a version from elsewhere. `proven` has digests of its strips, or is empty.
 
         Call it after `free`, when the target has memory again.
         """
         assert self.checkpoint is not None
         if self.follow():
-            # The strips belong to the old memory.
-            proven = []
+            proven = []  # the strips belong to the old memory
         if self.requirements is None:
-            seen = self._selected(self.checkpoint)
-            self.requirements = self._followed.requirements(seen.table, seen.tags)
+            selection = self._selected(self.checkpoint)
+            self.requirements = self._followed.requirements(selection.table, selection.tags)
         if self.buffers is None:
             self.buffers = self._allocate(self.requirements)
         self._live_proven = proven
@@ -663,7 +624,7 @@ class UpdateLoop:
             self._transfer.note_exchange()
 
     def close(self) -> None:
-        """End the registrations and the threads. Idempotent."""
+        """Close the registrations and stop the threads. Idempotent."""
         with self._threads:
             self._forget_transfer()
             if self.buffers is not None:
@@ -671,7 +632,7 @@ class UpdateLoop:
 
 
 def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
-    """Return the metadata of a version. All its sources must agree on it."""
+    """Return the metadata of a version, on which all its sources must agree."""
     metadata = [(member, link.map.metadata) for member, link in links.items()]
     for member, texts in metadata[1:]:
         first, expected = metadata[0]
@@ -685,7 +646,7 @@ def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
 
 
 def _path_of(report: TransferReport) -> str:
-    """Return the share of bytes for each transport and source as text, the largest first."""
+    """Return the share of bytes for each transport and source, the largest first."""
     total = max(1, sum(link.nbytes for link in report.links))
     links = sorted((link for link in report.links if link.nbytes), key=lambda link: -link.nbytes)
     return ", ".join(f"{link.nbytes / total:.0%} {link.path} <- {link.member[:8]}" for link in links)
