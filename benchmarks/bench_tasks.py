@@ -4,7 +4,7 @@
     python -m benchmarks.bench_tasks --op fp8-block128      one source, in a block format
     python -m benchmarks.bench_tasks --layers 4 --experts 8 --tasks 1000 --workers 16
 
-Planning is `jobs.job.plan_job`, as each process of a job calls it, and `task_bytes` is what gives so many tasks.
+Planning is `job.plan_job`, which each process of a job calls. `task_bytes` gives the number of tasks.
 Placing is the project's own `Placement` driven by `simulate_convert`: nodes of eight GPUs, one in fifty 5 times slower.
 One thread; the peak is the process's, with all that the plan is made of.
 """

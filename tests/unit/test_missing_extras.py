@@ -59,7 +59,7 @@ for words in sys.argv[1:]:
         except SystemExit as end:
             code = end.code
     text = stderr.getvalue()
-    if code != 2 or "MissingExtra" not in text or "pip install '" not in text:
+    if code != 2 or "MissingExtra" not in text or "pip install " not in text:
         print(words, code, text)
     if "bug" in text or "Traceback" in text or "destination may" in text:
         print(words, "blames Penstock", text)
@@ -130,8 +130,24 @@ def test_doctor_without_torch_names_its_command(tmp_path: Path) -> None:
         ("huggingface_hub", "fetch org/name --cache"),
         ("modelscope,modelscope_hub", "inspect ms://org/name"),
         ("ray", "convert llama out --ray auto"),
+        ("penstock_convert", "convert llama out"),
     ],
 )
 def test_command_without_package_exits_as_usage_error(tmp_path: Path, llama: str, packages: str, command: str) -> None:
     done = _run_without(packages, _COMMANDS, command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_core_without_convert_package_names_extra(tmp_path: Path) -> None:
+    program = """
+import penstock as ps
+for name in ("convert", "ConvertReport"):
+    try:
+        getattr(ps, name)
+    except ps.errors.MissingExtra as error:
+        print(isinstance(error, ImportError), error.hint)
+print(ps.load.__name__, ps.cache.WeightCache.__name__)
+"""
+    done = _run_without("penstock_convert", program, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == 2 * 'True pip install "penstock[convert]"\n' + "load WeightCache\n"

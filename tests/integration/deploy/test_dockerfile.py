@@ -143,10 +143,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def test_image_contains_requested_adapters(tmp_path: Path) -> None:
     require_container()
     with ExitStack() as stack:
-        asked = {"EXTRAS": "metrics", "ADAPTERS": "penstock-tools penstock-compile-cache"}
+        asked = {"EXTRAS": "metrics", "ADAPTERS": "penstock-convert penstock-tools penstock-compile-cache"}
         image = build(tmp_path, asked, stack)
         done = image.run(*image.entrypoint, "--help")
-        assert done.returncode == 0 and {"simulate", "compile-cache", "load"} <= {*done.stdout.split()}, done.stderr
+        assert done.returncode == 0 and {"simulate", "compile-cache", "convert", "load"} <= {*done.stdout.split()}, (
+            done.stderr
+        )
 
 
 def test_image_runs_command_as_unprivileged_user(image: Stage) -> None:

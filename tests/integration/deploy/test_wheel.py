@@ -289,6 +289,12 @@ def test_core_command_names_missing_package(core: Environment) -> None:
         assert done.stderr.endswith(f'pip install "penstock[{extras[package]}]"\n'), done.stderr
 
 
+def test_core_verb_names_missing_convert_package(core: Environment) -> None:
+    done = run(core.path / "bin" / "python", "-c", "import penstock; penstock.convert('a', 'b')")
+    assert done.returncode == 1 and "MissingExtra: this needs penstock_convert" in done.stderr, done.stderr
+    assert done.stderr.endswith('pip install "penstock[convert]"\n'), done.stderr
+
+
 def test_core_reads_files_without_torch(core: Environment, tmp_path: Path) -> None:
     penstock = core.penstock
     write_file(tmp_path / "model.safetensors", {"w": (DType.F32, (2, 3), bytes(24))})

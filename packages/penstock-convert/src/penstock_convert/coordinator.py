@@ -1,6 +1,6 @@
 """Starts the workers of a job, assigns tasks, records finished tasks, and replaces workers that die or hang.
 
-`plan.placement` decides which worker gets a task, `jobs.workers.worker` runs it, and `convert` publishes the result.
+`plan.placement` decides which worker gets a task, `workers.worker` runs it, and `convert` publishes the result.
 
     spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
                 silent or dead: placement.remove, killed, replaced

@@ -3,7 +3,7 @@
     text --operation_spec--> spec --completed, once--> complete spec --operation_of, in every process--> Operation
 
 An operation is built in, or a user's at `module:name`. `completed` reads missing options from files next to the
-sources. `jobs.workers.worker` and `jobs.coordinator` handle operations that raise, hang, or return wrong tensors.
+sources. `workers.worker` and `coordinator` handle operations that raise, hang, or return wrong tensors.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A worker that asks for tasks gets the first of these that is available:
 3. the last queued task of the slowest worker or place
 4. a duplicate of a task that runs elsewhere
 
-The caller passes the time, so equal events give equal decisions. Processes and messages are in `jobs`, and the tasks in
-`tasks`.
+The caller passes the time, so equal events give equal decisions. `tasks` has the
+tasks.
 """
 
 from __future__ import annotations

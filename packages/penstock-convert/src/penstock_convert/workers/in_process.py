@@ -1,7 +1,7 @@
 """Runs workers as threads of this process, for small conversions, because starting a process takes longer than they do.
 
 The worker is the same as in a separate process (`process.serve`), except that it is ended by closing its connection,
-because a thread cannot be killed. `jobs.convert` decides which conversions run this way.
+because a thread cannot be killed. `convert` decides which conversions run this way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The run loop of every journey. Executors run work items by priority, and a ticket holds progress and the first error.
 
-The journeys define the items: `loader.run`, `fetcher.run`, `sync.receive.transfer` and `jobs.workers.worker`.
+The journeys define the items: `loader.run`, `fetcher.run`, `sync.receive.transfer` and the workers of a conversion.
 
     with Run(...) as run:
         executor = run.executor("fetch", 4)      # threads start with the first item
