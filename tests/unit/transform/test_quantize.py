@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 from penstock.errors import PlanError  # noqa: E402
 from penstock.transform.formats import FORMATS, foreign, format_of, outputs, owned  # noqa: E402  # noqa: E402
 from penstock.transform.fuse import KernelJob, fuse  # noqa: E402
-from penstock.transform.quantize import dequantise, quantise, torch_dtype  # noqa: E402
+from penstock.transform.quantize import quantise, torch_dtype  # noqa: E402
 from penstock.types import Box, DType  # noqa: E402
+from penstock_convert.operations.read_codes import dequantise  # noqa: E402
 
 F = np.float32
 E4M3 = [(-1 if code & 128 else 1) * (

@@ -41,7 +41,6 @@ from penstock.storage import is_remote, text_of
 from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
 from penstock.storage.place import STAMP, DestinationClaim, OutputPlace, require_apart
-from penstock.storage.small_files import NO_SMALL_FILES, find_small_files
 from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
@@ -72,6 +71,7 @@ from penstock_convert.result import (
     stamp,
     without_source_quantization,
 )
+from penstock_convert.small_files import NO_SMALL_FILES, find_small_files
 from penstock_convert.watch import JobWatch
 from penstock_convert.workers.in_process import ThreadLauncher
 from penstock_convert.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver

@@ -8,11 +8,12 @@ import torch
 from penstock.errors import ConfigError, PlanError
 from penstock.testing.transform_suite import values
 from penstock.transform.formats import FORMATS, fault, format_of
-from penstock.transform.quantize import dequantise, dtype_of, quantise, torch_dtype
+from penstock.transform.quantize import dtype_of, quantise, torch_dtype
 from penstock.types import DType
 from penstock_convert.operations.formats import Dequantise, StoreOperation
 from penstock_convert.operations.merge import Linear, Slerp, Ties
 from penstock_convert.operations.operation import Chain, Rename
+from penstock_convert.operations.read_codes import dequantise
 from penstock_convert.testing import check_rows, outputs_of, table_of
 
 BLOCKS = [tag for tag, form in FORMATS.items() if form.scaling != "none"]

@@ -30,7 +30,7 @@ from penstock_convert.plan.tasks import Recipe, Spec, TaskOutput
 if TYPE_CHECKING:
     import torch
 
-    from penstock.transform.select import Selection
+    from penstock_convert.operations.select import Selection
 
 _CACHED = 1 << 18
 """Number of elements computed at a time on the CPU. 1 MiB in FP32 fits a core's L2 cache."""
@@ -104,7 +104,8 @@ class StoreOperation:
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
         """Return the tensors to quantise. Raise PlanError if others are stored quantised in a different format."""
-        from penstock.transform.select import KEEP, select
+        from penstock.transform.select import KEEP
+        from penstock_convert.operations.select import select
 
         tensors = [_named_layout(spec) for spec in specs]
         dtypes = {spec.name: spec.dtype for spec in specs}
@@ -206,7 +207,7 @@ class StoreOperation:
         """See `Operation.config`."""
         if self._selection is None:
             return with_dtype(config, self._form.values)
-        from penstock.transform.select import quantization_config
+        from penstock_convert.operations.select import quantization_config
 
         return {**without_declared(config), "quantization_config": quantization_config(self._form, self._selection)}
 
@@ -350,7 +351,7 @@ class Dequantise:
         """See `Operation.run`."""
         import torch
 
-        from penstock.transform.quantize import read_codes
+        from penstock_convert.operations.read_codes import read_codes
 
         present = [tensor for tensor in inputs if tensor is not None]
         if recipe.copies:

@@ -1,6 +1,6 @@
 """Operations for GGUF files. `DequantiseBlocks` restores quantised values, and `StoreGguf` writes a GGUF file.
 
-`transform.ggml` has the bits of each type, and `storage.gguf` the file format.
+`ggml` has the bits of each type, and `storage.gguf` the file format.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, OperationFailed, PlanError
-from penstock.storage.gguf import BLOCK_TYPES, BY_NAME, PLAIN, GgufHeader, Info, encode_header, number_field, text_field
+from penstock.storage.gguf import BLOCK_TYPES, BY_NAME, PLAIN, GgufHeader
 from penstock.types import DType, TensorTable
 from penstock_convert.operations.formats import Dequantise, with_dtype
+from penstock_convert.operations.gguf_header import Info, encode_header, number_field, text_field
 from penstock_convert.operations.operation import (
     FLOATS,
     Chain,

@@ -1,4 +1,4 @@
-"""The GGUF format: read headers of versions 2 and 3, write headers of version 3. All are little-endian.
+"""The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
 Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape
 `[..., bytes of a row]` with the file's blocks, and the metadata key `GGUF.types` states its type.
@@ -438,47 +438,6 @@ def _table(
         offset=start + data_offset,
         nbytes=sizes,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """A tensor in a header. `offset` counts from the first body, and `shape` is in elements."""
-
-    name: str
-    number: int
-    shape: tuple[int, ...]
-    offset: int
-
-
-def text_field(key: str, value: str) -> bytes:
-    """Encode a metadata entry of type string."""
-    return _string(key) + _U32.pack(_STRING) + _string(value)
-
-
-def number_field(key: str, value: int) -> bytes:
-    """Encode a metadata entry of type uint32."""
-    return _string(key) + _U32.pack(4) + _U32.pack(value)
-
-
-def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
-    """Return the padded start of a file, up to its first body.
-
-    Args:
-        fields: encoded metadata entries.
-        infos: the tensors, in the order of their bodies.
-    """
-    parts = [MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(infos), len(fields)), *fields]
-    for info in infos:
-        dims = info.shape[::-1]
-        numbers = _INFOS[len(dims)].pack(*dims, info.number, info.offset)
-        parts.append(_string(info.name) + _U32.pack(len(dims)) + numbers)
-    raw = b"".join(parts)
-    return raw + bytes(-len(raw) % ALIGNMENT)
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return _U64.pack(len(raw)) + raw
 
 
 def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:

@@ -26,13 +26,12 @@ differ where the quotient is on the edge between two codes. MXFP8's scales are p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from penstock.errors import PlanError
-from penstock.transform.formats import CASTS, WHOLE, Format, check, outputs
+from penstock.transform.formats import WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100
@@ -60,7 +59,6 @@ E8M0_NAN = 0xFF
 
 # Numbers half-way between two codes of E2M1, and whether such a number rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _TORCH = {
     DType.F64: torch.float64,
@@ -104,7 +102,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     shape = tuple(source.shape)
     check(form, "", dtype_of(source), shape, Box.full(shape))
     if form.scaling == "none":
-        return (_cast(source, form.values),)
+        return (cast(source, form.values),)
     rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
     # Use FP32 for every source, since the kernels do and the bits must be the same. The shape becomes [..., blocks
     # down, rows, blocks across, cols]. Elements beyond the edge count as zero.
@@ -192,7 +190,7 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
     return codes | (torch.signbit(values).to(torch.uint8) << 3)
 
 
-def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
+def cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Cast through FP32, or through FP64 if that is wanted. In FP8, numbers beyond the range become the largest number.
 
     E4M3 has no infinity, so an infinity becomes NaN.
@@ -223,87 +221,3 @@ def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tup
         whole = magnitude(source.new_zeros((), dtype=torch.float32) if amax is None else amax).amax()
         empty_parts[-1] = _scales(form, whole, whole)[2][0]
     return tuple(empty_parts)
-
-
-def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
-    """Return the values of the tensors that a format stores, computed in FP32 and then cast.
-
-    Args:
-        parts: result of `quantise`, or boxes of it that cut no block.
-        dtype: one of CASTS.
-
-    Raises:
-        PlanError: the dtype is not one of CASTS, or the parts do not match the format.
-    """
-    if dtype not in CASTS:
-        raise PlanError(f"{dtype} is not one of {', '.join(sorted(CASTS))}")
-    if form.scaling == "none":
-        return _cast(parts[0], dtype)
-    codes, scales = parts[0], parts[1]
-    packed = form.values is DType.F4
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if packed else tuple(codes.shape)
-    want = outputs(form, "", DType.F32, shape, Box.full(shape))
-    if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(part.shape, part.dtype) for part in want]:
-        actual = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise PlanError(f"{actual} do not match the tensors of {form.tag}")
-    return read_codes(codes, scales, form.block, dtype, whole=parts[2] if form.global_suffix else None, packed=packed)
-
-
-def read_codes(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    block: tuple[int, int],
-    dtype: DType,
-    *,
-    whole: torch.Tensor | None = None,
-    multiplies: bool = False,
-    packed: bool = False,
-    first_row: int = 0,
-) -> torch.Tensor:
-    """Return the values of codes and scales in any layout, computed in FP32 and then cast.
-
-    Args:
-        codes: FP8, INT8, or E2M1 with two codes per byte.
-        scales: scales of the whole tensor, whichever rows the codes are. They have any floating dtype, or are exponents
-            (E8M0, also as U8). The last two dims count blocks. A single element is the scale of the whole tensor.
-        block: rows and columns of values that share a scale. WHOLE means the whole dim.
-        dtype: one of CASTS.
-        whole: number by which all scales are divided, or None.
-        multiplies: multiply all scales by `whole` instead.
-        packed: codes are E2M1, two per byte.
-        first_row: row of the whole tensor, in the second last dim, at which the codes begin.
-    """
-    # Look up the sixteen codes in a table, since torch cannot compute with E2M1.
-    if packed:
-        table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
-        # DeepSeek-V4 stores the bytes as I8, whose sign a shift would keep.
-        codes = codes.view(torch.uint8)
-        values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
-    else:
-        values = codes.float()
-    if not values.numel():
-        return _cast(values, dtype)
-    factor = _scale_values(scales)
-    if whole is not None:
-        factor = factor * whole if multiplies else factor / whole
-    # A single scale applies to all values, whatever `block` says. It also fits shapes that blocks do not.
-    if factor.numel() == 1:
-        return _cast(values * factor.reshape(()), dtype)
-    rows, cols = block
-    if factor.shape[-2] > 1 and rows != WHOLE:
-        # A shard may begin in the middle of the scales and of a block.
-        count = torch.arange(first_row, first_row + values.shape[-2], device=factor.device)
-        factor = factor[..., count // rows, :]
-    if cols != WHOLE and factor.shape[-1] > 1:
-        factor = factor.repeat_interleave(cols, -1)[..., : values.shape[-1]]
-    return _cast(values * factor, dtype)
-
-
-def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as FP32. U8 and E8M0 are exponents."""
-    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        return scales.float()
-    exponent = scales.view(torch.uint8).int()
-    # 2^-127 is the only scale below the normal numbers of FP32.
-    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
-    return torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from penstock.errors import PlanError
 from penstock.transform.formats import Format, fault
 from penstock.types import DType
 
@@ -42,83 +38,8 @@ KEEP = (
 `wte` and `wpe` in GPT-2. Heads are `output` in InternLM2 and Mistral's files, `score` and `classifier` in transformers'
 sequence classification, and `qa_outputs` in its question answering."""
 
-_SHOWN = 3
-"""Number of reasons that the error lists if nothing is left to quantise."""
-
 Tensor = tuple[str, DType, tuple[int, ...]]
 """Name, dtype and shape."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Tensors of a model that are quantised, and the reasons why the others are not."""
-
-    names: tuple[str, ...]
-    """Tensors to quantise, in the order given."""
-    kept: Mapping[str, str]
-    """Reason for each tensor that is kept unchanged."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each kept tensor."""
-    stored: frozenset[str] = frozenset()
-    """Kept tensors that the source already stores in this format."""
-
-    def modules_kept(self) -> tuple[str, ...]:
-        """Return the modules that are not quantised. Without this list engines treat every linear layer as quantised.
-
-        A stack of experts is a parameter of its module, so the module is listed. The output layer of a model with tied
-        embeddings has no tensor. It is always listed unless it is quantised.
-        """
-        modules = set()
-        for name in self.kept.keys() - self.stored:
-            if name.endswith(".weight"):
-                modules.add(name.removesuffix(".weight"))
-            elif len(self.shapes[name]) > 2 and "." in name:
-                modules.add(name.rpartition(".")[0])
-        if not any(HEAD in name for name in (*self.names, *self.kept)):
-            modules.add(HEAD)
-        return tuple(sorted(modules))
-
-
-HEAD = "lm_head"
-"""Name of a language model's output layer in transformers, also if it is tied to the embedding."""
-
-
-def select(
-    form: Format,
-    tensors: Iterable[Tensor],
-    *,
-    keep: Sequence[str] = KEEP,
-    only: Sequence[str] = ("*.weight",),
-    stored: Collection[str] = (),
-) -> Selection:
-    """Select linear weights: tensors of two dims whose name matches `only` and not `keep` (shell patterns for the whole
-    name).
-
-    Args:
-        form: format in which they are to be stored.
-        tensors: all tensors of the model.
-        stored: names of tensors that are stored in this format already.
-
-    Raises:
-        PlanError: nothing is left to quantise.
-    """
-    tensors = list(tensors)
-    why = reasons(form, tensors, keep=keep, only=only)
-    # This overrides the reasons, so that a tensor that is stored in this format already is not quantised again.
-    why |= dict.fromkeys(stored, f"it is already stored as {form.tag}")
-    names = tuple(name for name, reason in why.items() if not reason)
-    if not names:
-        common = Counter(why[name] for name, _, shape in tensors if len(shape) > 1).most_common(_SHOWN)
-        detail = "; ".join(f"{reason} ({count} tensors)" for reason, count in common)
-        raise PlanError(
-            f"no tensor is left to store as {form.tag}: {detail}", hint="change the patterns only= and keep="
-        )
-    return Selection(
-        names=names,
-        kept={name: reason for name, reason in why.items() if reason},
-        shapes={name: shape for name, _, shape in tensors if why[name]},
-        stored=frozenset(stored),
-    )
 
 
 def reasons(
@@ -161,14 +82,3 @@ def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
 
 def _leaf(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
-    """Return the `quantization_config` entry for `config.json`.
-
-    Raises:
-        PlanError: the format needs no entry, for example a cast.
-    """
-    if form.config is None:
-        raise PlanError(f"{form.tag} needs no quantization_config, since the tensors have its dtype")
-    return form.config(selection.modules_kept())

@@ -9,7 +9,7 @@ import pytest
 from penstock.config import Settings
 from penstock.errors import NotFound, SourceUnavailable
 from penstock.storage import MemorySource, Source, register_storage
-from penstock.storage.small_files import find_small_files
+from penstock_convert.small_files import find_small_files
 
 FILES: dict[str, bytes] = {}
 BROKEN: list[str] = []

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.transform.formats import FORMATS, format_of
-from penstock.transform.select import quantization_config, select
 from penstock.types import DType
+from penstock_convert.operations.select import quantization_config, select
 
 MODEL = [
     ("model.embed_tokens.weight", DType.BF16, (1000, 64)),
