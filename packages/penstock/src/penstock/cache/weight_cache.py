@@ -608,4 +608,3 @@ class CacheDestination:
 
 def _not_open() -> ConfigError:
     return ConfigError("this cache is not open", hint="use `with WeightCache(...) as cache:`, or call open() first")
-    return ConfigError("this cache is not open", hint="use `with WeightCache(...) as cache:`, or call open() first")

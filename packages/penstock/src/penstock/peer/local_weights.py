@@ -344,8 +344,6 @@ class LocalWeights:
         self._num_logged = 0
         self._sources: list[str] = []
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
-        # Registrations that peers read from, and registrations that this process's reads write to. The second list
-        # contains the first, and more, because some transports only fill memory.
         # Peers read from `_handles`, and this process's reads write to `_into`, which contains `_handles` and
         # registrations of transports that only fill memory.
         self._handles: list[dict[str, Handle]] = []
@@ -374,7 +372,6 @@ class LocalWeights:
             into = [links.register_into(*pair) for pair in zip(self.place.regions, registered, strict=True)]
         except BaseException:
             _close(registered)
-            raise
             raise
         self._handles = registered
         self._into = into

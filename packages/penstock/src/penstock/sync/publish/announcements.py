@@ -1,4 +1,4 @@
-"""The announcements of a publisher rank to receivers and the hub: versions that begin, end or are withdrawn."""
+"""The announcements of a publisher rank to receivers and the hub: versions that open, close or are withdrawn."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from penstock.sync.local_version import VersionStatus
 
 
 class Announcements:
-    """The versions of one rank, as other members see them. One thread at a time changes them.
+    """The versions of one rank, as other members see them. Only one thread at a time may change them.
 
     Attributes:
         epoch: the publishers' epoch, which is the member id of their rank 0.
-        version: the newest version that was announced or whose number is used up, or -1.
+        version: the newest version whose number was used, or -1.
         status: the version status for receivers.
-        decision: the newest decision of the fleet, or None.
+        decision: the fleet's newest decision, or None.
     """
 
     def __init__(self, member: Member) -> None:
@@ -23,37 +23,31 @@ class Announcements:
         self.status = VersionStatus()
         self.decision: FleetDecision | None = None
         self._member = member
-        # The previous status, which is needed if the newest version is withdrawn.
+        # A withdrawal of the newest version restores the previous status.
         self._before = self.status.now
 
     @property
     def is_withdrawn(self) -> bool:
         """Return whether the newest version was withdrawn."""
         known = self.decision
-        return known is not None and (known.epoch, known.version, known.outcome) == (
-            self.epoch,
-            self.version,
-            "withdrawn",
-        )
+        newest = (self.epoch, self.version, "withdrawn")
+        return known is not None and (known.epoch, known.version, known.outcome) == newest
 
     def begin(self, version: int) -> None:
-        """Tell receivers and the hub that a version can be read here."""
+        """Announce to receivers and the hub that a version can be read here."""
         self.version = version
         self._before = self.status.now
         self.status.post(self.epoch, version, is_open=True)
         self._member.beat_now()
 
     def end(self) -> None:
-        """Tell receivers and the hub that the version can no longer be read here.
-
-        After a withdrawal name the previous version.
-        """
-        # Otherwise subscribers would request the withdrawn version as the newest one.
+        """Announce that the version can no longer be read here. After a withdrawal announce the previous version."""
+        # Subscribers must not request a withdrawn version as the newest version.
         newest, withdrawn = (self._before.version, self.decision) if self.is_withdrawn else (self.version, None)
         self.status.post(self.epoch, newest, is_open=False, withdrawn=withdrawn)
         self._member.beat_now()
 
     def decided(self, decision: FleetDecision) -> None:
-        """Keep the fleet's decision. The next heartbeat reports it to the hub."""
+        """Store the fleet's decision. The next heartbeat reports the decision to the hub."""
         self.decision = decision
         self._member.beat_now()

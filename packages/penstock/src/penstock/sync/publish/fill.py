@@ -1,7 +1,4 @@
-"""Fills memory that receivers already read, batch by batch. A batch can be read when the device has written it.
-
-queue batches i, i + 1, ... --> wait for batch i --> its rows are ready --> queue another --> ...
-"""
+"""Fills memory that receivers already read, batch by batch. A batch becomes readable when the device has written it."""
 
 from __future__ import annotations
 
@@ -20,14 +17,11 @@ class Batch(Protocol):
 
     @property
     def rows(self) -> I64:
-        """Return the numbers of the rows that the batch completes."""
+        """Return the numbers of the batch's rows."""
         ...
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the work on the devices, and return an event after it for each device.
-
-        On the host, do the work at once.
-        """
+        """Queue the work, and return an event after it for each device. On the host, do the work immediately."""
         ...
 
 
@@ -38,10 +32,10 @@ def fill(
 
     Args:
         batches: the batches, in the order in which receivers read them.
-        ready: called with the rows of each batch when the devices have written them.
-        stall_s: deadline for each batch in seconds.
-        work: describes a batch in the error.
-        num_ahead: number of batches queued behind the awaited batch, so that the device has no gap between batches.
+        ready: called with the rows of each batch after the devices have written them.
+        stall_s: timeout of each batch in seconds.
+        work: name of a batch's work, for the error.
+        num_ahead: number of batches queued behind the awaited batch, so that the device never idles.
 
     Raises:
         DestinationError: the device finished no batch for `stall_s`.
@@ -55,7 +49,7 @@ def fill(
 
     for batch in batches:
         queued.append((batch, batch.queue()))
-        # A batch without events is done, because it ran on the host.
+        # A batch without events ran on the host and is done.
         while queued and (len(queued) > num_ahead or not queued[-1][1]):
             finish()
     while queued:

@@ -1,7 +1,4 @@
-"""The rows that a publisher rank offers, and the copy of their memory that a snapshot serves.
-
-Plain rows are the parameters. Tagged rows are transformed at each publish, exactly even across shards.
-"""
+"""The rows that a publisher rank offers, and the copy of their memory that a snapshot serves."""
 
 from __future__ import annotations
 
@@ -46,20 +43,19 @@ class Offer:
         rows: all rows, plain rows first.
         memories: the memory that a snapshot copies: of the `plain` rows, and for a host copy of the tagged rows too.
         filled: regions of tagged rows that are not copied.
-        is_copied: whether the tagged rows are copied too, after they are filled.
+        is_copied: whether the tagged rows are filled and then copied.
         seconds: duration of the last `fill` in seconds.
 
     Args:
         rows: all declared rows.
         transforms: see `publisher`. None means that only plain rows are served.
         keep_plain: serve tagged rows also without the transformation.
-        world_size: number of ranks.
-        copies: destination of the copies of `memories`: `device` or `cpu`. None means that they are not copied.
+        copies: destination of the copies of `memories`: `device` or `cpu`. None means no copies.
         memory_bytes: limit in bytes for the copies and the transformed tensors together.
 
     Raises:
         ConfigError: a tag is unknown.
-        PlanError: no tensor here can have a tag.
+        PlanError: no tensor can have a tag.
         BudgetTooSmall: more than `memory_bytes` is needed. The error has the minimum.
         DeviceOutOfMemory, DestinationError: there is too little memory.
     """
@@ -75,19 +71,18 @@ class Offer:
         memory_bytes: int | None,
     ) -> None:
         chosen = () if transforms is None else choose(transforms, rows)
-        # With several ranks, one of them may have no matching tensors.
+        # With several ranks, a rank may have no matching tensors.
         if transforms is not None and not chosen and world_size == 1:
             raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns or the tags")
         names = {choice.row.name for choice in chosen}
         self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
-        # A host snapshot serves pinned host memory, but quantising runs on the device, so fill on the device and then
-        # copy.
+        # Quantising runs on the device, so a host snapshot copies the tagged rows after they were filled there.
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
-        # Check before allocating, so that a refused publisher takes no memory that the trainer's next step needs.
+        # Check before allocating, so that a rejected publisher takes no memory from the trainer.
         if memory_bytes is not None and needed > memory_bytes:
             message = (
                 f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "
@@ -100,19 +95,18 @@ class Offer:
         if self.is_copied:
             self.memories = (*self.memories, *self.filled)
             self.filled = ()
-        # Use one row for each box, because it may be offered in several formats.
+        # A box may be offered in several formats, but the exchange needs its row only once.
         blocked = {id(choice.row): choice.row for choice in chosen if choice.form.scaling != "none"}
         self._blocked = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
-        # Decide by the tags alone and not by `chosen`, because every rank must take part in the exchange, even a rank
-        # that needs nothing.
+        # Every rank must take part in the exchange, even without chosen rows, so only the tags decide.
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
         self._boundary_exchange: BoundaryExchange | None = None
         self.seconds = 0.0
 
     @property
     def plain_rows(self) -> I64 | None:
-        """Return the numbers of the rows that are ready without a `fill`. None means all rows."""
+        """Return the numbers of the rows that need no `fill`. None means all rows."""
         return np.arange(len(self.plain)) if self.transformed.rows else None
 
     @property
@@ -121,14 +115,14 @@ class Offer:
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, sync: Membership, *, rank: int, world_size: int) -> None:
-        """Join the ranks' boundary exchange, if there is one. Call it before any `fill`."""
+        """Join the ranks' boundary exchange if a format has blocks. Call this before any `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
                 sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size
             )
 
     def fill(self, version: int, epoch: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
-        """Transform the parameters' current values. Call `ready` with the rows of the layout that became ready.
+        """Transform the current parameters. Call `ready` with the rows of the layout that became ready.
 
         Raises:
             PeerLost, SourceStalled: the exchange failed on a rank. See `BoundaryExchange.exchanged`.
@@ -136,7 +130,7 @@ class Offer:
         """
         begun = time.perf_counter()
         exchange = self._boundary_exchange
-        # Quantise inside the exchange, because other ranks read this rank's elements until all are done.
+        # Other ranks read this rank's elements until all ranks are done, so quantise inside the exchange.
         with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, epoch):
             self.transformed.fill(lambda rows: ready(len(self.plain) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
@@ -148,13 +142,11 @@ class Offer:
 
 
 COPY_BYTES = GIB
-"""Number of bytes that a device copies at once, which takes half a millisecond at 2 TB/s."""
+"""Number of bytes of one copy on a device, which takes half a millisecond at 2 TB/s."""
 GAP_BYTES = 256 << 10
-"""Shorter gaps between rows are copied too, because starting another copy takes as long. Source:
-`copy_plan.SHORT_BYTES`."""
-MOST_FORESEEN = 64
-"""Maximum number of regions whose digests the device computes during the copy. Each takes half a millisecond, whatever
-its size."""
+"""Shorter gaps between rows are copied, because another copy would take as long. Source: `copy_plan.SHORT_BYTES`."""
+MOST_PRECOMPUTED = 64
+"""Maximum number of regions whose digests the device computes during the copy. Each takes half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,13 +162,13 @@ class _CopyBatch:
 
 
 def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[_CopyBatch]:
-    """Yield copies of the rows in `src`, which has the layout's first regions, in the order in which receivers read."""
+    """Yield copies of the rows in `src`, the layout's first regions, in the order in which receivers read rows."""
     first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
-    # The rows after these are in regions that the caller fills.
+    # Exclude rows in the later regions, which the caller fills.
     order = order[layout.offset[order] + span[order] <= first[-1]]
-    # Use one stream for all copies, so that the first rows arrive first.
+    # Copies on one stream finish in order, so the first rows arrive first.
     streams = streams_of(src)
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
@@ -185,11 +177,11 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
-    """Return the bytes of rows as contiguous strips, each within one region. Short gaps between rows are included."""
+    """Return the bytes of rows as contiguous strips, each within one region. The strips include short gaps."""
     at, nbytes = at[nbytes > 0], nbytes[nbytes > 0]
     if not len(at):
         return Strips(at=at, run_bytes=at, num_rows=at, pitch=at)
-    # Rows may overlap, because the spans of column slices of one tensor interleave.
+    # The spans of column slices of one tensor overlap.
     by_offset = np.argsort(at, kind="stable")
     at, stop = at[by_offset], np.maximum.accumulate((at + nbytes)[by_offset])
     region = np.searchsorted(first, at, side="right")
@@ -203,8 +195,8 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
 class VersionSnapshot(Closeable):
     """A copy of a rank's regions with the same layout. It is a context manager.
 
-    Receivers read a copy on the device while it is made, layer by layer. They read a host copy when it is complete,
-    because its digests are computed together with it.
+    Receivers read a device copy while it is made, layer by layer. They read a host copy when it is complete, because
+    its digests are computed with it. A copy takes as much memory again, and pinning takes about a second for 3 GB.
 
     Attributes:
         local_version: the copy, as readers see it.
@@ -214,16 +206,13 @@ class VersionSnapshot(Closeable):
         live: the layout's regions, in order.
         links: the transports that register the copy.
         address: identifies the copy's registrations in its layout.
-        on_host: copy to host memory, which is pinned if the live memory is on a device. Otherwise copy to the same
-            device.
-        filled: regions of the layout after those of `live`, which the caller fills. They are served without a copy.
+        on_host: copy to host memory, which is pinned if the live memory is on a device.
+        filled: regions of the layout after `live`, which the caller fills. They are served without a copy.
         pack_bytes: see `LocalVersion`.
 
     Raises:
         DeviceOutOfMemory, DestinationError: there is too little memory, or it cannot be pinned.
         ConfigError: no transport reaches the copy.
-
-    Cost: as much memory again. Pinning takes about a second for 3 GB, once.
     """
 
     def __init__(
@@ -238,17 +227,17 @@ class VersionSnapshot(Closeable):
         pack_bytes: int = 0,
     ) -> None:
         self._pinned: list[tuple[CudaRegistrar, int]] = []
-        self._foreseen: tuple[PrecomputedDigests, ...] = ()
+        self._precomputed: tuple[PrecomputedDigests, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
-            # A host core digests at an eighth of the speed of the copy, so the device does it. This needs all regions
-            # on devices, because `foreseen` refers to the first regions of the copy, in order.
-            if on_host and len(live) <= MOST_FORESEEN and all(memory.device != "cpu" for memory in live):
+            # The device digests, because a host core digests at an eighth of the speed of the copy. The digests refer
+            # to the first regions of the copy, in order, so all regions must be on devices.
+            if on_host and len(live) <= MOST_PRECOMPUTED and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
-                self._foreseen = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
-            shown = dataclasses.replace(layout, address=address)
+                self._precomputed = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
+            copied = dataclasses.replace(layout, address=address)
             self.local_version = LocalVersion(
-                shown, [*memories, *filled], links, precomputed=self._foreseen, pack_bytes=pack_bytes
+                copied, [*memories, *filled], links, precomputed=self._precomputed, pack_bytes=pack_bytes
             )
         except BaseException:
             self._unpin()  # pinned pages stay locked even after their memory is freed
@@ -258,10 +247,8 @@ class VersionSnapshot(Closeable):
         self._batches = () if on_host else tuple(_copy_batches(layout, memories, live))
 
     def _on_host(self, memory: Memory) -> Memory:
-        """Allocate host memory for a copy. Pin it if the copied memory is on a device."""
         arena = Arena.allocate(max(memory.nbytes, 1))
-        # Fault the pages in with few calls. Pinning faults them page by page, which takes about twice as long
-        # (`memory.arena`).
+        # Pinning would fault the pages one by one, which takes about twice as long (`memory.arena`).
         populate(arena.address, arena.nbytes)
         if memory.device != "cpu" and memory.nbytes:
             registrar = CudaRegistrar(torch.device(memory.device))
@@ -280,46 +267,42 @@ class VersionSnapshot(Closeable):
     ) -> float:
         """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
 
-        The copy runs after the work that is queued on the current stream. Running reads of the previous version end
-        with StaleDescriptor.
+        The copy runs after the work queued on the current stream. Reads of the previous version raise StaleDescriptor.
 
         Args:
-            version: version number.
             metadata: see `LocalVersion.begin`.
-            rows: rows of the layout that are ready after the copy. None means all.
-            announce: called once when readers may request the version: before a copy on the device, and after a copy to
-                the host.
+            rows: rows of the layout that are ready after the copy. None means all rows.
+            announce: called once when readers may request the version: before a device copy, and after a host copy.
             stall_s: seconds without progress after which the copy fails.
 
         Raises:
-            DestinationError: the device failed. Until a `fence`, readers of an announced version wait for rows that do
-                not arrive.
+            DestinationError: the device failed. Readers of an announced version wait until the next `fence`.
         """
-        # Fence before the copy, which overwrites the version that readers may be reading.
+        # The copy overwrites the version that readers may be reading.
         self.local_version.fence()
         if self._copy is not None:
-            # With `meanwhile` the device digests its memory while the copy engine moves the bytes to the host.
+            # The device digests its memory while the copy engine moves the bytes to the host.
             seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
             self.local_version.begin(version, metadata)
             self.local_version.ready(rows)
             announce()
             return seconds
         begun = time.perf_counter()
-        # The copy waits for the caller's queued work in any case. A receiver in direct mode pauses its engine before it
-        # requests the first byte, and must not do so for a training step that still runs.
+        # A receiver in direct mode pauses its engine when the version is announced. It must not wait for a training
+        # step, so finish the queued work first.
         wait_events(record_events(self._devices), stall_s, work="kernel queued before the snapshot")
         self.local_version.begin(version, metadata)
         announce()
-        # Queue all copies at once. Otherwise requests of readers, which begin now, would delay the next copy.
+        # Queue all copies now, because requests of readers would delay later copies.
         num_ahead = len(self._batches)
         ready = partial(self.local_version.ready, is_written=True)
         fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
-        # This includes rows without bytes, which may be anywhere.
+        # Mark rows without bytes too, which are in no batch.
         ready(rows)
         return time.perf_counter() - begun
 
     def _digest_requested(self, stall_s: float) -> None:
-        for digests in self._foreseen:
+        for digests in self._precomputed:
             digests.look(stall_s)
 
     def close(self) -> None:

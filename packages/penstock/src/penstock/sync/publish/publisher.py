@@ -1,8 +1,7 @@
 """A trainer rank as a publisher. It declares its tensors once and then publishes version after version.
 
-live:      begin(v) -> receivers read the parameters -> all done, or late -> fence -> training continues
-snapshot:  fence -> copy -> begin(v) -> training continues, and receivers read the copy
-all:       the same, but rank 0 decides after the receivers' reports: live before the fence, snapshot in a thread
+In live mode receivers read the parameters, and training waits for them. In snapshot mode receivers read a copy. With
+`commit="all"` rank 0 decides after the receivers' reports.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -43,7 +42,7 @@ from penstock.sync.publish import rank_group
 from penstock.sync.publish.announcements import Announcements
 from penstock.sync.publish.registered import OfferOptions, Registered, warn_of_state_dict
 from penstock.sync.publish.state import NEXT, PublisherState
-from penstock.sync.publish.strategy import Live, Snapshot, Strategy, TrainerRank, TwoPhase, show_copy, show_parameters
+from penstock.sync.publish.strategy import OnePhase, Strategy, TrainerRank, TwoPhase
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
@@ -58,27 +57,13 @@ Commit = Literal["each", "all"]
 log = log_named("penstock")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TwoPhaseReport:
-    """The report of the newest snapshot with a two-phase commit, and its decision when it is known."""
-
-    report: PublishReport
-    decision: Future[Decision]
-
-
 class Publisher(Closeable):
-    """A rank that publishes. `publisher` creates it. It is a context manager, and one thread at a time may publish.
-
-    Args:
-        membership: the members of the sync, including this process.
-        registered: the tensors of this rank, registered with the transports.
-        mode: `live` or `snapshot`. See `publisher`.
-        rank, world_size: rank and number of ranks of the trainer.
+    """A rank that publishes, created by `publisher`. It is a context manager. Only one thread at a time may publish.
 
     Attributes:
         name: name of the sync.
-        latest: the highest version of any member before this group, which is the same on all ranks. For a restarted
-            rank, the newest version of the group. Later versions must be above it.
+        latest: the highest version before this group, or for a restarted rank the group's newest version. Later
+            versions must be above it.
         member: this process in the fleet.
     """
 
@@ -100,14 +85,15 @@ class Publisher(Closeable):
         self._announcements = Announcements(membership.member)
         self._progress = rank_group.SubscriberProgress(membership.timing)
         self._first_versions = rank_group.FirstVersions(lambda: self.version)
-        self._parts = TrainerRank(
+        self._rank = TrainerRank(
             rank=rank,
             membership=membership,
             registered=registered,
             announcements=self._announcements,
             progress=self._progress,
         )
-        self._two_phase: _TwoPhaseReport | None = None
+        # The report of the newest snapshot with a two-phase commit, and the decision.
+        self._pending: tuple[PublishReport, Future[Decision]] | None = None
         self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
         self._took_s = 0.0
 
@@ -115,12 +101,16 @@ class Publisher(Closeable):
     def open(
         cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> Publisher:
-        """Claim the name as rank 0, or join rank 0's epoch. See `Publisher` for the arguments.
+        """Claim the name as rank 0, or join rank 0's epoch.
+
+        Args:
+            registered: the tensors of this rank, registered with the transports.
+            mode: see `publisher`.
 
         Raises:
             ConfigError: another group publishes the name, or another process publishes this rank.
             HubUnavailable: there is no hub.
-            SourceStalled: no rank 0 joined, or a silent group keeps the name.
+            SourceStalled: no rank 0 joined, or a silent group holds the name.
         """
         opened = cls(membership, registered, mode=mode, rank=rank, world_size=world_size)
         try:
@@ -133,8 +123,8 @@ class Publisher(Closeable):
 
     def _open(self) -> None:
         status, membership = self._announcements.status, self._membership
-        # Set the handler before the first report, because a member that learns of this rank from the hub may send
-        # requests at once.
+        # Another member may learn of this rank from the hub and send requests, so set the handler before the first
+        # report.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
             self.member.check_grant,
@@ -147,8 +137,7 @@ class Publisher(Closeable):
         self.member.syncs.append(self._sync_state)
         if self.rank == 0:
             self._announcements.epoch = self.member.id
-            # Report before the claim, because two groups that start at the same time must see each other to agree on
-            # the first.
+            # Two groups that start together must see each other, so report before the claim.
             self.member.report_now()
             rank_group.claim(membership)
             self.latest = self._newest_of_others()
@@ -161,7 +150,7 @@ class Publisher(Closeable):
         self._enter(PublisherState.IDLE)
 
     def _enter(self, state: PublisherState) -> bool:
-        """Change the state. Return False if the publisher is closed, because it stays closed."""
+        """Change the state. A closed publisher stays closed, and False is returned."""
         with self._entering:
             if self._state is PublisherState.CLOSED:
                 return False
@@ -181,13 +170,12 @@ class Publisher(Closeable):
 
     def _newest_of_others(self) -> int:
         """As rank 0, return the highest version of members in other epochs."""
-        # Versions of this epoch do not count. Another rank may be ahead.
         members = self._membership.look_at_all(self._stall_s)
         epoch = self._announcements.epoch
         return max((other.state.version for other in members if other.state.epoch != epoch), default=-1)
 
     def _join(self) -> None:
-        """As another rank, join the epoch of rank 0 and begin where it says. Do nothing while that rank 0 is alive."""
+        """As another rank, join the epoch of a live rank 0, and set the version above which this rank begins."""
         deadline = time.monotonic() + self._stall_s
         while True:
             epoch = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.epoch)
@@ -196,7 +184,7 @@ class Publisher(Closeable):
             try:
                 latest = rank_group.begins_after(self._membership, epoch, self.rank)
             except PeerLost:
-                # A rank 0 that does not get the name leaves, and another one may join.
+                # A rank 0 that fails to claim the name exits, and another rank 0 may join.
                 if time.monotonic() > deadline:
                     raise
                 continue
@@ -204,7 +192,6 @@ class Publisher(Closeable):
             return
 
     def _sync_state(self) -> SyncState:
-        """Return the state of this rank for the hub."""
         now = self._announcements.status.now
         return SyncState(
             name=self.name,
@@ -222,13 +209,13 @@ class Publisher(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the newest version. Return an empty text before the first version."""
+        """Return the publishers' epoch and the newest version, or an empty text before the first version."""
         return f"{self._announcements.epoch}:{self.version}" if self.version >= 0 else ""
 
     @property
     def nbytes(self) -> int:
         """Return the size of this rank's rows in bytes."""
-        # Compute the size of each form once, because a model has hundreds of thousands of rows and a handful of forms.
+        # A model has hundreds of thousands of rows but only a few forms.
         layout = self._registered.layout
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
@@ -244,14 +231,14 @@ class Publisher(Closeable):
         check: Mapping[str, object] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
-        """Publish a version: the current parameters on every rank.
+        """Publish a version, which is the current parameters on every rank.
 
         All ranks call this with the same arguments, except that only rank 0's `check` counts. Parameters that were
-        moved, cast back, or replaced in the module since the previous version are registered again.
+        moved, cast back or replaced in the module since the previous version are registered again.
 
-        In live mode it returns when each subscriber that was known at the start has the version, failed, or made no
-        progress until the stall deadline. In snapshot mode it returns when the copy is made. The parameters may change
-        afterwards.
+        In live mode this returns when each subscriber that was known at the start has the version, failed, or made no
+        progress until the stall deadline. In snapshot mode this returns when the copy is complete. The parameters may
+        change afterwards.
 
         Args:
             version: version number, above all earlier ones.
@@ -260,32 +247,31 @@ class Publisher(Closeable):
                 the decision. In snapshot mode call `wait_decision`.
             timeout_s: with `all`, maximum number of seconds until the decision. None means the stall deadline.
             stragglers: with `all`, what to do if a subscriber fails or does not prepare the version in time.
-                `leave_out` lets the others commit. `withdraw` lets none commit. Use `withdraw` for engines with several
-                ranks, each of which is a subscriber.
+                `leave_out` commits the version for the other subscribers. `withdraw` withdraws the version. Use
+                `withdraw` for engines with several ranks, each of which is a subscriber.
             check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, at most 1 MiB.
                 With `commit="all"`, at least one check must then pass.
-            metadata: texts by name that are sent with the version, the same on all ranks. `Hooks.before_read` of a
-                subscriber gets them before it reads a byte. At most 16 texts with 65,536 characters each.
+            metadata: texts by name, the same on all ranks, for `Hooks.before_read` of a subscriber. At most 16 texts
+                with 65,536 characters each.
 
         Raises:
             ConfigError: an argument is wrong, the version is not above the previous one, another group publishes the
-                name, or tensors have a different dtype or shape from the one when the publisher was created (the error
-                names them). Nothing was published.
-            VersionRefused: with `all`, the version was withdrawn and never goes live. The error says why.
+                name, or dtypes or shapes changed since the publisher was created. Nothing was published.
+            VersionRefused: with `all`, the version was withdrawn and never goes live.
             HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the previous version, or
-                learn from the hub that this one was committed.
+                learn from the hub that this version was committed.
             PeerLost, SourceStalled: rank 0 is gone or does not publish this version. This rank no longer offers it.
             DestinationError: a device failed. A snapshot on the device may have been announced, and its number is used
                 up.
-            PlanError: a tensor cannot be published now, for example because its memory was freed. Nothing was
-                published.
+            PlanError: a tensor cannot be published, for example because its memory was freed. Nothing was published.
             Cancelled: the publisher was closed.
         """
         commit = former_value("commit", commit, {"together": "all"})
         require_type("version", version, int, "a version number, above the previous one")
         if version > MAX_VERSION:
             raise wrong("version", version, f"a number up to {MAX_VERSION}")
-        strategy = self._strategy(self._terms(commit, timeout_s, stragglers, needs_check=check is not None))
+        terms = self._terms(commit, timeout_s, stragglers, needs_check=check is not None)
+        strategy = OnePhase(self._rank) if terms is None else TwoPhase(self._rank, terms)
         values = encode_values(check) if check else b""
         texts = dict(metadata or {})
         with (
@@ -296,23 +282,21 @@ class Publisher(Closeable):
             begun = time.perf_counter()
             self._check(version)
             check_metadata(texts)
-            # The previous version can be read until it is decided.
+            # The previous version can be read until its decision.
             self._finish_decision()
-            self._follow()
+            self._register_moved()
             self._progress.offer_check(version, values)
             copy_s, decision = self._run(strategy, version, texts)
             self._took_s = time.perf_counter() - begun
             report = self._report(decision, copy_s, is_two_phase=strategy.is_two_phase)
             if report.outcome == "pending":
-                decided = self._deciding.submit(self._decide, strategy, version)
-                self._two_phase = _TwoPhaseReport(report=report, decision=decided)
+                self._pending = report, self._deciding.submit(self._decide, strategy, version)
             if report.exchanged_bytes:
                 journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
             journey.outcome = publish_outcome(report)
             return report
 
     def _report(self, decision: Decision, copy_s: float, *, is_two_phase: bool) -> PublishReport:
-        """Return the report of the newest version."""
         offer = self._registered.offer
         return PublishReport(
             name=self.name,
@@ -336,7 +320,7 @@ class Publisher(Closeable):
     def _terms(
         self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, *, needs_check: bool
     ) -> rank_group.CommitTerms | None:
-        """Return the checked terms of a joint commit, or None if each subscriber commits independently."""
+        """Return the checked terms of a two-phase commit, or None if each subscriber commits independently."""
         if timeout_s is not None:
             require_type("timeout_s", timeout_s, (int, float), "seconds, or None")
         if commit not in ("each", "all"):
@@ -350,19 +334,12 @@ class Publisher(Closeable):
         limit_s = self._stall_s if timeout_s is None else float(timeout_s)
         return rank_group.CommitTerms(timeout_s=limit_s, stragglers=stragglers, needs_check=needs_check)
 
-    def _strategy(self, terms: rank_group.CommitTerms | None) -> Strategy:
-        """Return the way to publish a version."""
-        is_live = self.mode == "live"
-        if terms is not None:
-            return TwoPhase(self._parts, show_parameters if is_live else show_copy, terms)
-        return Live(self._parts) if is_live else Snapshot(self._parts)
-
     def _check(self, version: int) -> None:
         """Check that the version may be published next, and that this group still owns the name."""
         if self._state is PublisherState.CLOSED:
             raise Cancelled("the publisher was closed")
         if self.rank != 0:
-            # Rank 0 may have restarted since the previous version. This rank then joins its new epoch.
+            # Rank 0 may have restarted with a new epoch since the previous version.
             self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
@@ -374,25 +351,24 @@ class Publisher(Closeable):
             rank_group.check_alone(self._membership)
 
     def _finish_decision(self) -> None:
-        """Wait until the previous version is decided, because the next copy replaces its bytes.
-
-        Its deadline bounds this wait.
-        """
-        if self._two_phase is None:
+        """Wait until the previous version is decided, because the next copy replaces its bytes."""
+        if self._pending is None:
             return
-        wait([self._two_phase.decision])
-        error = self._two_phase.decision.exception()
-        decision = None if error is not None else self._two_phase.decision.result().fleet
+        # The decision has a deadline.
+        _, pending = self._pending
+        wait([pending])
+        error = pending.exception()
+        decision = None if error is not None else pending.result().fleet
         if error is not None or (decision is not None and decision.outcome == "withdrawn"):
             why = error if decision is None else refusal(self.name, decision).message
             log.warning("the previous version of %r did not go live: %s", self.name, why)
-        self._two_phase = None
+        self._pending = None
 
-    def _follow(self) -> None:
+    def _register_moved(self) -> None:
         """Register the parameters again if they moved since the previous version."""
         if self._registered.follow(self._end_version):
             log.info("registered the parameters of %r again, because they moved", self.name)
-            # Report before the announcement, because planners find the layout by the digest that the hub lists.
+            # Planners find the layout by the digest that the hub lists, so report before the announcement.
             self.member.report_now()
             self._membership.look()
 
@@ -409,7 +385,7 @@ class Publisher(Closeable):
             VersionRefused: the version was withdrawn.
         """
         self._enter_open(PublisherState.SHOWING)
-        # A snapshot is read after this returns, so there is no outcome yet.
+        # The outcome of a snapshot is not known here.
         decision = Decision(is_over=True)
         try:
             copy_s = strategy.show(version, metadata)
@@ -419,14 +395,13 @@ class Publisher(Closeable):
             else:
                 self._enter_open(PublisherState.DECIDING if strategy.is_two_phase else PublisherState.SERVING)
         except BaseException as error:
-            # Withdraw, because receivers would wait for missing rows until their stall deadline. In live mode the
-            # trainer continues with the next step, and the parameters change.
-            self._withdraw(strategy)
+            # Receivers would wait for missing rows until their stall deadline, and in live mode the parameters change.
+            self._withdraw()
             if self._state is PublisherState.CLOSED and isinstance(error, PenstockError):
                 raise Cancelled("the publisher was closed") from error
             raise
         if self.mode == "live":
-            self._withdraw(strategy)
+            self._withdraw()
             if self.rank == 0 and not decision.committed:
                 log.warning(
                     "no subscriber received version %s of %r, which was published live, and no later update can read "
@@ -440,8 +415,8 @@ class Publisher(Closeable):
         if not self._enter(state):
             raise Cancelled("the publisher was closed")
 
-    def _withdraw(self, strategy: Strategy) -> None:
-        strategy.withdraw()
+    def _withdraw(self) -> None:
+        self._rank.end_reads()
         self._enter(PublisherState.WITHDRAWN if self._announcements.is_withdrawn else PublisherState.IDLE)
 
     def _decide(self, strategy: Strategy, version: int) -> Decision:
@@ -450,14 +425,14 @@ class Publisher(Closeable):
             return strategy.wait(version)
         finally:
             if self._announcements.is_withdrawn:
-                self._withdraw(strategy)
+                self._withdraw()
             else:
-                # Serve it even after an error. It may be committed, and receivers that learn so from the hub read it
-                # here.
+                # After an error the version may still be committed, and receivers that learn this from the hub read the
+                # version here.
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
-        """Return a decision, or raise VersionRefused if it withdrew the version."""
+        """Return a decision. Raise VersionRefused if it withdrew the version."""
         if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
             raise refusal(self.name, decision.fleet)
         return decision
@@ -469,19 +444,15 @@ class Publisher(Closeable):
             ConfigError: no snapshot was published with `commit="all"`.
             VersionRefused, HubUnavailable, PeerLost: see `publish`.
         """
-        newest = self._two_phase
-        if newest is None:
+        if self._pending is None:
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
-        decision = self._accepted(newest.decision.result())
+        report, pending = self._pending
+        decision = self._accepted(pending.result())
         return replace(
-            newest.report,
-            outcome="committed",
-            committed=decision.committed,
-            late=decision.late,
-            failed=decision.failed,
+            report, outcome="committed", committed=decision.committed, late=decision.late, failed=decision.failed
         )
 
-    def _terms_for(self, asker: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
+    def _terms_for(self, member: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
         """Return the terms of a version for a receiver. See `Planner`."""
         progress = self._progress
         refused = progress.refused(version)
@@ -489,7 +460,7 @@ class Publisher(Closeable):
             return Withdrawn(version=version, epoch=epoch, decision=refused)
         decide_s = progress.decide_s(version)
         if decide_s is not None and not request.can_wait:
-            progress.cannot_wait(asker, version)
+            progress.cannot_wait(member, version)
             return NotYet(version=version, epoch=epoch, why=f"version {version} is not decided yet")
         check = progress.check_of(version) if request.wants_check else b""
         later = self._announcements.status.now.withdrawn
@@ -497,9 +468,7 @@ class Publisher(Closeable):
         return Granted(version=version, epoch=epoch, decide_s=decide_s, check=check, later=later)
 
     def wait_ranks(self) -> None:
-        """Wait until all ranks of this trainer take part.
-
-        Before that, a rank that joins may find a version of other ranks.
+        """Wait until all ranks of this trainer have joined. A later rank may see a version of the other ranks.
 
         Raises:
             SourceStalled: ranks are missing at the stall deadline.
@@ -519,7 +488,7 @@ class Publisher(Closeable):
         return {self.rank, *(state.rank for state in states if state.epoch == self._announcements.epoch)}
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this many subscribers take part.
+        """Wait until this many subscribers have joined.
 
         Raises:
             SourceStalled: too few joined within `timeout_s` seconds. None means the stall deadline.
@@ -536,22 +505,19 @@ class Publisher(Closeable):
             time.sleep(self._membership.timing.members_pause_s)
 
     def close(self) -> None:
-        """Leave the sync. Descriptors of readers become stale, and receivers with the newest version serve it.
-
-        Idempotent.
-        """
+        """Leave the sync and invalidate the descriptors of readers. Idempotent."""
         before = self._state
         if not self._enter(PublisherState.CLOSED):
             return
-        # Subscribers learn of this from this rank or from the hub, before this rank is gone.
+        # Subscribers must learn of the withdrawal from this rank or from the hub before this process leaves.
         self._progress.cancel("the publisher was closed before the decision")
-        if before is PublisherState.DECIDING and self.rank == 0 and self._two_phase is not None:
-            wait([self._two_phase.decision], self._stall_s)
-        # Close the memory first, because its owner may free it after this call and no peer may read it then.
+        if before is PublisherState.DECIDING and self.rank == 0 and self._pending is not None:
+            wait([self._pending[1]], self._stall_s)
+        # The owner may free the memory after this call, so close it first.
         self._registered.close()
         self.member.leave(0.0)
         self._membership.close()
-        # On another rank, this ends a pending request to rank 0 for the decision.
+        # On another rank, `leave` has aborted a pending request to rank 0 for the decision.
         self._deciding.close()
 
 
@@ -574,36 +540,38 @@ def publisher(
 
     Args:
         name: name of the sync. One group of ranks publishes it.
-        params: a module, or tensors by name (whole tensors, DTensors, `Shard`s): the part on this rank. The object is
-            kept, and each version has the tensors that are in it at that time. The tensors of a `state_dict()` do not
-            follow their module.
+        params: a module, or tensors by name (whole tensors, DTensors, `Shard`s), as held by this rank. Each version has
+            the tensors that the object contains at that time. The tensors of a `state_dict()` do not follow their
+            module.
         connection: see `join`.
-        mode: `snapshot`: receivers read a copy, which needs the size of the parameters again, and `publish` waits only
-            for the copy. `live`: receivers read the parameters, and `publish` waits for them. A live version is lost if
-            no subscriber has it when `publish` returns.
+        mode: with `snapshot`, receivers read a copy, which needs the size of the parameters again, and `publish` waits
+            only for the copy. With `live`, receivers read the parameters, and `publish` waits for them. A live version
+            is lost if no subscriber has it when `publish` returns.
         transforms: additional formats for tensors: a tag (`fp8-block128`, `cast:BF16`, ..., see `transform.formats`)
             for the weights that checkpoints store in that format, or tags with patterns of names. The same on all
             ranks.
-        keep_plain: whether these tensors are also offered unchanged.
-        rank: rank and number of trainer ranks, such as `(0, 8)`. None means those of torch.distributed if it is
+        keep_plain: whether the tensors with transforms are also offered unchanged.
+        rank: rank and number of trainer ranks, such as `(0, 8)`. None means the values of torch.distributed if it is
             initialised, and otherwise `(0, 1)`.
-        snapshot_device: destination of a snapshot: `device`, next to the parameters, or `cpu`, in pinned memory.
+        snapshot_device: memory for snapshots: `device`, next to the parameters, or `cpu`, in pinned memory.
         settings: limits of the buffers, and an arena for the parameters (`sync.PublisherSettings`).
 
     Raises:
-        PlanError: parameters cannot be declared or transformed (the error names them), or there are none.
+        PlanError: parameters cannot be declared or transformed, or there are none.
         BudgetTooSmall: `settings.memory_bytes` is too small for a copy.
-        ConfigError: another group publishes the name. The error names it.
+        ConfigError: another group publishes the name.
         HubUnavailable: there is no hub.
         SourceStalled: no rank 0 joined.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
     settings = PublisherSettings.of(settings)
-    copies = _copies(name, mode, snapshot_device)
+    if mode not in ("live", "snapshot") or snapshot_device not in ("device", "cpu") or not name:
+        message = f"invalid publisher: name {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
+        raise ConfigError(message, hint="give a name, mode live or snapshot, and snapshot_device device or cpu")
     trainer_rank, world_size = rank_of(rank)
     options = OfferOptions(
-        copies=copies,
+        copies=snapshot_device if mode == "snapshot" else None,
         transforms=transforms,
         keep_plain=keep_plain,
         arena=settings.arena,
@@ -613,7 +581,7 @@ def publisher(
     )
     registered = Registered(params, options)
     warn_of_state_dict(name, params)
-    # One of several ranks may have no part of the model. Subscribers notice if no rank has any.
+    # With several ranks, a rank may have no tensors. Subscribers detect if all ranks have none.
     if registered.is_empty and world_size == 1:
         raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict with tensors")
     with contextlib.ExitStack() as stack:
@@ -625,11 +593,3 @@ def publisher(
         # From here on `close` ends the registrations and leaves the sync.
         stack.pop_all()
     return this_rank
-
-
-def _copies(name: str, mode: str, snapshot_device: str) -> str | None:
-    """Return the destination of copies, or None if versions are not copied."""
-    if mode not in ("live", "snapshot") or snapshot_device not in ("device", "cpu") or not name:
-        message = f"invalid publisher: name {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
-        raise ConfigError(message, hint="give a name, mode live or snapshot, and snapshot_device device or cpu")
-    return snapshot_device if mode == "snapshot" else None

@@ -1,13 +1,7 @@
-"""The agreement between a trainer's ranks.
+"""The agreement between a trainer's ranks. One epoch publishes a name at a time, and its rank 0 decides on versions.
 
-One epoch publishes a name at a time, and its rank 0 decides when a version ends.
-
-The epoch is the member id of its rank 0.
-
-    rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
-    other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
-    first number: rank 0 finds the newest version of other members once, and tells each rank that joins
-    all:          SubscriberProgress.begin_two_phase .. wait_decision -> record at the hub -> settle
+The epoch is the member id of its rank 0. Rank 0 calls `claim` at the start and `check_alone` before each version. The
+other ranks call `join` before each version, and request the decision with `decided`.
 """
 
 from __future__ import annotations
@@ -27,30 +21,29 @@ from penstock.timing import Timing
 from penstock.waits import jitter
 
 
-def claim(membership: Membership) -> str:
-    """As rank 0, claim the name for this group, and return its epoch.
+def claim(membership: Membership) -> None:
+    """As rank 0, claim the name for this group.
 
-    An earlier group whose process is gone does not count. A silent one counts until the hub forgets it.
+    An earlier group keeps the name while its process exists, and while the hub lists a silent process.
 
     Raises:
-        ConfigError: another group publishes the name and is alive.
-        HubUnavailable: the hub does not answer.
-        SourceStalled: the hub lists a silent group for longer than it should.
+        ConfigError: another live group publishes the name.
+        HubUnavailable: the hub does not respond.
+        SourceStalled: the hub lists a silent group for longer than its TTL.
     """
-    # The hub forgets a silent member after its TTL. The stall deadline covers a hub that is slow or was restarted.
+    # The hub forgets a silent member after its TTL. The stall deadline covers a slow or restarted hub.
     within_s = membership.member.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
-    # The last report of each other group to the hub, when this rank first saw it.
+    # For each other group, the time of its last heartbeat when this rank first saw the group.
     first_seen: dict[str, float] = {}
     while True:
         others = _earlier(membership, membership.look())
         for other in others:
-            # An earlier rank 0 that still sends heartbeats is alive and keeps the name. If it is listed but sends none,
-            # its host may have died, so wait until the hub drops it.
+            # A group with a new heartbeat is alive. The host of a silent group may have died, so wait for its TTL.
             if other.seen > first_seen.setdefault(other.member, other.seen):
-                raise taken(membership.name, other)
+                raise _taken(membership.name, other)
         if not others:
-            return membership.member.id
+            return
         if time.monotonic() > deadline:
             raise SourceStalled(
                 f"{others[0].called} holds the name {membership.name!r} and has been silent for {within_s:g} s",
@@ -61,30 +54,27 @@ def claim(membership: Membership) -> str:
 
 
 def _pause(membership: Membership) -> None:
-    # Add jitter, because hundreds of ranks start together and would ask the hub in lockstep.
+    # Hundreds of ranks start together, so jitter spreads their requests to the hub.
     time.sleep(membership.timing.group_pause_s * jitter(0.75, 1.25))
 
 
 def check_alone(membership: Membership) -> None:
-    """Raise ConfigError if another live group publishes the name. Return if there is none, or if the hub is away."""
-    # Check at every version, because two groups that could not see each other at the start must not both continue.
+    """Raise ConfigError if an earlier live group publishes the name. If the hub is away, do nothing."""
+    # Two groups that could not see each other at the start must not both continue.
     for other in _earlier(membership, membership.look()):
-        raise taken(membership.name, other)
+        raise _taken(membership.name, other)
 
 
-def taken(name: str, other: SyncMember) -> ConfigError:
-    """Return the error for a name that another group publishes."""
+def _taken(name: str, other: SyncMember) -> ConfigError:
     message = f"{name!r} is already published by {other.called} (member {other.member[:8]})"
     return ConfigError(message, hint="close that publisher, or publish under a different name")
 
 
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
-    """As another rank, return the epoch to join:
-
-    `now` while its rank 0 is alive, and otherwise the newest without this rank.
+    """As another rank, return the epoch `now` while its rank 0 is alive, or else the newest epoch without this rank.
 
     Raises:
-        ConfigError: every epoch has this rank already.
+        ConfigError: every epoch has a process of this rank.
         SourceStalled: no rank 0 joined within the stall deadline.
     """
     stall_s = membership.stall_s
@@ -94,10 +84,10 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
         if any(zero.member == now for zero in zeros):
             return now
-        # Compare world_size too, because ranks of an old trainer must not mix with a restarted one of a different size.
+        # Ranks of an old trainer must not mix with a restarted trainer of a different size.
         same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.epoch == zero.member]
         rivals = []
-        # Take the newest first. A restarted trainer is listed twice until the hub drops the old epoch.
+        # A restarted trainer is listed twice until the hub drops the old epoch, so try the newest epoch first.
         for zero in sorted(same, key=lambda zero: -zero.since):
             rival = _holder(membership, members, zero.member, rank)
             if rival is None and not membership.is_gone(zero):
@@ -118,7 +108,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """As another rank, ask rank 0 for the version above which this rank begins. See `FirstVersions`.
+    """As another rank, request the version above which this rank begins. See `FirstVersions`.
 
     Raises:
         PeerLost: rank 0 is gone.
@@ -137,10 +127,10 @@ def begins_after(membership: Membership, epoch: str, rank: int) -> int:
 
 
 class FirstVersions:
-    """The version above which each rank begins, kept by rank 0. Thread-safe.
+    """The version above which each rank begins, held by rank 0. Thread-safe.
 
-    All ranks must begin with the same number, and only rank 0 can provide it. A rank that looked for itself could find
-    a version that another rank of this group has just published, or miss the version of a member that left.
+    All ranks must begin with the same number. A rank that searched itself could find a version that another rank of
+    this group has just published, or miss the version of a member that left.
 
     Args:
         newest: returns the newest version that rank 0 has published.
@@ -150,7 +140,7 @@ class FirstVersions:
         self._newest = newest
         self._changed = threading.Condition()
         self._latest: int | None = None
-        # The process that asked first, for each rank.
+        # The first process of each rank.
         self._members: dict[int, str] = {}
 
     def begin(self, latest: int) -> None:
@@ -168,7 +158,7 @@ class FirstVersions:
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
                 raise NotFound("rank 0 does not own the name yet")
-            # A later process of a rank replaces one that may have published everything that rank 0 has.
+            # A replaced process may have published every version that rank 0 has published.
             is_first = self._members.setdefault(rank, member) == member
             return self._latest if is_first else max(self._latest, self._newest())
 
@@ -191,7 +181,7 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
             return decision
-        # Once the version has begun, rank 0 enforces the deadline for its subscribers, which may be hours.
+        # Rank 0 enforces the deadlines of a version that has begun, which may be hours.
         if decision.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -203,10 +193,10 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
 
 
 def recorded(membership: Membership, decision: FleetDecision, within_s: float) -> FleetDecision:
-    """As rank 0, record a decision at the hub, and return the recorded decision, which may be an earlier one.
+    """As rank 0, record a decision at the hub. Return the recorded decision, which may be an earlier one.
 
     Raises:
-        HubUnavailable: the hub did not answer. It may or may not have the decision.
+        HubUnavailable: the hub did not respond. It may or may not have recorded the decision.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -233,7 +223,7 @@ def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, r
 
 def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
     """Return rank 0 of each earlier epoch whose process is not gone."""
-    # The order of arrival at the hub decides, and then the id, so two groups that start together agree on the first.
+    # The order of registration, and then the id, decide which of two simultaneous groups is first.
     mine = next(
         ((member.since, member.member) for member in members if member.member == membership.member.id),
         (float("inf"), ""),
@@ -248,10 +238,10 @@ _KEPT = 8
 
 
 @dataclass(slots=True)
-class _Listener:
+class _Expected:
     """A subscriber for which a publish waits."""
 
-    seen: float
+    progressed: float
     """Time of its last progress."""
     moved_bytes: int = -1
 
@@ -266,25 +256,28 @@ class CommitTerms:
 
 
 @dataclass(slots=True)
-class _Showing:
-    """The state of a version while a publish waits for it."""
+class _VersionProgress:
+    """The subscribers' progress on a version.
 
-    waited: dict[str, _Listener]
+    Attributes:
+        ballot: the ballot of a version with a two-phase commit.
+        due: time at which the decision is due.
+        cancelled: why the version must be withdrawn now, or an empty text.
+        fleet: the recorded decision.
+    """
+
+    expected: dict[str, _Expected]
     ballot: Ballot | None = None
-    """The ballot of a version with a two-phase commit."""
     due: float = 0.0
-    """Time at which the decision is due."""
     cancelled: str = ""
-    """Why the version must be withdrawn now. Empty if there is no reason."""
     fleet: FleetDecision | None = None
-    """The recorded decision."""
     committed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
 
     def decision(self) -> Decision:
-        # Copy the lists, because they grow while another thread encodes the answer.
+        # Another thread encodes the response while these lists grow, so copy them.
         return Decision(
             is_over=self.is_over,
             is_begun=True,
@@ -296,88 +289,79 @@ class _Showing:
 
 
 class SubscriberProgress:
-    """The progress of all subscribers, kept by a publisher's rank 0. Thread-safe.
-
-    Args:
-        timing: waiting times.
+    """The progress of all subscribers, held by a publisher's rank 0. Thread-safe.
 
     Attributes:
-        absent: subscribers that were late and have not begun another update since. A publish does not wait for them.
+        absent: subscribers that were late and have sent no request since. A publish does not wait for them.
     """
 
     def __init__(self, timing: Timing | None = None) -> None:
         self._probe_s = (Timing() if timing is None else timing).probe_interval_s
         self._changed = threading.Condition()
-        self._shown: OrderedDict[int, _Showing] = OrderedDict()
+        self._versions: OrderedDict[int, _VersionProgress] = OrderedDict()
         self._check: tuple[int, bytes] = (-1, b"")
         self.absent: set[str] = set()
 
     def begin(self, version: int, expected: Iterable[str]) -> None:
-        """Begin waiting for the expected subscribers of a version."""
+        """Begin to wait for the expected subscribers of a version."""
         now = time.monotonic()
-        # Otherwise a subscriber that was late once would cost the trainer the stall deadline at every version.
-        self._show(version, _Showing({member: _Listener(now) for member in expected if member not in self.absent}))
+        # A subscriber that was late once must not delay every version by the stall deadline.
+        present = [member for member in expected if member not in self.absent]
+        self._add(version, _VersionProgress({member: _Expected(now) for member in present}))
 
-    def _show(self, version: int, showing: _Showing) -> None:
+    def _add(self, version: int, progress: _VersionProgress) -> None:
         with self._changed:
-            self._shown[version] = showing
-            while len(self._shown) > _KEPT:
-                self._shown.popitem(last=False)
+            self._versions[version] = progress
+            while len(self._versions) > _KEPT:
+                self._versions.popitem(last=False)
 
     def begin_two_phase(self, version: int, expected: Iterable[str], terms: CommitTerms) -> None:
-        """Begin collecting reports on a version that the fleet commits as a whole."""
+        """Begin to collect reports on a version with a two-phase commit."""
         now = time.monotonic()
-        # With `withdraw` every subscriber counts, even one that was late before.
+        # With `withdraw` every subscriber counts, even a subscriber that was late before.
         voters = [member for member in expected if terms.stragglers == "withdraw" or member not in self.absent]
         ballot = Ballot.of(voters, terms.stragglers, needs_check=terms.needs_check)
-        waited = {member: _Listener(now) for member in voters}
-        self._show(version, _Showing(waited, ballot=ballot, due=now + terms.timeout_s))
+        waiting = {member: _Expected(now) for member in voters}
+        self._add(version, _VersionProgress(waiting, ballot=ballot, due=now + terms.timeout_s))
 
     def note_request(self, member: str) -> None:
-        """Record a receiver's request for its part, which shows that the receiver is alive."""
+        """Record a receiver's request for its part, which proves that the receiver is alive."""
         with self._changed:
             self.absent.discard(member)
-            # The request may ask for the newest version without a number, so it counts for every version.
-            for showing in self._shown.values():
-                if member in showing.waited:
-                    showing.waited[member].seen = time.monotonic()
+            # The request may name no version, so it counts for every version.
+            for state in self._versions.values():
+                if member in state.expected:
+                    state.expected[member].progressed = time.monotonic()
 
     def note_progress(self, member: str, progress: RankProgress) -> None:
         """Record a receiver's progress report."""
         with self._changed:
             self.absent.discard(member)
             # A receiver that failed before it knew the version number reports -1.
-            newest = next(reversed(self._shown), -1)
-            showing = self._shown.get(progress.version if progress.version >= 0 else newest)
-            # A report after the decision changes nothing, because the other ranks may have acted on the decision.
-            if showing is None or showing.is_over:
+            newest = next(reversed(self._versions), -1)
+            state = self._versions.get(progress.version if progress.version >= 0 else newest)
+            # Other ranks may have acted on the decision, so later reports change nothing.
+            if state is None or state.is_over:
                 return
-            listener = showing.waited.get(member)
-            if showing.ballot is not None and progress.outcome:
-                self._vote(showing, member, progress)
-            elif progress.outcome:
-                showing.waited.pop(member, None)
+            expected = state.expected.get(member)
+            if state.ballot is not None and progress.outcome:
+                # A subscriber of an old release reports `committed`. Such a subscriber gets no version before the
+                # decision.
+                standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
+                state.ballot = state.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
+            elif progress.outcome == "failed":
                 # A receiver may fail and then succeed within the same publish. The last report counts.
-                showing.failed.pop(member, None)
-                if progress.outcome == "failed":
-                    showing.failed[member] = progress.why
-                elif member not in showing.committed:
-                    showing.committed.append(member)
+                state.failed[member] = progress.why
+            elif progress.outcome:
+                state.failed.pop(member, None)
+                if member not in state.committed:
+                    state.committed.append(member)
+            # Without new bytes a report is no progress. The receiver's source may hang.
+            elif expected is not None and progress.moved_bytes != expected.moved_bytes:
+                expected.moved_bytes, expected.progressed = progress.moved_bytes, time.monotonic()
+            if progress.outcome:
+                state.expected.pop(member, None)
                 self._changed.notify_all()
-            # A report without new bytes is not progress. Otherwise a publish would wait for ever for a receiver whose
-            # source hangs.
-            elif listener is not None and progress.moved_bytes != listener.moved_bytes:
-                listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
-
-    def _vote(self, showing: _Showing, member: str, progress: RankProgress) -> None:
-        """Record a report on a version with a two-phase commit. The caller holds the lock."""
-        assert showing.ballot is not None
-        # Subscribers with a release that does not know such versions would report `committed` when they have the bytes.
-        # They are sent none before the decision.
-        standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
-        showing.ballot = showing.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
-        showing.waited.pop(member, None)
-        self._changed.notify_all()
 
     def cannot_wait(self, member: str, version: int) -> None:
         """Record that a subscriber has no staging copy in which a version could wait for its decision."""
@@ -385,78 +369,83 @@ class SubscriberProgress:
         self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
     def cancel(self, why: str) -> None:
-        """End the wait for undecided versions, and withdraw a version with a two-phase commit."""
+        """Abort the wait for undecided versions. A version with a two-phase commit is withdrawn."""
         with self._changed:
-            for showing in self._shown.values():
-                showing.cancelled = showing.cancelled or why
+            for state in self._versions.values():
+                state.cancelled = state.cancelled or why
             self._changed.notify_all()
 
     def wait_decision(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
-        """Return the verdict on a version with a two-phase commit, at its deadline at the latest."""
+        """Return the verdict on a version with a two-phase commit, by its deadline."""
         with self._changed:
-            showing = self._shown[version]
-        assert showing.ballot is not None
+            state = self._versions[version]
+        assert state.ballot is not None
         while True:
             with self._changed:
                 now = time.monotonic()
-                if showing.cancelled:
-                    return Verdict(is_commit=False, why=showing.cancelled)
-                verdict = showing.ballot.decide(is_due=now >= showing.due)
+                if state.cancelled:
+                    return Verdict(is_commit=False, why=state.cancelled)
+                verdict = state.ballot.decide(is_due=now >= state.due)
                 if verdict is not None:
                     self.absent.update(verdict.late)
                     return verdict
-                self._changed.wait(min(self._probe_s, showing.due - now))
-                now = time.monotonic()
-                silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
-            # Release the lock for this, as in `wait`.
+                silent = self._silent_after(state, min(self._probe_s, state.due - now))
             for member in silent:
                 place = whereabouts(member)
                 with self._changed:
-                    if place == "there" or showing.waited.pop(member, None) is None:
+                    if place == "there" or state.expected.pop(member, None) is None:
                         continue
-                    # A subscriber that signed off no longer takes part. A subscriber that died did not prepare the
-                    # version.
+                    # A subscriber that left no longer votes. A subscriber whose process died did not prepare.
                     if place == "left":
-                        showing.ballot = showing.ballot.without(member)
+                        state.ballot = state.ballot.without(member)
                     else:
-                        showing.ballot = showing.ballot.reported(member, "gone", "its process is gone")
+                        state.ballot = state.ballot.reported(member, "gone", "its process is gone")
+
+    def _silent_after(self, state: _VersionProgress, wait_s: float) -> list[str]:
+        """Wait for a change, and return the subscribers that made no progress for a while. Hold the lock.
+
+        Probe them without the lock, because a probe opens a connection, and reports arrive meanwhile.
+        """
+        self._changed.wait(wait_s)
+        silent_since = time.monotonic() - self._probe_s
+        return [name for name, expected in state.expected.items() if expected.progressed < silent_since]
 
     def settle(self, version: int, verdict: Verdict, decision: FleetDecision) -> Decision:
-        """Answer requests with the recorded decision on a version from now on."""
+        """Respond to requests with the recorded decision on a version from now on."""
         with self._changed:
-            showing = self._shown[version]
-            showing.fleet = decision
-            showing.is_over = True
+            state = self._versions[version]
+            state.fleet = decision
+            state.is_over = True
             # The hub may have recorded a withdrawal before this verdict.
-            showing.committed = list(verdict.prepared) if decision.outcome == "committed" else []
-            showing.late = list(verdict.late)
-            showing.failed = dict(verdict.failed)
+            state.committed = list(verdict.prepared) if decision.outcome == "committed" else []
+            state.late = list(verdict.late)
+            state.failed = dict(verdict.failed)
             self._changed.notify_all()
-            return showing.decision()
+            return state.decision()
 
     def decide_s(self, version: int) -> float | None:
-        """Return the maximum number of seconds until the decision on a version, or None if it may go live at once."""
+        """Return the maximum number of seconds until the decision on a version. None means no decision is pending."""
         with self._changed:
-            showing = self._shown.get(version)
-            if showing is None or showing.ballot is None or showing.is_over:
+            state = self._versions.get(version)
+            if state is None or state.ballot is None or state.is_over:
                 return None
-            return max(0.0, showing.due - time.monotonic())
+            return max(0.0, state.due - time.monotonic())
 
     def offer_check(self, version: int, values: bytes) -> None:
-        """Keep the values for checks of the newest version."""
+        """Store the values for checks of the newest version."""
         with self._changed:
             self._check = version, values
 
     def check_of(self, version: int) -> bytes:
-        """Return the values for checks of a version. Empty if there are none, or if the version is past."""
+        """Return the values for checks of a version, or no bytes if there are none or the version is not the newest."""
         with self._changed:
             return self._check[1] if self._check[0] == version else b""
 
     def refused(self, version: int) -> FleetDecision | None:
-        """Return the decision by which a version was withdrawn, or None if it was not."""
+        """Return the decision that withdrew a version, or None."""
         with self._changed:
-            showing = self._shown.get(version)
-            decision = None if showing is None else showing.fleet
+            state = self._versions.get(version)
+            decision = None if state is None else state.fleet
             return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
@@ -466,40 +455,35 @@ class SubscriberProgress:
             Cancelled: `cancel` was called.
         """
         with self._changed:
-            showing = self._shown[version]
+            state = self._versions[version]
         while True:
             with self._changed:
-                if showing.cancelled:
-                    raise Cancelled(showing.cancelled)
+                if state.cancelled:
+                    raise Cancelled(state.cancelled)
                 now = time.monotonic()
-                for member, listener in list(showing.waited.items()):
-                    if now - listener.seen > stall_s:
-                        del showing.waited[member]
-                        showing.late.append(member)
+                for member, expected in list(state.expected.items()):
+                    if now - expected.progressed > stall_s:
+                        del state.expected[member]
+                        state.late.append(member)
                         self.absent.add(member)
-                if not showing.waited:
-                    showing.is_over = True
+                if not state.expected:
+                    state.is_over = True
                     self._changed.notify_all()
-                    return showing.decision()
-                self._changed.wait(min(self._probe_s, stall_s))
-                now = time.monotonic()
-                # Probe only silent members, because a probe opens a connection and can take `Timing.alive_s`.
-                silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
-            # Release the lock for this, because reports arrive during the probe. The member may be done by the time it
-            # is removed.
+                    return state.decision()
+                silent = self._silent_after(state, min(self._probe_s, stall_s))
             for member in silent:
                 if is_gone(member):
                     with self._changed:
-                        if showing.waited.pop(member, None) is not None:
-                            showing.failed[member] = "its process is gone"
+                        if state.expected.pop(member, None) is not None:
+                            state.failed[member] = "its process is gone"
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision about a version when it is over, or its state after `wait_s` seconds."""
+        """Return the decision on a version when it is over, or its progress after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
-                showing = self._shown.get(version)
-                left = deadline - time.monotonic()
-                if (showing is not None and showing.is_over) or left <= 0:
-                    return Decision(is_over=False) if showing is None else showing.decision()
-                self._changed.wait(left)
+                state = self._versions.get(version)
+                remaining = deadline - time.monotonic()
+                if (state is not None and state.is_over) or remaining <= 0:
+                    return Decision(is_over=False) if state is None else state.decision()
+                self._changed.wait(remaining)

@@ -1,7 +1,4 @@
-"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`.
-
-They are made again when tensors moved.
-"""
+"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`, repeated when tensors moved."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from penstock.sync.publish.transformed import Transforms
 from penstock.sync.shards import Declarable, ShardRow, declared, layout_of, regions_of, to_arenas
 from penstock.transport.protocol import Memory
 from penstock.transport.storages import RegisteredStorages
-from penstock.types import Box, DType
 
 _LISTED = 5
 
@@ -34,10 +30,10 @@ log = log_named("penstock.sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferOptions:
-    """How a rank offers its tensors. See `publisher`."""
+    """The options for a rank's `Offer`. See `publisher`."""
 
     copies: str | None
-    """Destination of the copies of versions, `device` or `cpu`. None means that versions are not copied."""
+    """Destination of the copies of versions, `device` or `cpu`. None means no copies."""
     transforms: Transforms | None
     keep_plain: bool
     arena: bool
@@ -48,7 +44,7 @@ class OfferOptions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Registration:
-    """One registration: the offer, and the memory that receivers read."""
+    """An offer, and the memory that receivers read."""
 
     offer: Offer
     local_version: LocalVersion
@@ -56,7 +52,6 @@ class _Registration:
     storages: RegisteredStorages
 
     def close(self) -> None:
-        """End the registrations. Idempotent."""
         self.offer.close()
         if self.snapshot is not None:
             self.snapshot.close()
@@ -64,11 +59,7 @@ class _Registration:
 
 
 def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declarable]) -> None:
-    """Log a warning if the tensors come from `state_dict()`, because they cannot follow their module.
-
-    They are detached. If the module gets other memory, they keep the old memory, and nothing leads from them to the
-    module.
-    """
+    """Log a warning if the tensors come from `state_dict()`, because they keep their memory if the module's moves."""
     # Torch marks a state dict with `_metadata`. With `keep_vars=True` it contains the parameters themselves.
     if isinstance(params, torch.nn.Module) or not hasattr(params, "_metadata"):
         return
@@ -88,11 +79,10 @@ class Registered(Closeable):
         digest: digest of that layout.
 
     Args:
-        params: a module or tensors by name. It is kept, because its tensors are looked up again.
-        options: how they are offered.
+        params: a module or tensors by name, which `follow` reads again.
 
     Raises:
-        See `publisher`.
+        PenstockError: see `publisher`.
     """
 
     layout: Layout
@@ -101,18 +91,18 @@ class Registered(Closeable):
     def __init__(self, params: torch.nn.Module | Mapping[str, Declarable], options: OfferOptions) -> None:
         self._params = params
         self._options = options
-        # Connects an offer to the offers of other ranks. None before `connect` was called.
+        # Connects an offer to the offers of other ranks. Set by `connect`.
         self._connect: Callable[[Offer], None] | None = None
         self._registration: _Registration | None = None
         if options.arena:
             to_arenas(params)
         self._rows = declared(params)
         self._placed = Placed(params)
-        # Create the offer before registering, because a process with a refused offer must not join a fleet.
+        # A process with an invalid offer must not join a fleet, so create the offer before registering.
         self._offer: Offer | None = self._make_offer()
 
     def register(self, member: Member) -> None:
-        """Register the tensors with the transports of this process. Call it once, before anything else."""
+        """Register the tensors with the transports of this process. Call this first."""
         self._member = member
         self._register(self.offer)
 
@@ -123,27 +113,24 @@ class Registered(Closeable):
 
     @property
     def served(self) -> LocalVersion | None:
-        """Return the memory that receivers read: the tensors or a copy. Return None if nothing is registered."""
+        """Return the memory that receivers read, or None if nothing is registered."""
         registration = self._registration
         return None if registration is None else registration.local_version
 
     @property
     def local_version(self) -> LocalVersion:
-        """Return the memory that receivers read. Call it only while the tensors are registered."""
+        """Return the memory that receivers read. Call this only while the tensors are registered."""
         return self._registered().local_version
 
     @property
     def offer(self) -> Offer:
-        """Return the offer. Call it after `follow`, which raises if there is no offer."""
+        """Return the offer. Call this after `follow`, which raises an error if there is no offer."""
         assert self._offer is not None
         return self._offer
 
     @property
     def snapshot(self) -> VersionSnapshot | None:
-        """Return the copy that receivers read, or None if they read the tensors.
-
-        Call it only while they are registered.
-        """
+        """Return the copy that receivers read, or None if they read the parameters."""
         return self._registered().snapshot
 
     def _registered(self) -> _Registration:
@@ -151,7 +138,7 @@ class Registered(Closeable):
         return self._registration
 
     def connect(self, sync: Membership, *, rank: int) -> None:
-        """Join the ranks' exchange, if there is one. Call it before the first version."""
+        """Join the ranks' exchange if a format has blocks. Call this before the first version."""
         world_size = self._options.world_size
         self._connect = lambda offer: offer.connect(sync, rank=rank, world_size=world_size)
         self._connect(self.offer)
@@ -159,16 +146,16 @@ class Registered(Closeable):
     def follow(self, before_end: Callable[[], None]) -> bool:
         """If tensors of the module or mapping moved, register them again. Return whether any moved.
 
-        Call it while nothing reads the parameters.
+        Call this while nothing reads the parameters.
 
         Args:
             before_end: called before the old registration ends.
 
         Raises:
-            ConfigError: names, dtypes or shapes changed. The error names the tensors. The old registration stays.
+            ConfigError: names, dtypes or shapes changed. The old registration stays.
             PlanError: a tensor cannot be declared, for example because its memory was freed. The old registration
                 stays.
-            PenstockError: other errors of `publisher`. Nothing is registered then, and the next call tries again.
+            PenstockError: see `publisher`. Nothing is registered then, and the next call retries.
         """
         registration = self._registration
         is_there = registration is not None and registration.storages.are_there()
@@ -178,13 +165,13 @@ class Registered(Closeable):
         require_same(self._rows, rows)
         regions_of(rows)  # raises for tensors without memory
         if is_there and _are_in_place(self._rows, rows):
-            # The objects are new but the memory is the same, as after FSDP2 sharded the parameters again.
+            # The objects are new but their memory is the same, as after FSDP2 sharded the parameters again.
             self._placed.refresh()
             return False
         if registration is not None:
             before_end()
             registration.close()
-        # Drop all references to the old memory and the copy, because a device rarely has memory for two.
+        # A device rarely has memory for two copies, so drop all references to the old copy.
         self._registration = registration = self._offer = None
         if self._options.arena:
             to_arenas(self._params)
@@ -210,8 +197,30 @@ class Registered(Closeable):
     def _register(self, offer: Offer) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(offer.close)
-            local_version, snapshot = self._serve(stack, offer)
-            # Do this now and not at a receiver's first request, because engines, and a live publish, would wait for it.
+            options, links = self._options, self._member.links
+            memories: tuple[Memory, ...] = (*offer.memories, *offer.filled)
+            layout = layout_of(offer.rows, self._member.id, "", memories)
+            # A planner that knows the old layout must not reuse its descriptors, so each registration needs a new
+            # address.
+            address = secrets.token_hex(8)
+            snapshot: VersionSnapshot | None = None
+            if options.copies is None:
+                layout = replace(layout, address=address)
+                local_version = LocalVersion(layout, memories, links, pack_bytes=options.pack_bytes)
+                stack.callback(local_version.close)
+            else:
+                snapshot = VersionSnapshot(
+                    layout,
+                    offer.memories,
+                    links,
+                    address=address,
+                    on_host=options.copies == "cpu",
+                    filled=offer.filled,
+                    pack_bytes=options.pack_bytes,
+                )
+                stack.callback(snapshot.close)
+                local_version = snapshot.local_version
+            # At a receiver's first request, engines and a live publish would wait for the warm-up.
             local_version.regions.warm_up()
             if self._connect is not None:
                 self._connect(offer)
@@ -219,39 +228,8 @@ class Registered(Closeable):
             stack.pop_all()
         self.layout, self.digest = local_version.layout, local_version.layout.digest()
         self._registration = _Registration(
-            offer=offer,
-            local_version=local_version,
-            snapshot=snapshot,
-            storages=RegisteredStorages((*offer.memories, *offer.filled)),
+            offer=offer, local_version=local_version, snapshot=snapshot, storages=RegisteredStorages(memories)
         )
-
-    def _serve(self, stack: contextlib.ExitStack, offer: Offer) -> tuple[LocalVersion, VersionSnapshot | None]:
-        """Return the memory that readers see: the offer's memory, or a copy.
-
-        It stays registered until the stack is left.
-        """
-        options, links = self._options, self._member.links
-        memories: tuple[Memory, ...] = (*offer.memories, *offer.filled)
-        layout = layout_of(offer.rows, self._member.id, "", memories)
-        # Use a new address for each registration, because a planner that knows the old layout must not reuse its
-        # descriptors.
-        address = secrets.token_hex(8)
-        if options.copies is None:
-            layout = replace(layout, address=address)
-            local_version = LocalVersion(layout, memories, links, pack_bytes=options.pack_bytes)
-            stack.callback(local_version.close)
-            return local_version, None
-        snapshot = VersionSnapshot(
-            layout,
-            offer.memories,
-            links,
-            address=address,
-            on_host=options.copies == "cpu",
-            filled=offer.filled,
-            pack_bytes=options.pack_bytes,
-        )
-        stack.callback(snapshot.close)
-        return snapshot.local_version, snapshot
 
     def close(self) -> None:
         """End the registrations. Idempotent."""
@@ -260,12 +238,8 @@ class Registered(Closeable):
 
 
 def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
-    """Check that these are the same boxes of the same tensors. Strides and addresses may differ.
-
-    Raises:
-        ConfigError: tensors differ. The error names them.
-    """
-    were, are = _boxes(before), _boxes(now)
+    """Raise ConfigError unless these are the same boxes of the same tensors. Strides and addresses may differ."""
+    were, are = ({(row.name, row.form.values) for row in rows} for rows in (before, now))
     if were == are:
         return
     names = sorted({box[0] for box in were ^ are})
@@ -275,10 +249,6 @@ def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
         tensor=names[0],
         hint="close this publisher and create a new one with the current tensors",
     )
-
-
-def _boxes(rows: Iterable[ShardRow]) -> set[tuple[str, tuple[DType, tuple[int, ...], Box, str]]]:
-    return {(row.name, row.form.values) for row in rows}
 
 
 def _are_in_place(before: Sequence[ShardRow], now: Sequence[ShardRow]) -> bool:

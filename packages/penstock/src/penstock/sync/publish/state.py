@@ -1,10 +1,4 @@
-"""The states of a publisher, and the changes between them.
-
-opening -> idle -> showing -> waiting  -> idle, withdrawn        live: training waits for the receivers
-                           -> serving  -> showing ...            snapshot
-                           -> deciding -> serving, withdrawn     snapshot that the fleet commits as a whole
-closed follows each of them, and nothing follows it
-"""
+"""The states of a publisher, and the permitted transitions."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ class PublisherState(enum.Enum):
     """The state of a publisher, and of the version that can be read at this rank."""
 
     OPENING = "opening"
-    """The rank is claiming the name, or joining the epoch of rank 0."""
+    """The rank is claiming the name or joining rank 0's epoch."""
     IDLE = "idle"
     """No version can be read here."""
     SHOWING = "showing"
@@ -24,11 +18,11 @@ class PublisherState(enum.Enum):
     WAITING = "waiting"
     """Receivers read the live parameters, and `publish` waits for them."""
     DECIDING = "deciding"
-    """Receivers read a copy, whose version is not decided yet."""
+    """Receivers read a copy whose version is not decided yet."""
     SERVING = "serving"
     """Receivers read a copy of the newest version."""
     WITHDRAWN = "withdrawn"
-    """The newest version was withdrawn. The previous version is announced, but cannot be read here."""
+    """The newest version was withdrawn. The previous version is announced but cannot be read here."""
     CLOSED = "closed"
     """This rank has left."""
 
@@ -41,9 +35,9 @@ NEXT: Mapping[PublisherState, frozenset[PublisherState]] = {
     _S.SHOWING: frozenset({_S.WAITING, _S.DECIDING, _S.SERVING, _S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.WAITING: frozenset({_S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.DECIDING: frozenset({_S.SERVING, _S.WITHDRAWN, _S.CLOSED}),
-    # The state returns to `idle` if the parameters moved, because the copy must be made again.
+    # If the parameters moved, the copy must be made again, so the state returns to `IDLE`.
     _S.SERVING: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.WITHDRAWN: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.CLOSED: frozenset(),
 }
-"""The allowed next states for each state."""
+"""The permitted transitions from each state."""

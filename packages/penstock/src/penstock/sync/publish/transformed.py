@@ -1,8 +1,7 @@
 """A publisher's tensors under tags. They are quantised or cast into separate memory, in addition to the parameters.
 
-row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) is read in place
-                                                  [256, 384) is read from a boundary buffer: [256, 300) from this
-                                                  rank, and [300, 384) from other ranks
+A rank owns the blocks that begin in its shard. It quantises a block that crosses the edge of the shard in a boundary
+buffer, with elements from other ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from penstock.transform.select import reasons
 from penstock.types import I64, MIB, Box, DType
 
 Transforms = str | Mapping[str, Sequence[str]]
-"""A tag, for the weights that checkpoints store in that format, or tags with patterns of tensor names for each."""
+"""A tag for the weights that checkpoints store in that format, or patterns of tensor names for each tag."""
 
 BATCH_BYTES = 512 * MIB
-"""Number of bytes of codes that are quantised at once. They take 0.6 ms at 1.9 TB/s of source, which hides the tenths
-of a millisecond of Python per batch. Source: benchmarks/results/h200_202611/transform.md."""
+"""Number of bytes of codes in a batch. A batch takes 0.6 ms at 1.9 TB/s of source, which hides the tenths of a
+millisecond of Python. Source: benchmarks/results/h200_202611/transform.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,7 +51,7 @@ class _Batch:
     """Rows that are quantised together."""
 
     rows: I64
-    """Numbers of the rows that the batch completes."""
+    """Numbers of the batch's rows."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Copies of this rank's elements into boundary buffers."""
     fusions: tuple[Fusion, ...]
@@ -68,28 +67,27 @@ class _Batch:
 
 
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
-    """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks make the same choice.
+    """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice.
 
-    A cast applies to every tensor that matches by name and has a different dtype. A block format applies to linear
-    weights only (`transform.select`).
+    A cast applies to every matching tensor with a different dtype. A block format applies to linear weights only.
 
     Raises:
         ConfigError: a tag is unknown.
-        PlanError: a format has one scale per tensor, but this rank has only a part of the tensor.
+        PlanError: a format has one scale per tensor, but this rank has only a shard of the tensor.
     """
-    # None means the usual tensors for the format. See `_reasons_plain`.
+    # Without patterns a format applies to its usual tensors. See `_reasons_plain`.
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
         form = format_of(tag)
-        # Rows that already have a tag from the user are not transformed.
+        # The user has already tagged the other rows.
         plain = [row for row in rows if not row.form.tag]
         kept_plain = _reasons_plain(form, plain, patterns)
         for row in plain:
             if not kept_plain[row.name]:
                 shape, box = row.form.shape, row.form.box
                 if form.global_suffix and box != Box.full(shape):
-                    # The scale needs the maximum over all ranks, which this exchange of elements does not provide.
+                    # The scale needs the maximum over all ranks, but the ranks only exchange elements.
                     message = f"{tag} has one scale for the whole tensor, but this rank has only a part of it"
                     raise PlanError(message, tensor=row.name, hint="gather the tensor, or use another format")
                 chosen.append(Chosen(row=row, form=form, owned=owned(form, shape, box)))
@@ -97,7 +95,7 @@ def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ..
 
 
 def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[str] | None) -> dict[str, str]:
-    """Return why each row is not offered in a format. An empty reason means that it is offered."""
+    """Return for each row why it is not offered in a format, or an empty text if it is."""
     specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
     if form.scaling != "none":
         return reasons(form, specs, only=patterns or ("*.weight",))
@@ -113,15 +111,13 @@ def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[st
 
 
 class Transformed:
-    """The memory for the chosen rows' codes and scales, which is filled at each publish.
-
-    It keeps views of the parameters.
+    """Memory for the codes and scales of the chosen rows, which each publish fills. It keeps views of the parameters.
 
     Attributes:
         rows: codes and scales, under their tags.
         wants: rows in the boundary buffers for elements from other ranks.
         nbytes: size of codes and scales in bytes.
-        boundary_bytes: size of blocks that cross the edges of this rank's shards, in the parameters' dtype.
+        boundary_bytes: size of the boundary buffers in bytes.
 
     Args:
         chosen: the result of `choose`.
@@ -143,7 +139,7 @@ class Transformed:
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
             for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
-        # Use the identity as the key, because one row may be chosen in several formats.
+        # A row may be chosen in several formats, so the row's name is no key.
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))
@@ -153,17 +149,16 @@ class Transformed:
             job.source.device for batch in self._batches for fusion in batch.fusions for job in fusion.jobs[:1]
         }:
             if device.type == "cuda":
-                # The kernels' tables were copied on the current stream. `fill` may run on another stream and would read
-                # them too early.
+                # The kernels' tables were copied on the current stream, but `fill` may run on another stream.
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise the parameters' current values, layer by layer.
+        """Quantise the current parameters, layer by layer, after the work queued on the current stream.
 
-        Call it after the boundary buffers were filled. It runs after the work that is queued on the current stream.
+        Call this after the boundary buffers were filled.
 
         Args:
-            ready: called with the numbers of rows when the device has written them.
+            ready: called with the numbers of rows after the device has written them.
 
         Raises:
             DestinationError: the device finished no batch for `stall_s`.
@@ -184,8 +179,8 @@ _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 def _lay_out(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, FormatOutput]], list[tuple[Chosen, Box]]]:
-    """Return the rows that own blocks, by layer, the stored parts of each, and its boundary blocks."""
-    # Sort by layer, because receivers read in that order, so the rows that are ready first are read first.
+    """Return the rows that own blocks, by layer, and the outputs and boundary blocks of each row."""
+    # Receivers read layer by layer.
     mine = [choice for choice in chosen if choice.owned.num_elements]
     mine = [mine[i] for i in layer_order([choice.row.name for choice in mine])[0].tolist()]
     parts = [(choice, part) for choice in mine for part in _outputs(choice, choice.owned)]
@@ -193,7 +188,7 @@ def _lay_out(
 
 
 def _outputs(choice: Chosen, box: Box) -> tuple[FormatOutput, ...]:
-    """Return the stored parts for a box of whole blocks: codes, and scales if the format has them."""
+    """Return the outputs for a box of whole blocks: codes, and scales if the format has them."""
     return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
@@ -206,14 +201,12 @@ def _nbytes(spec: _Spec) -> int:
 
 
 def _arena_bytes(specs: Sequence[_Spec]) -> int:
-    """Return the size of the arenas for tensors, in bytes."""
     devices = dict.fromkeys(device for device, _, _ in specs)
     return sum(needed_bytes(_nbytes(spec) for spec in specs if spec[0] == device) for device in devices)
 
 
 def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
-    """Allocate memory for tensors, with one arena and therefore one registration per device."""
-    # These placeholders are replaced below. The order of `specs` must be kept while devices are handled one by one.
+    """Allocate tensors in one arena per device, because each arena is one registration."""
     tensors: list[torch.Tensor] = [torch.empty(0)] * len(specs)
     for device in dict.fromkeys(device for device, _, _ in specs):
         here = [i for i, spec in enumerate(specs) if spec[0] == device]
@@ -225,23 +218,22 @@ def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
 
 
 def _inside(choice: Chosen) -> Box:
-    """Return the owned blocks of which this rank has all elements."""
+    """Return the owned blocks whose elements are all on this rank."""
     box, shape = choice.row.form.box, choice.row.form.shape
     step = alignment(choice.form, shape)
-    # Round down to whole blocks, except at the end of the tensor, where the last block may be short.
+    # Round down to whole blocks. At the end of the tensor the last block may be short.
     ends = zip(choice.owned.start, box.stop, step, shape, strict=True)
     stop = tuple(max(a, b if b == n else b // s * s) for a, b, s, n in ends)
     return Box(start=choice.owned.start, stop=stop)
 
 
 def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
-    """Return the other owned blocks, as boxes of whole blocks."""
+    """Return the owned blocks that need elements from other ranks, as boxes of whole blocks."""
     inside = _inside(choice)
     return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
 
 
 def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[ShardRow]:
-    """Yield the rows in the boundary buffers for elements from other ranks."""
     for edge, buffer in boundary:
         for box in foreign(choice.row.form.box, edge):
             yield row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
@@ -271,7 +263,7 @@ def _batches(
         return _Batch(np.array(rows, np.int64), tuple(copies), fusions)
 
     for choice in mine:
-        # The parts are codes alone, codes and scales, or codes, scales and the scale of the whole tensor.
+        # The outputs are codes alone, codes and scales, or codes, scales and the tensor's global scale.
         count = 1 if choice.form.scaling == "none" else 3 if choice.form.global_suffix else 2
         outs = tensors[first : first + count]
         key = choice.form.tag, choice.row.tensor.device
@@ -280,7 +272,7 @@ def _batches(
             jobs.setdefault(key, []).append(_job(choice, inside, cut(choice.row.tensor, _from(inside, box)), outs))
         for edge, buffer in boundary.get(id(choice), ()):
             jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
-            # This rank copies its own elements of a boundary block. The exchange reads the others.
+            # The exchange reads only the elements of other ranks.
             if common := common_box(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)
@@ -294,7 +286,7 @@ def _batches(
 
 
 def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> KernelJob:
-    """Return the job that quantises a box of whole blocks into its place in this rank's codes and scales."""
+    """Return the job that quantises a box of whole blocks into this rank's codes and scales."""
     whole = _outputs(choice, choice.owned)
     parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
