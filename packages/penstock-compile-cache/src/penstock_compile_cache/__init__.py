@@ -1,6 +1,6 @@
 """Keep compiled code of inference engines in signed bundles next to their models.
 
-`restore` fills the compilers' caches from a bundle for a model, a program and its configuration, and `save` writes one.
+`restore` fills compilers' caches from a bundle for a model, a program and its configuration. `save` writes a bundle.
 """
 
 from penstock.exports import lazily

@@ -1,10 +1,8 @@
 """Bundles: pack the files of compilers' caches into one signed safetensors file, and unpack them into a directory.
 
-    file: description (JSON: key, frames, files with digests) | signature (Ed25519 of it) | content (zstd frames)
-
-A bundle is a weight set with three tensors, so it can travel in every way that weights can. It contains code.
-Therefore nothing is parsed before its signature was checked, and no file is written whose digest differs. `caches`
-lists the caches, and `store` finds bundles.
+A bundle has three tensors: a description (JSON with key, frames, and files with digests), its Ed25519 signature, and
+the content (zstd frames). It contains code, so its signature is checked before anything is parsed, and no file is
+written whose digest differs.
 """
 
 from __future__ import annotations
@@ -35,25 +33,23 @@ from penstock_compile_cache.key import Key
 
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors in a bundle."""
-
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Longest description that is read before its signature is checked. Reason: a file needs about 150 bytes, and the
-largest caches that were seen have 2,600 files."""
+"""Longest description that is read before its signature is checked. A file needs about 150 bytes, and the largest known
+caches have 2,600 files."""
 SIGNATURE_BYTES = 64
 MAX_BYTES = 16 * GIB
-"""Maximum number of bytes of files in a bundle. Reason: the largest caches that were seen have 97 MB
-(benchmarks/results/h100_202611/artifacts.md), and this still does not fill a disk."""
-
+"""Maximum total size of the files in a bundle, in bytes. The largest known caches have 97 MB
+(benchmarks/results/h100_202611/artifacts.md)."""
 _FRAME_BYTES = 4 * MIB
-"""Files are compressed together until they reach this many bytes, because most have a few kB and are similar."""
+"""Files are compressed in groups of this many bytes, because most have a few kB and are similar."""
 _LEVEL = 3
 """Compression level for zstd, its default."""
 PURPOSE = b"penstock artifacts 1\n"
-"""Prefix of the signed text. It prevents the use of a signature for another purpose."""
+"""Prefix of the signed text. It prevents the use of a signature for a different purpose."""
 
 
 class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file in a frame, which follows the previous one."""
+    """A file in a frame. It follows the previous file."""
 
     path: str
     """Path below the root, with slashes."""
@@ -64,7 +60,7 @@ class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class BundleFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Files that are compressed together. Frames follow each other."""
+    """Files that are compressed as a group. Frames follow each other."""
 
     nbytes: int
     """Number of compressed bytes."""
@@ -82,7 +78,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_tied(self) -> bool:
-        """True if it has torch's tuning results. torch (2.11, 2.13) finds them only at the path where it wrote them."""
+        """True for bundles with torch's tuning results. torch (2.11, 2.13) finds them only at their original path."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
@@ -102,24 +98,23 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Description:
-    """Write the caches below `root` to a bundle.
+    """Write the caches below `root` to a bundle. Equal files at the same paths give equal bundles.
 
-    Files that a compiler is writing or removes in the meantime are left out. Equal files at the same paths give equal
-    bundles.
+    Files that a compiler is writing or removes in the meantime are omitted.
 
     Args:
-        root: A directory with the directories of `caches`.
-        key: Key of the process that filled the caches.
+        root: a directory with the directories of `caches`.
+        key: key of the process that filled the caches.
         private_key_pem: Ed25519 private key in PEM.
-        path: Path of the bundle, which is overwritten.
+        path: path of the bundle, which is overwritten.
 
     Raises:
-        ConfigError: The private key cannot be used, or there are no files.
-        DestinationError, DiskFull: The bundle cannot be written. A part of it stays.
+        ConfigError: the private key cannot be used, or there are no files.
+        DestinationError, DiskFull: the bundle cannot be written. A partial file remains.
     """
     with typed(path), tempfile.TemporaryFile(dir=path.parent) as content:
         frames = []
-        # Digests are computed from the bytes that were read, so a file that changes later does no harm.
+        # Digests are computed from the bytes that were read, so a later change of a file does no harm.
         num_threads = len(os.sched_getaffinity(0))
         with Threads(num_threads, "penstock-compress", waits_for_calls=True) as pool:
             groups = _groups(root)
@@ -146,7 +141,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
             content.seek(0)
             shutil.copyfileobj(content, file, MIB)
             file.flush()
-            # Whoever may read the model may read its bundles. Use the descriptor, because the path may have changed.
+            # Readers of the model may read its bundles. Use the descriptor, because the path may have changed.
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
     return description
@@ -156,9 +151,9 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
     """Return the description of a bundle after checking its signature.
 
     Raises:
-        IntegrityError: None of the keys has signed it.
-        FormatError: This version cannot read the description.
-        ConfigError: There are no keys, or one is not an Ed25519 public key in PEM.
+        IntegrityError: none of the keys has signed it.
+        FormatError: this version cannot read the description.
+        ConfigError: there are no keys, or one is not an Ed25519 public key in PEM.
     """
     if not public_keys_pem:
         raise ConfigError("no public key is trusted", hint="set PENSTOCK_COMPILE_CACHE_KEYS, or give public_keys=")
@@ -175,11 +170,7 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
 
 
 def parse(raw: bytes) -> Description:
-    """Return a description without checking its signature. Use it only to show it to people.
-
-    Raises:
-        FormatError: This version cannot read the description.
-    """
+    """Return a description without checking its signature, for display. Raise FormatError if it is malformed."""
     try:
         return msgspec.json.decode(raw, type=Description)
     except MALFORMED as error:
@@ -189,18 +180,17 @@ def parse(raw: bytes) -> Description:
 def unpack(description: Description, content: memoryview, root: Path) -> None:
     """Write the files of a bundle to the new directory `root`, which appears when it is complete.
 
-    After an error nothing is left. A killed process leaves a directory with another name, which `remove_partial`
-    removes.
+    After an error nothing remains. `remove_partial` removes the directory of a killed process.
 
     Args:
-        description: Result of `describe`, so its signature was checked.
-        content: The tensor `content` of the bundle.
-        root: Created by this call, for this user only. Its parent must exist.
+        description: result of `describe`, so its signature was checked.
+        content: the tensor `content` of the bundle.
+        root: created by this call, for this user only. Its parent must exist.
 
     Raises:
-        FormatError: A path is outside `root` or in no cache, or the sizes do not match the content.
-        IntegrityError: A file differs from its digest.
-        DestinationError, DiskFull: The directory cannot be written.
+        FormatError: a path is outside `root` or in no cache, or the sizes do not match the content.
+        IntegrityError: a file differs from its digest.
+        DestinationError, DiskFull: the directory cannot be written.
     """
     frames = _placed(description, content)
     partial_root = root.with_name(f"{root.name}{_PARTIAL}{secrets.token_hex(4)}")
@@ -208,7 +198,7 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
         require_space(root.parent, description.nbytes)
         partial_root.mkdir(mode=0o700)
         try:
-            # Create each parent separately, because `mkdir` creates missing parents with another mode.
+            # Create each parent separately, because `mkdir` creates missing parents with a different mode.
             for directory in sorted({parent for _, files in frames for _, path in files for parent in path.parents}):
                 (partial_root / directory).mkdir(mode=0o700, exist_ok=True)
             with Threads(len(os.sched_getaffinity(0)), "penstock-unpack", waits_for_calls=True) as pool:
@@ -224,7 +214,7 @@ _PARTIAL = ".partial-"
 
 
 def remove_partial(root: Path) -> None:
-    """Remove what killed calls of `unpack` left next to `root`. The caller must hold the lock for `root`."""
+    """Remove the directories of killed calls of `unpack` next to `root`. The caller must hold the lock for `root`."""
     for path in root.parent.glob(f"{root.name}{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -234,12 +224,12 @@ def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
     group: list[tuple[str, bytes, bool]] = []
     size = 0
     for directory, names, files in os.walk(root):
-        # Sort the files, so that equal files at the same paths give equal bundles.
+        # Sort, so that equal files give equal bundles.
         names.sort()
         for name in sorted(files):
             path = Path(directory, name)
             parts = path.relative_to(root).parts
-            # A link could lead to a file outside the caches.
+            # A symlink could lead to a file outside the caches.
             if not caches.is_copied(parts) or path.is_symlink() or not path.is_file():
                 continue
             try:

@@ -1,7 +1,6 @@
-"""The caches in which compilers and engines keep compiled code, and the environment variables for their places.
+"""The caches in which compilers and engines store compiled code, and the environment variables for their paths.
 
-Each cache is a directory below one `root`, so that a bundle of the root has only the code of one configuration. A
-program that has already read its variable cannot be moved any more. `bundle` copies the files.
+Each cache is a directory below one `root`, so that a bundle of the root has only the code of one configuration.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ class Cache:
     """A cache of one program.
 
     Attributes:
-        name: Name of the directory below the root.
-        variable: Environment variable for the place of the cache.
-        module: Module that reads the variable when it is imported. If empty, the variable is read at each use.
-        parts: Directories of the cache that are copied. If empty, all of them.
+        name: name of the directory below the root.
+        variable: environment variable for the path of the cache.
+        module: module that reads the variable when it is imported. If empty, the variable is read at each use.
+        parts: directories of the cache that are copied. If empty, all directories.
     """
 
     name: str
@@ -30,13 +29,12 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """True if this process has already read the variable."""
+        """True if this process has already read the variable, so that the cache cannot be moved."""
         return bool(self.module) and self.module in sys.modules
 
 
 CACHES = (
-    # `startup_plan` and `gpu_p2p_access_cache_*` are left out, because they are measurements of one machine. So is
-    # `assets`.
+    # `startup_plan`, `gpu_p2p_access_cache_*` and `assets` are excluded, because they are measurements of one machine.
     Cache(
         name="vllm",
         variable="VLLM_CACHE_ROOT",
@@ -65,11 +63,11 @@ def read_already() -> Sequence[str]:
 
 
 def is_copied(parts: Sequence[str]) -> bool:
-    """Return whether a file belongs in a bundle. `parts` are the parts of its path below the root."""
+    """Return whether a file belongs in a bundle. `parts` are the components of its path below the root."""
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False
-    # Leave out locks and unfinished files. At the end a compiler renames the file, or Triton its directory `tmp.`.
+    # Skip locks and unfinished files. A compiler renames a finished file, and Triton its directory `tmp.`.
     if parts[-1].endswith((".lock", ".tmp")) or parts[-1].startswith("."):
         return False
     if any(part in {"__pycache__", "locks"} or part.startswith("tmp.") for part in parts):

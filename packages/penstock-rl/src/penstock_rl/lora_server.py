@@ -1,11 +1,8 @@
 """Engines that serve the versions of an adapter: a vLLM or SGLang server on this host, or vLLM's `LLM` in this process.
 
-    version 7 -> a directory that never changes -> the engine loads `policy@7` for requests to `policy@7` and `policy`
-    version 8 -> another directory              -> the engine loads `policy@8`. Running requests finish on `policy@7`
-
-Each version has a separate name, id and path, and no version replaces another in place. vLLM keys the prefix cache by
-name and path, and SGLang by an id that each load creates. A request therefore never uses keys and values from another
-version. vLLM's `load_inplace` keeps the id, so running requests would continue with another version's weights.
+Each version has a separate name, id and path (`policy@7`), and no version replaces another in place. Running requests
+finish on the version that they began with, and a prefix cache never mixes versions. vLLM's `load_inplace` keeps the id,
+so running requests would continue with weights of a different version.
 
 vLLM's routes were run with 0.32. SGLang's routes were read in 0.5.23 and not run. Neither package is needed to import
 this module.
@@ -54,8 +51,8 @@ class _LoraRoutes:
 
     Args:
         url: URL of the server.
-        token: Token for the `Authorization` header. None means that the server needs no token.
-        timeout_s: Limit in seconds for one answer. None means the stall deadline.
+        token: token for the `Authorization` header. None means that the server needs no token.
+        timeout_s: deadline in seconds for one response. None means the stall deadline.
     """
 
     _load_route = ""
@@ -103,7 +100,7 @@ class _LoraRoutes:
 class VllmServer(_LoraRoutes):
     """A vLLM server on this host, started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-    It needs `--max-loras 2` or more: one adapter is the newest, and running requests use the previous one.
+    It needs `--max-loras 2` or more, because running requests use the previous adapter.
     """
 
     _load_route = "/v1/load_lora_adapter"
@@ -113,8 +110,8 @@ class VllmServer(_LoraRoutes):
     def synced_base(self, name: str) -> Callable[[], str]:
         """Return a function for the base of a server whose own weights come from the sync `name`.
 
-        It asks the server, and returns `NAME:VERSION`. The server was started with `--weight-transfer-config
-        '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
+        The function asks the server, and returns `NAME:VERSION`. The server was started with
+        `--weight-transfer-config '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
         """
 
         def identity() -> str:
@@ -143,9 +140,6 @@ class VllmEngine:
     """vLLM's `LLM` in this process, created with `enable_lora=True` and `max_loras` of at least 2.
 
     If vLLM runs its engine in a separate process, an adapter that vLLM refuses raises a plain Exception.
-
-    Args:
-        llm: The `LLM`.
 
     Attributes:
         requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass it to `llm.generate(lora_request=...)`.
@@ -177,8 +171,8 @@ class ServedAdapter(Closeable):
     """The versions of an adapter in an engine. A context manager. Only one thread at a time may update.
 
     Attributes:
-        received: Subscription to the versions.
-        loaded: Names of the versions that the engine has, with the oldest first.
+        received: subscription to the versions.
+        loaded: names of the versions in the engine, with the oldest first.
     """
 
     def __init__(
@@ -187,7 +181,7 @@ class ServedAdapter(Closeable):
         self.received = received
         self.loaded: list[str] = []
         self.install_s = 0.0
-        """Seconds to install the newest version, which writes files and loads them into the engine."""
+        """Time to install the newest version in seconds. The installation writes files and loads them."""
         self._directory = directory
         self._engine = engine
         self._base = base
@@ -210,15 +204,15 @@ class ServedAdapter(Closeable):
     def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
         """Receive a version, and make the engine serve it under a separate name.
 
-        Running requests finish on the version that they began with. The previous version stays loaded, and older ones
-        are unloaded.
+        Running requests finish on the version that they began with. The previous version stays loaded, and older
+        versions are unloaded.
 
         Raises:
-            BaseMismatch: The version is for another base than the engine's. None of its bytes were read. Versions for a
-                base that the engine no longer has are unloaded.
-            DestinationError: The engine refused the version, for the given reason. It serves the previous version. Call
+            BaseMismatch: the version is for a different base than the engine's. None of its bytes were read. Versions
+                for a base that the engine no longer has are unloaded.
+            DestinationError: the engine refused the version, for the given reason. It serves the previous version. Call
                 this again.
-            PenstockError: See `penstock.sync.Subscriber.update`.
+            PenstockError: see `penstock.sync.Subscriber.update`.
         """
         self.check_base()
         report = self.received.update(version, timeout_s)
@@ -242,7 +236,7 @@ class ServedAdapter(Closeable):
         return report
 
     def check_base(self) -> bool:
-        """Return whether the engine still has the base that its versions are for. Otherwise unload all versions.
+        """Return whether the engine still has the base of its versions. Otherwise unload all versions.
 
         Call this after the engine's base was updated, and before the engine serves requests again.
         """
@@ -259,7 +253,7 @@ class ServedAdapter(Closeable):
 
     def close(self) -> None:
         """Unload all versions, leave the sync, and remove the files. Idempotent."""
-        # A server that has ended has unloaded them too.
+        # A server that has exited has unloaded them too.
         with contextlib.suppress(DestinationError):
             self.unload()
         self.received.close()
@@ -276,19 +270,16 @@ def serve_adapter(
     directory: Path | str | None = None,
     keep: int = 8,
 ) -> ServedAdapter:
-    """Receive the versions of an adapter for an engine on this host.
+    """Receive the versions of an adapter for an engine on this host. Raises as `penstock.subscriber`.
 
     Args:
-        name: Name of the sync under which a trainer publishes the adapter.
+        name: name of the sync under which a trainer publishes the adapter.
         engine: `VllmServer(url)`, `VllmEngine(llm)`, `SglangServer(url)`, or another `LoraEngine`.
-        base: Base of the engine. See `adapter.base_identity` and `VllmServer.synced_base`.
-        served_name: The engine calls version N `SERVED_NAME@N`. None means `name`.
-        connection: See `penstock.subscriber`.
-        directory, keep: See `AdapterDirectory`. The engine's processes read these files. If the engine runs as another
-            user or in a container, choose a directory that it may read.
-
-    Raises:
-        PenstockError: See `penstock.subscriber`.
+        base: base of the engine. See `adapter.base_identity` and `VllmServer.synced_base`.
+        served_name: the engine calls version N `SERVED_NAME@N`. None means `name`.
+        connection: see `penstock.subscriber`.
+        directory, keep: see `AdapterDirectory`. The engine's processes read these files. If the engine runs as a
+            different user or in a container, choose a directory that it may read.
     """
     if keep < 2:
         raise ConfigError(f"keep is {keep}, but the engine may read two versions again", hint="use 2 or more")

@@ -1,9 +1,5 @@
 """Declare Megatron-Core parameters as a Hugging Face checkpoint's tensors. They are views, and nothing is copied.
 
-    linear_qkv.weight, one query group after the other        q_proj   rows of group 0, 1
-    [q q k v | q q k v] [hidden]                          ->  k_proj   rows of group 0, 1
-                                                              v_proj   rows of group 0, 1
-
 The input is one rank's parameters by Megatron's names, with the rank's position in the grid. The output is `Shard`s by
 Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
 
@@ -24,31 +20,29 @@ from penstock.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The sizes of a model, and this rank's part of it."""
+    """The sizes of a model, and this rank's position."""
 
     num_heads: int
     num_kv_heads: int
     """Number of query groups, which is a multiple of `tp`."""
     head_dim: int
     vocab_size: int
-    """Vocabulary size in the checkpoint. Megatron's own is padded."""
+    """Vocabulary size in the checkpoint. Megatron pads its vocabulary."""
     num_experts: int = 0
     tp_rank: int = 0
     tp: int = 1
     ep_rank: int = 0
     ep: int = 1
     expert_tp_rank: int | None = None
-    """Tensor-parallel rank inside experts. None means the same as outside."""
+    """Tensor-parallel rank inside experts. None means the same rank as outside."""
     expert_tp: int | None = None
     layer_offset: int = 0
     """Number of layers in earlier pipeline stages, from Megatron's `get_transformer_layer_offset`."""
 
 
 Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
-"""A function of (parameter, grid, rank, number of ranks that share the parameter).
-
-It yields pairs of an index into the rule's names and a shard.
-"""
+"""A function of (parameter, grid, rank, number of ranks that share the parameter). It yields pairs of an index into the
+rule's names and a shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +54,8 @@ class NameRule:
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the whole tensor, which every rank has."""
-    # Some layers are parallel or not depending on the model's configuration. Megatron marks the parameters that it cut.
+    """Yield the whole tensor, which every rank has, unless Megatron marked it as cut."""
+    # Some layers are parallel or not depending on the model's configuration.
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
     else:
@@ -69,12 +63,12 @@ def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tu
 
 
 def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's part of a column-parallel matrix, which is cut along its outputs (dim 0)."""
+    """Yield this rank's slice of a column-parallel matrix, which is cut along its outputs (dim 0)."""
     yield 0, _along(tensor, 0, rank, size)
 
 
 def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's part of a row-parallel matrix, which is cut along its inputs (dim 1)."""
+    """Yield this rank's slice of a row-parallel matrix, which is cut along its inputs (dim 1)."""
     yield 0, _along(tensor, 1, rank, size)
 
 
@@ -88,14 +82,14 @@ def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterat
 
 
 def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the parts of SwiGLU's first matrix: this rank's rows of the gate, then of the up projection."""
+    """Yield the slices of SwiGLU's first matrix: this rank's rows of the gate, then of the up projection."""
     for at, half in enumerate(tensor.chunk(2)):
         yield at, _along(half, 0, rank, size)
 
 
 def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the parts of a fused QKV matrix. Each query group has its queries, its key and its value."""
-    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups. The rows of one Hugging Face
+    """Yield the slices of a fused QKV matrix. Each query group has its queries, its key and its value."""
+    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups. The rows of a Hugging Face
     # tensor are therefore not contiguous.
     groups, uneven = divmod(grid.num_kv_heads, size)
     queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
@@ -213,26 +207,26 @@ def from_megatron(
     """Return one rank's shards of a Megatron-Core model, by Hugging Face names.
 
     Args:
-        params: The model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
+        params: the model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
             as Megatron does. Call this for each chunk with its `layer_offset`, and merge the results.
-        grid: The model's sizes and this rank's position.
-        rules: Rules by Megatron name with `{layer}` and `{expert}`. None means `MLA` for a model with latent attention,
+        grid: the model's sizes and this rank's position.
+        rules: rules by Megatron name with `{layer}` and `{expert}`. None means `MLA` for a model with latent attention,
             and `GPT` for others.
 
     Raises:
-        PlanError: No rule matches some parameters, which the message lists, or a size does not fit the grid.
+        PlanError: no rule matches some parameters, which the message lists, or a size does not fit the grid.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
-    # Decide by the names. Megatron need not be installed, and its config is not among the parameters.
+    # The configuration is not among the parameters, so the names decide.
     if rules is None:
         rules = MLA if any("linear_kv_down_proj" in name for name in state) else GPT
     patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
     shards: dict[str, list[Shard]] = {}
     unknown = []
     for name, tensor in state.items():
-        # Each wrapper (Float16Module, DDP) adds `module.` in front of the names.
+        # Each wrapper (Float16Module, DDP) adds the prefix `module.` to the names.
         own = re.sub(r"^(module\.)+", "", name)
-        # Transformer Engine keeps the scales for FP8 training under this name. They are not weights.
+        # Transformer Engine stores the scales for FP8 training under this name. They are not weights.
         if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
             continue
         for pattern, rule in patterns:
@@ -255,7 +249,7 @@ def _pattern(name: str) -> str:
 def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
-    """Cut one parameter and add its shards. A tied parameter that the rank has twice adds two."""
+    """Cut one parameter and add its shards. A tied parameter with two copies adds two shards."""
     # Megatron numbers layers from 0 in each stage, and experts on each rank. A checkpoint numbers the whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp

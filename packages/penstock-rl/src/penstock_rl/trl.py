@@ -1,16 +1,13 @@
 """TRL's asynchronous GRPO sends its trainer's weights to a vLLM server as published shards.
 
-    TRL alone:       pause -> gather every tensor on every rank, rank 0 broadcasts -> resume
-    attached:        each rank publishes its shards, the server receives -> pause -> install -> resume
-
 `PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls it only on the main process,
-with whole tensors. `attach`, on every rank, replaces the trainer's step for merged weights. Nothing is gathered then,
-and the server pauses only for the installation. A trainer with one process and no sharding needs no `attach`.
+with unsharded tensors. `attach`, on every rank, replaces the trainer's step for merged weights. Nothing is gathered
+then, and the server pauses only for the installation. A trainer with one process and no sharding needs no `attach`.
 
 A restarted server has only the weights in its files. An attached transfer sends it the newest version, with the next
 version or while the trainer waits for samples (`restore`).
 
-This is written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
+Written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ from penstock_hf.lora_merge import MergedTensors
 from penstock_vllm.trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
 
 VERSIONS = ("1.16",)
-"""Releases of TRL that this module was run with. It replaces a method that is not public."""
+"""Supported releases of TRL. This module replaces a method that is not public."""
 
 _HOOK = "_sync_weight_merged"
 
 _GONE = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-"""Errors of a request to a server that is not running or ends during the request."""
+"""Errors of a request to a server that is not running or exits during the request."""
 
 
 class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
@@ -53,21 +50,18 @@ class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
 
 
 class PenstockWeightTransfer:
-    """A weight transfer for `AsyncGRPOTrainer`. Each rank has one.
+    """A weight transfer for `AsyncGRPOTrainer`. Each rank has one. An unsupported release of TRL raises ConfigError.
 
     Args:
         server_url: URL of the vLLM server, which was started with `--weight-transfer-config '{"backend": "penstock"}'`
             and `VLLM_SERVER_DEV_MODE=1`.
-        info: Name of the sync and its options. `rank` and `world_size` come from the trainer.
-        timeout_s: Limit in seconds for one request to the server, which may wait for a whole version.
-        restart_s: Seconds to wait for a server that is starting or restarting.
-
-    Raises:
-        ConfigError: This release of TRL is not supported.
+        info: name of the sync and its options. `rank` and `world_size` come from the trainer.
+        timeout_s: deadline in seconds for one request to the server, which may wait for a whole version.
+        restart_s: seconds to wait for a server that is starting or restarting.
 
     Attributes:
-        engine: Sends the versions. None until the first one. Its `report` is about the newest version.
-        num_restored: How often a restarted server was given the newest version.
+        engine: sends the versions. None until the first version. Its `report` is about the newest version.
+        num_restored: how often the newest version was sent to a restarted server.
     """
 
     def __init__(
@@ -84,7 +78,7 @@ class PenstockWeightTransfer:
         self._restart_s = restart_s
         self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
         self._info = info
-        # The server's name for the version that it was given last.
+        # The server's name for the last version that was sent to it.
         self._installed: str | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._merged: MergedTensors | None = None
@@ -92,8 +86,7 @@ class PenstockWeightTransfer:
     def attach(self, trainer: Any) -> None:
         """Make a trainer publish the shards of every rank. Call this on all ranks, before `train`.
 
-        Raises:
-            ConfigError: The trainer has no step for merged weights, which AsyncGRPOTrainer has.
+        A trainer without a step for merged weights, unlike AsyncGRPOTrainer, raises ConfigError.
         """
         if not callable(getattr(trainer, _HOOK, None)):
             raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
@@ -103,7 +96,7 @@ class PenstockWeightTransfer:
         setattr(trainer, _HOOK, lambda started: self._sync(trainer, started))
         if trainer.rollout_worker is not None:
             self._restore_while_waiting(trainer.rollout_worker)
-        # TRL itself ends the transfer on the main process.
+        # TRL closes the transfer on the main process itself.
         if trainer.weight_transfer is None:
             trainer.add_callback(_EndOfTraining(self.destroy))
 
@@ -124,14 +117,13 @@ class PenstockWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Send whole tensors from one process. Raises as `PenstockTrainerEngine.send_weights`.
 
-        Raises:
-            ConfigError: The trainer has several ranks, and each of them has to publish its part.
+        A trainer with several ranks raises ConfigError, because each rank has to publish its shards.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
         for name, tensor in iterator:
             kept = self._kept.setdefault(name, tensor)
-            # A parameter is published from its own memory. A tensor that TRL moved is copied.
+            # A parameter is published from its memory. A tensor that TRL moved is copied.
             if kept.data_ptr() != tensor.data_ptr():
                 kept.copy_(tensor)
         self._engine(self._kept).send_weights()
@@ -146,7 +138,7 @@ class PenstockWeightTransfer:
         """Send the newest version to the server if it was restarted, and return whether it was.
 
         Call this only on the main process. After `attach`, TRL calls it while the trainer waits for samples. It does
-        not wait for a server that does not answer. It raises as `PenstockTrainerEngine.stage_again` and `commit`.
+        not wait for a server that does not respond. Raises as `PenstockTrainerEngine.stage_again` and `commit`.
         """
         if self.engine is None or self._installed is None:
             return False
@@ -166,8 +158,8 @@ class PenstockWeightTransfer:
         model = accelerator.unwrap_model(trainer.model)
         accelerator.wait_for_everyone()
         barrier = time.time()
-        # The server has only the base model's tensors, so the adapter is merged in separate buffers. PEFT's own merge
-        # and unmerge would leave a rounding error in the base at every step.
+        # The server has only the base model's tensors, so the adapter is merged in separate buffers. PEFT's in-place
+        # merge and unmerge would leave a rounding error in the base at every step.
         if async_grpo_trainer.is_peft_model(model):
             if self._merged is None:
                 self._merged = MergedTensors(model)
@@ -206,7 +198,7 @@ class PenstockWeightTransfer:
         self._installed = str(engine.version)
 
     def _give_again(self, engine: PenstockTrainerEngine) -> None:
-        """Send the newest version to a restarted server. If the server ends again, retry until `restart_s` is over."""
+        """Send the newest version to a restarted server. If the server exits again, retry until `restart_s` is over."""
         deadline = time.monotonic() + self._restart_s
         while True:
             self._server.wait_for_server_ready()
@@ -224,7 +216,7 @@ class PenstockWeightTransfer:
         """Return whether a request failed because the server was restarted. Wait for the server."""
         if isinstance(error, _GONE):
             return True
-        # A server that refuses was restarted if it no longer has the version that it was given.
+        # A refusing server was restarted if it no longer has the last version that was sent to it.
         self._server.wait_for_server_ready()
         return self._installed is not None and self._served() != self._installed
 

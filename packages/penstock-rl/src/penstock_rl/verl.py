@@ -1,20 +1,12 @@
 """verl's checkpoint engine `penstock`: trainer ranks publish their shards, and rollout workers receive whole versions.
 
-verl's `CheckpointEngineManager` makes these calls on all workers:
-
-    prepare             each worker reports its version
-    build_topology      decides the number of the next version for all workers
-    init_process_group  makes a rollout worker subscribe
-    send_weights        publishes FSDP2's shards, or else this rank's share of the whole tensors
-    receive_weights     receives and verifies, waits for the other workers of the replica, and then yields the tensors
-
-With `receive: engine`, vLLM's workers receive their own parts instead (`verl_vllm`), and a rollout worker yields only
+With `receive: engine`, vLLM's workers receive their own slices instead (`verl_vllm`), and a rollout worker yields only
 the information that they need.
 
-verl gives `send_weights` whole tensors, which it gathers with a collective. It passes the training engine only to one
-of its own backends. Importing this module therefore makes the tensors of verl's FSDP engine refer to their engine
-(`Exported`), so that nothing is gathered. Other training engines, LoRA and quantisation-aware training give whole
-tensors. Each rank then keeps an equal share, and all ranks publish.
+verl gives `send_weights` unsharded tensors, which it gathers with a collective. Importing this module makes the tensors
+of verl's FSDP engine refer to their engine (`Exported`), so that its shards are published and nothing is gathered.
+Other training engines, LoRA and quantisation-aware training yield unsharded tensors. Each rank then copies an equal
+share, and all ranks publish.
 
 Importing this module (`custom_backend_module`) registers the backend. It is written for verl 0.9.
 """
@@ -47,17 +39,17 @@ from penstock.spi import (
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"
-"""verl's term for the kind of data from `receive_weights`. Ours is the information for the engine's workers."""
+"""verl's term for the kind of data from `receive_weights`. Here the data is information for the engine's workers."""
 VERSIONS = ("0.9",)
-"""Releases of verl that this module was run with."""
+"""Supported releases of verl."""
 
 _LOGGER = log_named("penstock.verl")
 _TIMEOUT_S = 600.0
-"""Longest wait in seconds for the trainer's version, which is announced after whole tensors were gathered."""
+"""Maximum wait in seconds for the trainer's version, which is announced after unsharded tensors were gathered."""
 
 
 class Exported:
-    """The whole tensors of a training engine in verl's iteration order, with a reference to the engine."""
+    """The unsharded tensors of a training engine in verl's iteration order, with a reference to the engine."""
 
     def __init__(self, engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.engine = engine
@@ -73,27 +65,26 @@ class Exported:
 class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The checkpoint engine for one trainer worker or rollout worker. verl's registry creates it.
 
+    An option with an unknown value raises ConfigError.
+
     Args:
-        bucket_size: Size of verl's buffer between a rollout worker and its engine. Not used here.
+        bucket_size: size of verl's buffer between a rollout worker and its engine. Not used here.
         is_master: verl's flag for trainer workers. Not used here.
-        name: Name of the sync. None means a name made from this Ray job's id.
+        name: name of the sync. None means a name made from this Ray job's id.
         hub: URL of the hub. None means `PENSTOCK_HUB`, or else this host's own hub.
-        token_file: Path of a file whose first token is sent to the hub.
+        token_file: path of a file whose first token is sent to the hub.
         listen: `host:port` where other hosts reach a worker. `node` means its Ray node's address and any free port.
             None means this host only.
-        data_port: Second port at the host of `listen`, for the bytes that others read. 0 means any free port.
-        mode: With `live`, the engines read the parameters, which verl does not change at that time. With `snapshot`,
+        data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
+        mode: with `live`, the engines read the parameters, which verl does not change at that time. With `snapshot`,
             they read a copy, and the parameters may change as soon as the copy is complete.
-        transforms: Formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
-        receive: With `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
-            With `engine`, the engine's own workers receive the parts that they load. This needs vLLM, started with
+        transforms: formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
+        receive: with `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
+            With `engine`, the engine's own workers receive the slices that they load. This needs vLLM, started with
             `weight_transfer_config: {backend: penstock}`.
-        memory: Memory in which a version is received before the engine installs it: `host` or `device`.
-        timeout_s: Longest wait in seconds for the trainer's version.
-        stall_s: Seconds without a byte after which a wait ends.
-
-    Raises:
-        ConfigError: An option has an unknown value.
+        memory: memory in which a version is received before the engine installs it: `host` or `device`.
+        timeout_s: maximum wait in seconds for the trainer's version.
+        stall_s: seconds without a byte after which a wait is aborted.
     """
 
     def __init__(
@@ -158,7 +149,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of `init_process_group` for each trainer worker and each rollout worker."""
-        # This is not verl's step. A step is sent again after a failure, but version numbers have to grow.
+        # This is not verl's step, because a step is sent again after a failure, but version numbers have to grow.
         version = 1 + max((worker["version"] for worker in metadata), default=-1)
 
         def arguments(world_size: int) -> dict[str, list[Any]]:
@@ -203,8 +194,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Publish a version from this rank, and return metrics for verl's log.
 
         Raises:
-            PenstockError: See `penstock.sync.Publisher.publish`.
-            PeerLost: The mode is live and some rollout workers do not have the version. The message gives the reasons.
+            PenstockError: see `penstock.sync.Publisher.publish`.
+            PeerLost: the mode is live and some rollout workers do not have the version. The message gives the reasons.
         """
         why = _why_whole(weights)
         if why is None:
@@ -243,19 +234,19 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield all tensors of the version, after every worker of this replica has received and verified all of them.
 
-        If the engine receives, yield what its workers need: `("init_info", {...})` and `("update_info", {...})`. The
-        tensors are valid until the next version is received.
+        If the engine receives, yield information for its workers: `("init_info", {...})` and `("update_info", {...})`.
+        The tensors are valid until the next version is received.
 
         Raises:
-            PenstockError: See `penstock.sync.Subscriber.update`.
-            PeerLost: Another worker of the replica failed to receive the version, or is lost. Nothing was yielded, and
-                the engine keeps its previous version.
+            PenstockError: see `penstock.sync.Subscriber.update`.
+            PeerLost: a different worker of the replica failed to receive the version, or is lost. Nothing was yielded,
+                and the engine keeps its previous version.
         """
         if self.wire_format == WIRE_FORMAT:
             yield "init_info", self._engine_info
             yield "update_info", {"version": self._version, "timeout_s": self._timeout_s}
             return
-        # Receive in a thread, so that this worker can answer other calls.
+        # Receive in a thread, so that this worker can respond to other calls.
         assert self._receiver is not None
         received = await asyncio.to_thread(self._receiver.receive, self._version, self._timeout_s)
         assert self._receiver.report is not None
@@ -272,7 +263,7 @@ def _group_of_replica() -> torch.distributed.ProcessGroup | None:
 
 
 def _why_whole(weights: object) -> str | None:
-    """Return why a rank has only whole tensors, or None if its training engine's shards can be published."""
+    """Return why a rank has only unsharded tensors, or None if its training engine's shards can be published."""
     if not isinstance(weights, Exported):
         return "verl's training engine is not its FSDP engine"
     from verl.utils.fsdp_utils import fsdp_version
@@ -288,7 +279,7 @@ def _why_whole(weights: object) -> str | None:
 
 
 def _shards(engine: Any) -> dict[str, list[Shard]]:
-    """Return this rank's part of a model in verl's FSDP engine, under the names that verl sends."""
+    """Return this rank's shards of a model in verl's FSDP engine, under the names that verl sends."""
     from verl.utils.model import convert_weight_keys
 
     state = convert_weight_keys(engine.module.state_dict(), engine.module)
@@ -300,9 +291,9 @@ def _shards(engine: Any) -> dict[str, list[Shard]]:
 
 
 def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
-    """Yield the parts of a row under the checkpoint's names. transformers 5 packs experts, but engines expect each one.
+    """Yield the experts of a packed tensor, with the names and cuts of verl's `unfuse_moe_params`.
 
-    The names and cuts are the same as in verl's `unfuse_moe_params`.
+    transformers 5 packs experts, but engines expect one tensor for each.
     """
     box, shape, tensor = row.form.box, row.form.shape, row.tensor
     for suffix, names in _PACKED.items():
@@ -335,7 +326,7 @@ _PACKED: Mapping[str, tuple[str, ...]] = {
 
 
 def _tags(transforms: str | Mapping[str, Any] | None) -> Sequence[str] | None:
-    """Return the tags that a receiver asks for, from a publisher's transforms."""
+    """Return the tags that a receiver requests, from a publisher's transforms."""
     if transforms is None or isinstance(transforms, str):
         return None if transforms is None else (transforms,)
     return tuple(transforms)
@@ -348,11 +339,7 @@ def _export(original: Callable[..., Any], self: Any, *arguments: Any, **named: A
 
 
 def register() -> None:
-    """Register the backend with verl in this process. A second call does nothing.
-
-    Raises:
-        ConfigError: This release of verl was not tried.
-    """
+    """Register the backend with verl in this process. A second call does nothing. Other releases raise ConfigError."""
     if not verl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
         raise ConfigError(
             f"Penstock was run with verl {', '.join(VERSIONS)}, not {verl_version}",
@@ -360,7 +347,7 @@ def register() -> None:
         )
     if BACKEND in CheckpointEngineRegistry._registry:
         return
-    # Import after the check, because other releases may not have these.
+    # Other releases may lack these names, so import them after the check.
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 

@@ -1,10 +1,7 @@
 """verl's server adapter for a vLLM whose workers receive the trainer's versions themselves.
 
-    init_weight_transfer_engine   called once, and makes each of vLLM's workers subscribe
-    start_weight_update, update_weights, finish_weight_update   called for each version
-
-The rollout worker's checkpoint engine (`verl`) gives the version. Full tensors still take verl's own path. The module
-imports vLLM through verl's adapter, so only verl's registry of adapters imports it.
+The rollout worker's checkpoint engine (`verl`) yields the version. Unsharded tensors still use verl's own code path.
+The module imports vLLM through verl's adapter, so only verl's registry of adapters imports it.
 """
 
 from __future__ import annotations

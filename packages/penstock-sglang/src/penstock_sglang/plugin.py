@@ -1,16 +1,13 @@
 """SGLang's `--load-format penstock`: weights from a URI, through `penstock.stream`, a fleet, a weight cache or a sync.
 
-SGLang's entry points call `register` and `register_runai` in each of its processes. `--model-loader-extra-config`
-carries options. The loader is a subclass of SGLang's default one, which still maps names, quantises, and checks the
-model.
-
-For a URI, the configuration and the tokenizer are downloaded once, before the first process starts, and SGLang gets
-their directory. A file in it names the URI of the weights, which each rank streams.
+The loader is a subclass of SGLang's default loader, which still maps names, quantises, and checks the model. For a URI,
+the configuration and the tokenizer are downloaded once, before the first process starts, and SGLang gets their
+directory. A file in it names the URI of the weights, which each rank streams.
 
 `/update_weights_from_disk` loads new weights from a path, from any URI, or from a trainer (`sync://NAME/VERSION`). The
 model changes only after all ranks have received and verified the version.
 
-This is written for SGLang 0.5.23. Other versions start too, without the parts that they lack (`host_plugin`).
+Written for SGLang 0.5.23. Other versions start without the unsupported parts.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ LOGGER = "penstock.sglang"
 SYNC = "sync://"
 """Prefix of an update's path if a trainer publishes the weights."""
 SYNC_OPTIONS = {"sync_listen": "listen", "sync_data_port": "data_port"}
-"""Options for the ports of a sync, and the names that they have in `ConnectionSettings`."""
+"""Options for the ports of a sync, and their names in `ConnectionSettings`."""
 URIS = "models at URIs"
 SLEEP = "verified weights after memory is released"
 _QUANTISED_WHILE_LOADED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
@@ -74,14 +71,14 @@ def sglang_logger() -> Log:
 
 
 PLUGIN = HostPlugin("sglang", supported="SGLang 0.5.23", log=sglang_logger)
-"""The parts of Penstock that this version of SGLang supports. Complete once `register` has run in this process."""
+"""The parts of Penstock that this version of SGLang supports. It is complete after `register`."""
 
 
 def register() -> None:
     """Register Penstock with SGLang in this process as a load format.
 
-    SGLang calls this through the entry point, in each of its processes. A second call does nothing. It never raises.
-    One log line names the parts that this version of SGLang does not support.
+    SGLang calls this through its plugin entry point, in each of its processes and possibly several times. It never
+    raises. One log line names the parts that this version of SGLang does not support.
     """
     PLUGIN.register(
         {
@@ -95,8 +92,8 @@ def register() -> None:
 def register_runai() -> None:
     """Let SGLang's `--load-format runai_streamer` read through Penstock, in each of its processes.
 
-    This applies if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`. An installed
-    package is replaced only if the user says so. Like `register`, this never raises.
+    This applies if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`. Like `register`,
+    this never raises.
     """
     PLUGIN.register({"--load-format runai_streamer by Penstock": _replace_runai})
 
@@ -137,7 +134,7 @@ def _replace_runai() -> None:
 
 def _verify(original: Any, load_config: Any) -> None:
     """Check a load format as SGLang does, but replace `penstock` with the class of its loader."""
-    # `get_model_loader` instantiates a class that it finds here, which is SGLang's way to add a loader.
+    # `get_model_loader` instantiates a class that it finds here.
     if load_config.load_format == LOAD_FORMAT:
         load_config.load_format = _loader_class()
     else:
@@ -169,11 +166,11 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
     """Download all files of a model except its weights to a directory in SGLang's cache, and return the directory.
 
     Raises:
-        NotFound: There is nothing at `uri`, or no config.json.
-        SourceError: The storage failed.
+        NotFound: `uri` does not exist, or has no config.json.
+        SourceError: the storage failed.
     """
     settings = Settings.read()
-    # Pin the URI once for configuration and weights. A branch may move, and two commits must not be mixed.
+    # Pin the URI once for configuration and weights, because a moving branch must not mix files from two commits.
     place = pinned_uri(uri, settings=settings, storage_options=storage_options)
     directory = _cache() / sha256(place.encode()).hexdigest()[:16]
     note = json.dumps({"weights": place, "model": uri}).encode()
@@ -185,7 +182,7 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel:
-    """A model whose directory in SGLang was made by `model_directory`."""
+    """A model whose directory in SGLang was created by `model_directory`."""
 
     weights: str
     """Pinned URI of the weights."""
@@ -196,11 +193,10 @@ class StreamedModel:
     def find(cls, path: str) -> StreamedModel | None:
         """Read the URIs from the directory's note, or return None for an ordinary directory.
 
-        Raises:
-            FormatError: Another version of Penstock wrote the note.
+        A note from a different version of Penstock raises FormatError.
         """
         file = Path(path) / _WEIGHTS_FILE
-        # Look only in our own directory, because a model's own files must not redirect its weights.
+        # Check only Penstock's directory, because a model's own files must not redirect its weights.
         if file.parent.parent != _cache():
             return None
         try:
@@ -222,15 +218,11 @@ def _cache() -> Path:
 
 
 def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Check SGLang's `--model-loader-extra-config`.
-
-    Raises:
-        ConfigError: See `read_options`. Or an option of the sync is wrong, or an option is only for vLLM.
-    """
+    """Check SGLang's `--model-loader-extra-config`. Raise ConfigError for a wrong option or an option of vLLM."""
     own = {name: extra[name] for name in SYNC_OPTIONS if name in extra}
     options = read_options({name: extra[name] for name in extra if name not in own} if own else extra) | own
     sync_connection(options, 0)
-    # DeepGEMM and FlashInfer are already imported, and have read where their caches are.
+    # DeepGEMM and FlashInfer are already imported, and have read the paths of their caches.
     if options.get("compile_cache"):
         hint = 'run eval "$(penstock compile-cache restore URI --engine sglang)" before SGLang'
         raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
@@ -240,14 +232,12 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings:
     """Return the connection of a sync in a replica, whose fleet member has the ports of `listen` and `data_port`.
 
-    The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`.
+    The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`. A wrong value raises
+    ConfigError.
 
     Args:
-        options: Result of `loader_options`.
-        rank: Rank of this process among one replica's processes on this host. Only rank 0 takes given ports.
-
-    Raises:
-        ConfigError: An option has a wrong value.
+        options: result of `loader_options`.
+        rank: rank of this process among one replica's processes on this host. Only rank 0 uses the given ports.
     """
     given = {name: options[option] for option, name in SYNC_OPTIONS.items() if options.get(option) is not None}
     if "listen" in given:
@@ -258,17 +248,12 @@ def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings
 
 
 def _loader_class() -> type[Any]:
-    """Return the loader class, a subclass of SGLang's default loader."""
-    # Defined inside a function, because this module must be importable without SGLang.
+    # This module must be importable without SGLang, so the class is defined in a function.
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
     class PenstockSglangLoader(DefaultModelLoader):  # type: ignore[misc]
-        """SGLang's default loader, reading through Penstock.
-
-        The default loader gets a configuration for `safetensors`. It still finds a local model's files, downloads a
-        model of Hugging Face, loads secondary weights, and does everything after the reading.
-        """
+        """SGLang's default loader, reading through Penstock. The default loader is configured for `safetensors`."""
 
         def __init__(self, load_config: Any) -> None:
             self._options = loader_options(load_config.model_loader_extra_config or {})
@@ -276,13 +261,13 @@ def _loader_class() -> type[Any]:
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a model of Hugging Face. A model at another URI is streamed when it is loaded."""
+            """Download a model of Hugging Face. A model at a different URI is streamed when it is loaded."""
             if StreamedModel.find(model_config.model_path) is None:
                 super().download_model(model_config)
 
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
             """Return a new model with its weights."""
-            # SGLang has separate loaders for these, but does not use them if the load format is a class.
+            # SGLang has separate loaders for these methods, but does not use them if the load format is a class.
             kind = model_config.quantization
             has_own_loader = kind in _QUANTISED_WHILE_LOADED and not model_config._is_already_quantized()
             if has_own_loader or getattr(model_config, "modelopt_quant", None):
@@ -301,7 +286,6 @@ def _loader_class() -> type[Any]:
         def _get_weights_iterator(
             self, source: Any, *, resolved_source: Any = None, **_: Any
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the names and tensors from one source of weights."""
             options = self._options
             if not options:
                 # For `update_weights_from_disk`, SGLang creates a loader without options. Use those of the start.
@@ -324,10 +308,10 @@ def _loader_class() -> type[Any]:
         def _checkpoint(
             self, source: Any, resolved_source: Any, options: Mapping[str, Any]
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the tensors of a checkpoint, after the first one has arrived."""
+            """Return the tensors of a checkpoint, after the first tensor has arrived."""
             streamed = StreamedModel.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
-                # This is the path of an update. At the start, directories replaced URIs.
+                # An update may have a URI. At the start, directories replaced URIs.
                 stores = options.get("storage_options")
                 weights = pinned_uri(source.model_or_path, settings=Settings.read(), storage_options=stores)
                 streamed = StreamedModel(weights=weights, model=source.model_or_path)
@@ -339,7 +323,6 @@ def _loader_class() -> type[Any]:
             return _begun(checkpoint(files, None, options, place, model=model, log=log, progress=None))
 
         def _uri(self, source: Any, streamed: StreamedModel) -> str:
-            """Return the URI of a source's weights."""
             if _file_patterns(source):
                 hint, uri = "use a local directory", display(streamed.model)
                 raise ConfigError("the model's weights are in several directories", uri=uri, hint=hint)
@@ -371,20 +354,18 @@ def _file_patterns(source: Any) -> list[list[str]]:
 
 
 def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the same tensors, after the first one has arrived."""
+    """Return an iterator over the same tensors, after the first tensor has arrived."""
     return chain(list(islice(tensors, 1)), tensors)
 
 
 _receivers: dict[str, VersionReceiver] = {}
-"""This process's subscriptions by name. Until the process ends, they keep their memory and serve other receivers."""
+"""This process's subscriptions by name. Until the process ends, they serve other receivers."""
 
 
 def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a trainer's version, after all ranks have received and verified the version.
 
-    Raises:
-        ConfigError: The path lacks the name of a sync or a version. All ranks must receive the same version.
-        PenstockError: See `VersionReceiver.receive`.
+    A path without the name of a sync and a version raises ConfigError, because all ranks must receive the same version.
     """
     from penstock.spi import VersionReceiver
 
@@ -408,7 +389,7 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
 
 
 def _published_extra() -> Mapping[str, Any]:
-    """Return the `--model-loader-extra-config` that this process of SGLang was started with."""
+    """Return the `--model-loader-extra-config` of this SGLang process."""
     from sglang.srt.runtime_context import get_model
 
     extra = get_model().model_loader_extra_config or {}
@@ -423,7 +404,7 @@ def _rank() -> int:
 
 
 def _device() -> str:
-    """Return the device of the parameters, which weights are read to."""
+    """Return the device of the parameters."""
     import torch
 
     # SGLang has already chosen the process's GPU. It creates the parameters in `with torch.device(...)`.

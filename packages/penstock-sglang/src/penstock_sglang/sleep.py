@@ -1,12 +1,8 @@
 """Verify SGLang's weights after its memory was released and resumed, and read them again if they were lost.
 
-    load_model                  prepares the kernels that digest the weights on the device
-    release_memory_occupation   digests all weights
-    resume_memory_occupation    after the last tag, compares the digests. Weights that differ and that no update has
-                                replaced are read again, from the path of the start or of the last update.
-
-The scheduler takes requests only after this. The module is written for SGLang 0.5.23, and can be
-imported without SGLang.
+The weights are digested before their memory is released. After the last tag has resumed, the digests are compared.
+Weights that differ and that no update has replaced are read again, from the path of the start or of the last update.
+The scheduler accepts requests only after that. Written for SGLang 0.5.23, and importable without SGLang.
 """
 
 from __future__ import annotations
@@ -33,13 +29,9 @@ _WEIGHTS = "weights"
 
 
 class SchedulerSleep:
-    """The weights of one scheduler process while their memory is released.
+    """The weights of one scheduler process while their memory is released. Attribute `is_whole`: the model may be used.
 
-    Attributes:
-        is_whole: Whether the model may be used.
-
-    Args:
-        load_format: Load format of the schedulers that this applies to. Other schedulers keep SGLang's behaviour.
+    Schedulers with a different `load_format` keep SGLang's behaviour.
     """
 
     def __init__(self, load_format: str) -> None:
@@ -50,9 +42,8 @@ class SchedulerSleep:
     def register(self) -> None:
         """Register the hooks with SGLang.
 
-        Raises:
-            ImportError, AttributeError: This version of SGLang lacks something that the hooks need. Nothing is
-                registered.
+        If this version of SGLang lacks a name that the hooks need, ImportError or AttributeError is raised, and no hook
+        is registered.
         """
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -74,7 +65,7 @@ class SchedulerSleep:
         if self._applies() and _has_weights(request.tags) and _WEIGHTS not in manager.offload_tags:
             from penstock.spi import MemoryDigests
 
-            # SGLang may keep the bytes (a backup on the host, or no memory saver). The digests show it afterwards.
+            # SGLang may preserve the bytes (a backup on the host, or no memory saver). The digests detect that.
             self._digests = MemoryDigests(
                 tensor
                 for _, runner in manager._select_runners()
@@ -86,9 +77,8 @@ class SchedulerSleep:
     def resume(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
         """Resume memory. After the last released tag, make sure that the weights are back.
 
-        Raises:
-            PenstockError: The weights could not be read. SGLang's reply has no field for a failure, so the scheduler
-                ends.
+        A PenstockError means that the weights could not be read. SGLang's reply has no field for a failure, so the
+        scheduler exits.
         """
         reply = original(manager, request)
         # Wait for the last tag, because a trainer may send its weights between two tags.
@@ -99,7 +89,7 @@ class SchedulerSleep:
         return reply
 
     def update(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Update the weights. A successful update replaces weights that were lost."""
+        """Update the weights. A successful update replaces lost weights."""
         reply = original(manager, request)
         if getattr(reply, "success", False) and _WEIGHTS not in manager.offload_tags:
             self._whole()
@@ -124,11 +114,7 @@ class SchedulerSleep:
 
 
 def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
-    """Return a context in which a model loads. If its memory may be released, digest kernels are ready at the end.
-
-    Args:
-        device, log: See `kernels_ready`.
-    """
+    """Return a context in which a model loads. If its memory may be released, digest kernels are ready at the end."""
     return kernels_ready(device, log) if may_release() else nullcontext()
 
 
@@ -140,13 +126,13 @@ def may_release() -> bool:
 
 
 def _has_weights(tags: list[str] | None) -> bool:
-    """Return whether the tags of a request include the weights. A request without tags means all of them."""
+    """Return whether the tags of a request include the weights. A request without tags includes all tags."""
     return not tags or _WEIGHTS in tags
 
 
 @contextmanager
+@contextmanager
 def _as_error(role: str, path: str) -> Iterator[None]:
-    """Add to the error which weights could not be read again."""
     try:
         yield
     except PenstockError as error:

@@ -1,8 +1,7 @@
 """Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
-vLLM creates the executor in the engine core's process, before the workers. The workers inherit its environment and
-find vLLM's compile cache filled. Workers on other hosts (Ray) do not. Bundles and keys are in `penstock_compile_cache`.
-The module is written for vLLM 0.32 and 0.33.
+vLLM creates the executor in the engine core's process, before the workers, which inherit its environment. Workers on
+other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ from penstock_vllm.patches import loads_by
 def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None:
     """Make an executor restore compiled code before its workers start, and save it after their warm-up.
 
-    Args:
-        executor: vLLM's base class of executors, which is changed once.
-        load_format: Engines with a different load format keep vLLM's behaviour.
-        log: Returns the logger of the integration.
+    `executor` is vLLM's base class of executors. Engines with a different load format keep vLLM's behaviour.
     """
 
     def construct(original: Any, self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
@@ -36,7 +32,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
 
     def warm_up(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         result = original(self, *arguments, **named)
-        # Save once only. After a sleep, vLLM calls this method again.
+        # Save only once, because vLLM calls this method again after a sleep.
         restored, self._penstock_compile_cache = getattr(self, "_penstock_compile_cache", None), None
         if restored is not None and not restored.is_found and Settings.read().compile_cache_signing_key is not None:
             options = read_options(self.vllm_config.load_config.model_loader_extra_config)
@@ -68,7 +64,7 @@ def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored
 
 
 def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Log) -> None:
-    """Save what was compiled. An engine that cannot save still serves."""
+    """Save the compiled code. An engine that cannot save still serves."""
     with Phases("save compiled code", journey="engine"):
         try:
             log.info("penstock: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options)))
@@ -94,5 +90,5 @@ def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | 
     """Return the connection to the replica's fleet, or None if the replica joins no fleet."""
     if FleetOptions.read(options, model) is None:
         return None
-    # The replica takes the given ports later, so this member takes free ones.
+    # The replica uses the given ports later, so this member uses free ports.
     return connection_of(options, rank=1)

@@ -1,8 +1,5 @@
 """Changes to vLLM's classes, each for one load format or weight-transfer backend.
 
-They salt prefix caches with the version, receive all workers' replies, report phases, load compiled functions, accept
-object stores, and name adapters. `plugin.register` decides when to apply them.
-
 Each function may be called again, because it changes a class only once. If a class lacks a method, it stays unchanged
 and `patch_once` raises AttributeError. Calls in engines that do not use Penstock pass through unchanged. vLLM need not
 be installed to import this module, which is written for vLLM 0.32 and 0.33.
@@ -18,7 +15,7 @@ from typing import Any
 from penstock.spi import ADAPTERS, Phases, patch_once
 
 _MARK = "\x1fweights "
-"""Separates the client's part of a salt from ours. No client's salt contains this control character by accident."""
+"""Separates the client's salt from Penstock's. No client's salt contains this control character by accident."""
 
 
 def loads_by(config: Any, load_format: str) -> bool:
@@ -27,20 +24,19 @@ def loads_by(config: Any, load_format: str) -> bool:
 
 
 def is_sent_by(config: Any, backend: str) -> bool:
-    """Return whether an engine gets new versions of its weights through `backend`."""
+    """Return whether an engine receives new versions of its weights through `backend`."""
     return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == backend
 
 
 def salt_of(own: str | None, version: str) -> str:
-    """Return a request's salt: the client's own part, then the version of the weights. `own` may include a version."""
+    """Return a request's salt: the client's salt, then the version of the weights. `own` may include a version."""
     return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
 
 
 def salt_requests(core: type[Any], backend: str) -> None:
     """Salt the requests in vLLM's engine core with the version of the weights, if `backend` sends the weights."""
-    # vLLM hashes a request's salt into each block. It uses only the client's salt, and resets its cache only in some
-    # modes of a pause. Requests that survive an update, and blocks in an external connector, would otherwise match
-    # keys and values from another version. Old blocks stay until `/pause` drops them or they are evicted.
+    # vLLM hashes a request's salt into each block. Without the version, requests that survive an update, and blocks in
+    # an external connector, would match keys and values from a different version.
     _ = core.get_weight_version  # Fail now if it is missing, because the replacements call it.
 
     def applies(engine: Any) -> bool:
@@ -52,7 +48,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
         return original(self, request, *arguments, **named)
 
     def add(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        # The version may have changed since another thread preprocessed the request.
+        # The version may have changed since a different thread preprocessed the request.
         if applies(self):
             _salt(request, self.get_weight_version())
         return original(self, request, *arguments, **named)
@@ -61,7 +57,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
         original(self, weight_version)
         if applies(self):
             for request in self.scheduler.requests.values():
-                # These requests have not been computed yet. The others already have blocks of the old version.
+                # Requests that have been computed already have blocks of the old version.
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
@@ -79,24 +75,24 @@ def _salt(request: Any, version: str) -> None:
 
 def receive_all_replies(executor: type[Any], backend: str) -> None:
     """Receive the replies of all workers even if one worker fails, if `backend` sends the weights."""
-    # vLLM 0.32 raises at the first failed worker and leaves the other replies, which have no tag, in their queues.
-    # The next call would read them as its own. Source: github.com/vllm-project/vllm/pull/57846.
+    # vLLM 0.32 raises at the first failed worker and leaves the other replies, which have no tag, in their queues. The
+    # next call would read them as its replies. Source: github.com/vllm-project/vllm/pull/57846.
     signature = inspect.signature(executor.collective_rpc)
 
     def call_all(call: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sent_by(self.vllm_config, backend):
             return call(self, *arguments, **named)
-        asked = signature.bind(self, *arguments, **named).arguments
-        # Calls that do not block, or that only one rank answers, read the queues differently.
-        if asked.get("non_block") or asked.get("unique_reply_rank") is not None:
+        bound = signature.bind(self, *arguments, **named).arguments
+        # Calls that do not block, or with a reply from only one rank, read the queues differently.
+        if bound.get("non_block") or bound.get("unique_reply_rank") is not None:
             return call(self, *arguments, **named)
-        timeout = asked.get("timeout")
+        timeout = bound.get("timeout")
         queues = self.response_mqs
         wrapped = self.response_mqs = [_ReplyQueue(queue) for queue in queues]
         try:
             return call(self, *arguments, **named)
         except RuntimeError:
-            # If no queue was read, vLLM may not have sent the call at all. Then no worker answers.
+            # If no queue was read, vLLM may not have sent the call at all, and no worker replies.
             if any(queue.was_read for queue in wrapped):
                 for queue in wrapped:
                     if not queue.was_read:
@@ -130,24 +126,24 @@ class _ReplyQueue:
 def name_newest_adapter(models: type[Any]) -> None:
     """Let requests name an adapter without its version. `policy` means the newest `policy@N` that Penstock loaded."""
 
-    # Clients of RL frameworks use one name for the model, and vLLM has no alias for an adapter. Loading every version
-    # under the same name would give running requests another version's weights.
+    # Clients of RL frameworks use one name for the model, and vLLM has no alias for an adapter. If every version had
+    # the same name, running requests would get weights of a different version.
     async def load(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        answer = await original(self, request, *arguments, **named)
+        reply = await original(self, request, *arguments, **named)
         short, mark, _ = request.lora_name.rpartition("@")
-        if isinstance(answer, str) and mark and ADAPTERS in request.lora_path:
+        if isinstance(reply, str) and mark and ADAPTERS in request.lora_path:
             loaded = self.lora_requests.get(request.lora_name)
             if loaded is not None:
                 self.lora_requests[short] = loaded
-        return answer
+        return reply
 
     async def unload(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         short = request.lora_name.rpartition("@")[0]
         newest = self.lora_requests.get(short) if short else None
-        answer = await original(self, request, *arguments, **named)
-        if isinstance(answer, str) and newest is not None and newest.lora_name == request.lora_name:
+        reply = await original(self, request, *arguments, **named)
+        if isinstance(reply, str) and newest is not None and newest.lora_name == request.lora_name:
             self.lora_requests.pop(short, None)
-        return answer
+        return reply
 
     patch_once(models, load_lora_adapter=load, unload_lora_adapter=unload)
 
@@ -159,14 +155,14 @@ STEPS = {
     "initialize_from_config": "allocate cache",
     "compile_or_warm_up_model": "warm up",
 }
-"""Methods of vLLM's workers that a start consists of, in order, with the names of their phases."""
+"""The methods of vLLM's workers that start a worker, in order, with the names of their phases."""
 _LAST_STEP = "compile_or_warm_up_model"
 
 
 def report_phases(worker: type[Any], load_format: str) -> None:
     """Report the start of each worker as phases of its process, if `load_format` loads the weights."""
 
-    # Patch the constructor. Each platform's class has its own methods, but all classes call this constructor.
+    # Each platform's class has its own methods, but all classes call this constructor.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         if loads_by(self, load_format) and hasattr(self, _LAST_STEP):
@@ -184,7 +180,7 @@ def _report_start(worker: Any) -> None:
 
 
 def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
-    """Return a replacement for a worker's method that reports a phase. It stays until the start is over."""
+    """Return a replacement for a worker's method that reports a phase. It is removed after the start."""
 
     def reported(original: Any, *arguments: Any, **named: Any) -> Any:
         try:
@@ -195,7 +191,7 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
             raise
         if method == _LAST_STEP:
             start.stop()
-            # vLLM calls some of these methods again while it serves, for example after a sleep. That is not a start.
+            # vLLM calls some of these methods again while it serves, for example after a sleep, which is not a start.
             for step in STEPS:
                 vars(worker).pop(step, None)
         return result
@@ -206,12 +202,10 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
 def load_functions_of_torch(decorators: Any, load_format: str) -> None:
     """Let vLLM load functions that torch's own backend compiled ahead of time, if `load_format` loads the weights.
 
-    Args:
-        decorators: The module `vllm.compilation.decorators`.
-        load_format: Engines with a different load format keep vLLM's behaviour.
+    `decorators` is the module `vllm.compilation.decorators`.
     """
     # vLLM 0.32 calls `finalize_loading` on each loaded function, which only functions from its own backend have. On the
-    # CPU, where torch's backend is used, it discarded the function and traced the model again: 9 of 24 s of a start.
+    # CPU, where torch's backend is used, it discarded the function and traced the model again (9 of 24 s of a start).
     if not hasattr(decorators, "_try_load_aot_compiled_fn"):
         return
 
@@ -230,9 +224,8 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 def accept_object_stores(load_format: str) -> None:
     """Let vLLM accept models in object stores with this load format.
 
-    vLLM uses functions of Run:ai Model Streamer to get the config and the tokenizer. If that package is not installed,
-    ours take their place. vLLM's check of load formats accepts this format too. If a version of vLLM lacks a name that
-    is changed here, vLLM's own errors say so.
+    vLLM reads the config and the tokenizer with functions of the Run:ai Model Streamer. If that package is not
+    installed, Penstock's functions replace them.
     """
     from vllm.config import VllmConfig
     from vllm.transformers_utils import runai_utils
@@ -251,8 +244,7 @@ def accept_object_stores(load_format: str) -> None:
         return
 
     def verify(original: Any, self: Any) -> Any:
-        """Run vLLM's own check, and hide the object store's URI from it if the load format is ours."""
-        # vLLM allows object stores only for the load formats that it lists.
+        # vLLM allows object stores only for the load formats that it lists, so hide the URI from its check.
         model: Any = getattr(self, "model_config", None)
         load = getattr(self, "load_config", None)
         weights = getattr(model, "model_weights", "")

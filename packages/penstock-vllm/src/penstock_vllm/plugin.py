@@ -1,10 +1,8 @@
 """Register Penstock with vLLM: a load format, a weight-transfer backend, and changes to vLLM's classes.
 
-vLLM's plugin entry point calls `register` in each process. `--load-format penstock` reads local, object-store and hub
-models through `penstock.stream`, with options from `--model-loader-extra-config`. vLLM's default loader still finds a
-local model's files, maps names, and checks that every parameter was loaded.
-
-This is written for vLLM 0.32 and 0.33. Other versions start too, without the parts that they lack (`host_plugin`).
+`--load-format penstock` reads local, object-store and hub models through `penstock.stream`, with options from
+`--model-loader-extra-config`. vLLM's default loader still finds a local model's files, maps names, and checks that
+every parameter was loaded. Written for vLLM 0.32 and 0.33. Other versions start without the unsupported parts.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ _OBJECT_STORES = ("s3://", "gs://", "az://")
 
 def vllm_logger() -> Log:
     """Return the integration's logger. Unless the application configured it, it uses vLLM's handlers and level."""
-    # vLLM configures only its own logger `vllm`. Without its handlers, our lines below a warning would not be shown.
-    # Call this when a line is written, because this module may be imported before vLLM configures its logger.
+    # vLLM configures only the logger `vllm`, so lines below a warning would not be shown. This module may be imported
+    # before vLLM does so.
     logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
     if theirs.handlers and not logger.hasHandlers():
         for handler in theirs.handlers:
@@ -68,15 +66,15 @@ COMPILE_CACHE = "compiled code of engines"
 SLEEP = "verified weights after a sleep"
 
 PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
-"""The parts of Penstock that this version of vLLM supports. Complete once `register` has run in this process."""
+"""The parts of Penstock that this version of vLLM supports. It is complete after `register`."""
 
 
 def register() -> None:
     """Register Penstock with vLLM in this process as a load format and a weight-transfer backend.
 
-    vLLM calls this through the entry point, in each process and possibly several times. A second call does nothing.
-    It never raises. One log line names the parts that this version of vLLM does not support, and an engine that is
-    started with one of them fails with a ConfigError.
+    vLLM calls this through its plugin entry point, in each process and possibly several times. It never raises. One log
+    line names the parts that this version of vLLM does not support, and an engine that is started with one of them
+    fails with a ConfigError.
     """
     PLUGIN.register(
         {
@@ -105,7 +103,7 @@ def _add_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
-        # Registered by name, so that only workers that use `weight_transfer` import it.
+        # Register by name, so that only workers that use `weight_transfer` import it.
         engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
 
@@ -149,32 +147,23 @@ def _protect_sleep() -> None:
 
 
 def _name_newest_adapter() -> None:
-    # Only the process that serves HTTP has this module, and has imported it by now.
+    # Only the process that serves HTTP has imported this module.
     if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
         patches.name_newest_adapter(routes.OpenAIServingModels)
 
 
 def refuse_unprotected_sleep(vllm_config: Any) -> None:
-    """Refuse sleep mode if Penstock could not bring the weights back.
-
-    Raises:
-        ConfigError: The engine may sleep, and this version of vLLM does not support verified weights after a sleep.
-    """
+    """Raise ConfigError for sleep mode if this version of vLLM does not support verified weights after a sleep."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         PLUGIN.require(SLEEP, feature="--enable-sleep-mode with Penstock")
 
 
 def _loader_class() -> type[Any]:
-    """Return the loader class, a subclass of vLLM's default loader."""
-    # Defined inside a function, because this module must be importable without vLLM.
+    # This module must be importable without vLLM, so the class is defined in a function.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class PenstockVllmLoader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's default loader, reading through Penstock.
-
-        The default loader gets a configuration for `safetensors`. It still finds a local model's files, filters them,
-        loads secondary weights, and checks that every parameter was loaded.
-        """
+        """vLLM's default loader, reading through Penstock. The default loader is configured for `safetensors`."""
 
         def __init__(self, load_config: Any) -> None:
             self._options = read_options(load_config.model_loader_extra_config or {})
@@ -197,13 +186,13 @@ def _loader_class() -> type[Any]:
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fill `model`."""
-            # For an object-store model, vLLM keeps the URI in `model_weights` and the config's local copy in `model`.
+            # For an object-store model, `model_weights` is the URI and `model` the config's local copy.
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
             with Phases("load weights", journey="engine"):
                 super().load_weights(model, model_config)
-            # The rest of `load_model` processes the weights. A reload into an existing model has no such phase.
+            # A reload into an existing model does not process the weights in `load_model`.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
@@ -215,7 +204,6 @@ def _loader_class() -> type[Any]:
                 super().download_model(model_config)
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the named tensors of one source of weights."""
             if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
                 raise ConfigError("torchao checkpoints are rebuilt by vLLM's own reader", hint="use --load-format auto")
             uri = self._objects.get(source.model_or_path, source.model_or_path)
@@ -235,9 +223,9 @@ def _loader_class() -> type[Any]:
 
 
 def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the pinned URI for streaming a hub's model. If it cannot be streamed, log why and return None.
+    """Return the pinned URI for streaming a hub's model, or None if vLLM must find or download the files.
 
-    Returns None without a log line if the model is not on a hub. vLLM then finds or downloads the files.
+    If a hub's model cannot be streamed, the reason is logged.
     """
     try:
         uri = texts_of(source.model_or_path)[0]
@@ -287,7 +275,7 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
 
 def _files(loader: Any, source: Any) -> list[str]:
     """Return a model's safetensors files as vLLM's default loader finds or downloads them."""
-    # The parameters of this method differ between vLLM's versions, so pass the known ones by name.
+    # The parameters of this method differ between vLLM's versions, so pass the known parameters by name.
     known = {"model_name_or_path": source.model_or_path, **vars(source)}
     needed = inspect.signature(loader._prepare_weights).parameters
     missing = [n for n, p in needed.items() if n not in known and p.default is inspect.Parameter.empty]
@@ -300,7 +288,7 @@ def _files(loader: Any, source: Any) -> list[str]:
 
 
 def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
-    """Return a filter for the names that this rank reads, or None. Other ranks' experts and unused weights are out."""
+    """Return a filter that excludes other ranks' experts and unused weights, or None if this rank reads all names."""
     experts = getattr(loader, "local_expert_ids", None)
     is_unused = getattr(source, "is_unused_weight", None)
     if experts is None and is_unused is None:
@@ -323,8 +311,8 @@ def rank_of_engine() -> tuple[int, int]:
     Experts may be sharded over data-parallel ranks, so those ranks count, on all hosts. Data-parallel replicas of a
     dense model are separate engines, and each counts its ranks from 0.
     """
-    # The configuration does not tell. A draft model has a separate one without data parallelism, and its numbers mean
-    # something else under an external launcher. vLLM's world group is right in all these cases.
+    # The configuration of a draft model, or under an external launcher, has different numbers. vLLM's world group is
+    # right in all cases.
     from vllm.distributed import get_world_group
 
     world = get_world_group()
@@ -339,7 +327,7 @@ def _local_rank() -> int:
 
 
 def _device(load_config: Any) -> str:
-    """Return the device of vLLM's parameters, which weights are read to."""
+    """Return the device of vLLM's parameters."""
     if load_config.device:
         return str(load_config.device)
     from vllm.platforms import current_platform

@@ -1,11 +1,6 @@
-"""Drive several vLLM servers as one client of vLLM's trainer interface. All of them install a version, or none does.
+"""Drive several vLLM servers as one client of vLLM's trainer interface. Either all of them install a version, or none.
 
-    start_weight_update     a restarted server subscribes again, and a server that does not answer has failed
-    update_weights          every other server receives the version, and is prepared or has failed with a reason
-    finish_weight_update    all prepared servers install the version, if this process decides so
-
-`trainer` publishes and makes these calls in order. The module does not import vLLM. A client is any object with these
-methods.
+`trainer` publishes and calls the client. The module does not import vLLM. A client is any object with these methods.
 """
 
 from __future__ import annotations
@@ -22,17 +17,14 @@ class FleetClient:
     """A client of several vLLM servers. Pass it as `client` to `PenstockTrainerEngine.trainer_init`.
 
     Attributes:
-        left_out: The servers that did not receive the last version, with the reasons.
+        left_out: the servers that did not receive the last version, with the reasons.
 
     Args:
         clients: vLLM's clients by server name. The names appear in messages.
-        stragglers: What happens if a server does not receive a version. With "withdraw", no server installs it. With
+        stragglers: what happens if a server does not receive a version. With "withdraw", no server installs it. With
             "leave_out", the others install it, and that server keeps its version until the next one.
-        init_info: Further fields of the body of `/init_weight_transfer_engine` for each server, such as `listen` on
+        init_info: further fields of the body of `/init_weight_transfer_engine` for each server, such as `listen` on
             several hosts.
-
-    Raises:
-        ConfigError: There is no client, or `stragglers` has another value.
     """
 
     def __init__(
@@ -67,10 +59,9 @@ class FleetClient:
         client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers without an open one. A server that fails here fails the version.
+        """Start an update on the servers without an open update. A server that fails here fails the version.
 
-        Raises:
-            Exception: No server starts an update. This is the first server's error.
+        If no server starts an update, the first server's error is raised.
         """
 
         def start(_: str, client: Any) -> None:
@@ -94,13 +85,13 @@ class FleetClient:
         """Make every server receive a version. Each server keeps serving its previous version.
 
         Raises:
-            VersionRefused: No server will install the version. The message names the failed servers and the reasons.
+            VersionRefused: no server will install the version. The message names the failed servers and the reasons.
         """
         self._version = int(update_info["version"])
         self._prepared.clear()
         errors = dict(self._failed_starts)
         errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
-        # vLLM ends a failed update. The other updates stay open for the next version.
+        # vLLM closes a failed update. The other updates stay open for the next version.
         self._started -= errors.keys()
         self.left_out = {name: _reason(error) for name, error in errors.items()}
         if errors and (self._stragglers == "withdraw" or len(errors) == len(self._clients)):
@@ -115,8 +106,8 @@ class FleetClient:
         """Make the servers that have received the version install it, all at the same time.
 
         Raises:
-            ConfigError: No server has received a version.
-            Exception: The first error of a server. That server must not serve. The others have the version.
+            ConfigError: no server has received a version.
+            Exception: the first error of a server, which must not serve. The others have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")
@@ -126,21 +117,21 @@ class FleetClient:
         _raise_first(self._all(names, lambda _, client: client.finish_weight_update(*args, **kwargs)))
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """Stop the threads. Idempotent."""
         self._pool.shutdown(wait=False)
 
     def _all(self, names: Sequence[str], call: Callable[[str, Any], object]) -> dict[str, BaseException]:
-        """Call these servers in parallel, wait for all answers, and return the errors by server."""
+        """Call these servers in parallel, wait for all responses, and return the errors by server."""
         running = {name: self._pool.submit(call, name, self._clients[name]) for name in names}
-        # The server's stall deadline and the client's own deadline limit each call.
+        # The server's stall deadline and the client's deadline limit each call.
         wait(running.values())
         return {name: error for name, done in running.items() if (error := done.exception()) is not None}
 
 
 def _reason(error: BaseException) -> str:
-    """Return the text of a client's error, with vLLM's answer if the client keeps it."""
-    answer = getattr(getattr(error, "response", None), "text", "")
-    return f"{error}: {answer}"[:1000] if answer else str(error)[:1000] or type(error).__name__
+    """Return the text of a client's error, with vLLM's response if the client stores it."""
+    response = getattr(getattr(error, "response", None), "text", "")
+    return f"{error}: {response}"[:1000] if response else str(error)[:1000] or type(error).__name__
 
 
 def _raise_first(errors: Mapping[str, BaseException]) -> None:

@@ -1,13 +1,10 @@
 """Make sure that a vLLM engine that wakes from sleep has its weights back, verified, before its first request.
 
-    load       prepares the kernels that digest the weights on the device
-    sleep      level 1 digests the weights. Both levels free the staging model and report the version `none`
-    wake_up    level 1: vLLM copies the weights back from the host, and their digests are compared
-               level 2: the newest version of the sync is received, or else the weights of the start are loaded
-    resume     is refused until then. Requests wait in vLLM's paused scheduler
-
-A wake that fails can be called again. With `wake_up(tags=["weights"])` alone nothing is brought back yet, because a
-trainer may send a version before the last tag wakes.
+Level 1 digests the weights before the sleep, and compares the digests after vLLM has copied the weights back from the
+host. After level 2 the newest version of the sync is received, or else the weights of the start are loaded. Until then
+`resume` is refused, and requests wait in vLLM's paused scheduler. A wake that fails can be called again. With
+`wake_up(tags=["weights"])` alone no weights are restored, because a trainer may send a version before the last tag
+wakes.
 
 The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
@@ -30,7 +27,7 @@ _TAGS = frozenset({"weights", "kv_cache"})
 
 
 def protect_workers(worker: type[Any], backend: str) -> None:
-    """Make each worker bring its weights back when it wakes, if `backend` loads or sends the weights."""
+    """Make each worker restore its weights when it wakes, if `backend` loads or sends the weights."""
 
     # `report_phases` explains why the constructor is patched.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
@@ -60,7 +57,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
         if done is None:
             forget()
         else:
-            # Until the engine sleeps, it answers running requests with the current version.
+            # Until the engine sleeps, it responds to running requests with the current version.
             done.add_done_callback(forget)
         return done
 
@@ -92,12 +89,12 @@ class WorkerSleep:
     """Protection of one worker's weights across a sleep.
 
     Attributes:
-        is_whole: Whether the weights may be used.
+        is_whole: whether the weights may be used.
 
     Args:
-        worker: A worker of any platform.
-        is_sent: Whether Penstock sends a trainer's versions to this worker. If False, something else may fill the
-            weights between two calls of `wake_up`, so they are brought back only if one call wakes everything.
+        worker: a worker of any platform.
+        is_sent: whether Penstock sends a trainer's versions to this worker. If False, other code may fill the weights
+            between two calls of `wake_up`, so they are restored only if one call wakes everything.
     """
 
     def __init__(self, worker: Any, *, is_sent: bool) -> None:
@@ -107,13 +104,13 @@ class WorkerSleep:
         self._asleep: set[str] = set()
         self._level = 0
         self._digests: Any = None
-        # Parameters that no version fills. vLLM itself keeps only buffers.
+        # Parameters that no version fills. vLLM preserves only buffers.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
         self._version_after = ""
 
     def attach(self) -> None:
-        """Replace the worker's methods with these."""
+        """Replace the worker's methods."""
         worker = self._worker
         replacements: dict[str, Callable[..., Any]] = {
             "sleep": self.sleep,
@@ -127,11 +124,11 @@ class WorkerSleep:
         worker.penstock_version_after_sleep = lambda: self._version_after
 
     def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Load the model, and prepare the kernels that digest it at the first sleep at the same time."""
+        """Load the model, and meanwhile prepare the kernels that digest it at the first sleep."""
         if self._worker.device.type != "cuda":
             original(*arguments, **named)
             return
-        # Finish before vLLM measures the device's memory, which is its next step.
+        # The kernels must be ready before vLLM measures the device's memory, which is its next step.
         with kernels_ready(self._worker.device, _logger()):
             original(*arguments, **named)
 
@@ -149,15 +146,14 @@ class WorkerSleep:
         self.is_whole = False
         self._level, self._asleep = level, set(_TAGS)
         if engine is not None:
-            # Do this before vLLM unmaps memory, because a registration cannot be ended after its memory is gone.
+            # Do this before vLLM unmaps memory, because a registration cannot be released after its memory is gone.
             engine.fall_asleep()
         original(level)
 
     def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
-        """Wake memory. When no memory is asleep, bring the weights back.
+        """Wake memory. When no memory is asleep, restore the weights.
 
-        Raises:
-            PenstockError: The weights could not be brought back. The engine is still asleep. Call it again.
+        If that raises a PenstockError, the engine is still asleep. Call it again.
         """
         original(tags)
         woken = set(_TAGS) if tags is None else set(tags)
@@ -189,8 +185,7 @@ class WorkerSleep:
             engine.bring_back()
             self._whole(str(engine.installed))
         else:
-            # No version was ever installed, so load the weights that the engine was started with. With `--load-format
-            # penstock` they come from a weight cache, a fleet or storage.
+            # No version was ever installed, so load the weights of the engine's start.
             self._worker.reload_weights()
 
     def reload_weights(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
@@ -218,12 +213,10 @@ class WorkerSleep:
         return model
 
     def _engine(self) -> Any:
-        """Return the worker's weight transfer engine, or None if Penstock does not send the weights."""
         return self._worker.weight_transfer_engine if self._is_sent else None
 
 
 def _digests(model: torch.nn.Module) -> Any:
-    """Return the digests of all tensors in a model."""
     from penstock.spi import MemoryDigests
 
     return MemoryDigests.of_target(model)
@@ -236,7 +229,7 @@ def _no_grad() -> Any:
 
 
 def _logger() -> Log:
-    # `penstock_vllm.plugin` imports this module, so its function cannot be imported. It has configured this logger.
+    # `penstock_vllm.plugin`, which configures this logger, imports this module.
     return log_named("penstock.vllm")
 
 

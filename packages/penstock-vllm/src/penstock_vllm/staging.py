@@ -1,11 +1,10 @@
 """A staging model that receives a vLLM model's weights in the format that vLLM's loader fills.
 
 vLLM repacks, quantises and drops parameters after loading, so a loader cannot fill the serving tensors. vLLM remembers
-each layer's earlier shapes, and the staging model has tensors with these shapes. A sync fills it and records its loader
-as for any other module.
+each layer's earlier shapes, and the staging model has tensors with these shapes.
 
 Installing is vLLM's layerwise reload, one layer at a time. The layer is loaded and processed again, then copied into
-the serving tensors. Their addresses stay the same, because CUDA graphs hold them.
+the serving tensors, whose addresses stay the same, because CUDA graphs refer to them.
 """
 
 from __future__ import annotations
@@ -20,26 +19,22 @@ from penstock.errors import ConfigError, PlanError
 from penstock.spi import Arena, Requirements, needed_bytes
 
 _LISTED = 10
-"""Maximum number of parameters that an error lists. A large model has thousands, so the others are only counted."""
+"""Maximum number of parameters that an error lists. The others are only counted."""
 
 
 class StagingModel(torch.nn.Module):
-    """A vLLM model's weights before post-processing, under the model's names, in a separate arena.
-
-    Attributes:
-        device: Device of the arena.
-    """
+    """A vLLM model's weights before post-processing, under the model's names, in a separate arena on `device`."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
-        """Allocate the weights on `device`, with as many bytes as they had before vLLM post-processed them.
+        """Allocate as many bytes as the weights had before vLLM post-processed them.
 
         Raises:
-            ConfigError: A layer's parameters have no shape before they are loaded.
-            DeviceOutOfMemory, DestinationError: There is not enough memory.
+            ConfigError: a layer's parameters have no shape before they are loaded.
+            DeviceOutOfMemory, DestinationError: there is not enough memory.
         """
         super().__init__()
         self._vllm_config = vllm_config
-        # The tuple keeps torch from registering the model as a submodule, and its tensors as ours.
+        # The tuple prevents torch from registering the model as a submodule.
         self._model = (model,)
         self._loaded: set[str] = set()
         formats = {name: _loader_format(name, layer) for name, layer in model.named_modules()}
@@ -81,22 +76,22 @@ class StagingModel(torch.nn.Module):
             return named
 
     def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
-        """Return the number of elements that an update leaves unfilled, for each tensor that has such elements."""
+        """Return the number of elements that an update leaves unfilled, for each tensor with such elements."""
         if not wanted.unrecorded:
             return wanted.unfilled
-        # Unrecorded tensors pass through the loader at each update, so the names that it returned are filled too.
+        # Unrecorded tensors pass through the loader at each update, which has returned the names that it filled.
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
     def check(self, wanted: Requirements, *, strict: bool = True) -> None:
         """Check that an update can be installed, before anything changes.
 
         Args:
-            wanted: Requirements of the update.
-            strict: Require that every parameter of the model is filled, except attention's own.
+            wanted: requirements of the update.
+            strict: require that every parameter of the model is filled, except attention's own.
 
         Raises:
             ConfigError: vLLM combined two published tensors into one, or it cannot reload a layer.
-            PlanError: No rank publishes some parameters. The message lists them.
+            PlanError: no rank publishes some parameters. The message lists them.
         """
         unfilled = self.unfilled(wanted)
         sources = self._sources(unfilled)
@@ -126,7 +121,7 @@ class StagingModel(torch.nn.Module):
                     if whole in sources:
                         stack.enter_context(_reloaded(layer.live, name, sources[whole]))
             finalize_layerwise_reload(model, self._vllm_config.model_config)
-        # vLLM's reload does not pack these experts, so pack them afterwards from the parameters that it has loaded.
+        # vLLM's reload does not pack these experts, so pack them from the parameters that it has loaded.
         for layer in self._layers:
             if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
                 experts.process_weights_after_loading(layer.live)
@@ -136,7 +131,7 @@ class StagingModel(torch.nn.Module):
         from vllm.model_executor.model_loader.reload import meta
 
         sources = self._sources(self.unfilled(wanted))
-        # vLLM processes and copies a layer as a whole, except for tensors that it never moves.
+        # vLLM processes and copies complete layers, except for tensors that it never moves.
         rewritten = {
             id(tensor)
             for layer in self._layers
@@ -150,7 +145,7 @@ class StagingModel(torch.nn.Module):
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return the source of each filled tensor: its staging tensor, or the staging tensor that it is tied to."""
         # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed it
-        # separately. Each tied tensor is therefore reloaded in its own layer, from the published one.
+        # separately, so each tied tensor is reloaded in its own layer.
         sources: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         shared: list[tuple[str, int]] = []
@@ -194,7 +189,7 @@ class _StagedLayer:
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
-        """Return the parameters that are not filled. Attention's own (its cache's scales) need not be."""
+        """Return the parameters that are not filled, except those of an attention layer (its cache's scales)."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         if is_deferred_attention_layer(self.live):
@@ -214,7 +209,7 @@ class _StagedLayer:
 
     @contextlib.contextmanager
     def uses_staging_tensors(self) -> Iterator[None]:
-        """Replace the live layer's tensors with the staging model's, for the duration of a context."""
+        """Replace the live layer's tensors with the staging model's for the duration of a block."""
         # A tensor may also be a plain attribute of the layer, which would hide the replacement.
         own = self.live.__dict__
         hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
@@ -231,7 +226,7 @@ class _StagedLayer:
             yield
         finally:
             for (group, staging), before in zip(pairs, saved, strict=True):
-                # A loader may replace a parameter. The staging model takes the new one, so that the recording sees it.
+                # A loader may replace a parameter. Store the new parameter, so that the recording uses it.
                 staging.update({name: group[name] for name in staging if group.get(name) is not None})
                 group.clear()
                 group.update(before)
@@ -249,7 +244,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
         target.data.copy_(value)
         yield
         return
-    # Copy plainly until the context ends. The staging values went through the tensor's own loader already.
+    # The staging values went through the tensor's loader already, so copy plainly.
     before = _own_loader(target.weight_loader)
     target.weight_loader = default_weight_loader
     try:
@@ -260,11 +255,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
 
 
 def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
-    """Return a layer's experts if they pack their own weights, or None if vLLM's reload is enough.
-
-    Raises:
-        ConfigError: It is unknown how to pack these experts again.
-    """
+    """Return a layer's experts if they pack their own weights, or None if vLLM's reload is enough."""
     # vLLM's reload does not pack experts that are not quantised.
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -306,8 +297,8 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
         nbytes = _span_bytes(form)
         (offset,) = arena.place([nbytes])
         tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
-        # vLLM materialises a layer in the same way. The parameter keeps its class and its attributes, because loaders
-        # need `weight_loader` and the dimensions that are sharded over ranks.
+        # vLLM materialises a layer in the same way. Loaders need the parameter's class and attributes, such as
+        # `weight_loader` and the sharded dimensions.
         tensor.__class__ = form.__class__
         tensor.__dict__ = _attributes(form)
         if isinstance(tensor, torch.nn.Parameter):
@@ -318,20 +309,19 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
 
 
 def _attributes(form: torch.Tensor) -> dict[str, Any]:
-    """Return a tensor's attributes, with its original loaders instead of those that a reload wrapped."""
+    """Return a tensor's attributes, with its original loaders instead of the wrappers of a reload."""
     loaders = {name: form.__dict__[name] for name in ("weight_loader", "_weight_loader") if name in form.__dict__}
     return form.__dict__ | {name: _own_loader(loader) for name, loader in loaders.items()}
 
 
 def _own_loader(loader: Any) -> Any:
-    """Return a tensor's loader without the wrappers of vLLM's reload."""
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     return loader
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from a tensor's first element to the end of its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last element."""
     if not tensor.numel():
         return 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,11 +1,5 @@
 """The trainer's side of vLLM's weight transfer: a `TrainerWeightTransferEngine` named `penstock`.
 
-    trainer_init   every rank publishes, and rank 0 makes the engine subscribe
-    stage          publishes a version, while the engine receives it and may serve (start_weight_update, update_weights)
-    commit         makes the engine install the version (finish_weight_update), during a pause
-    send_weights   stages and commits
-    stage_again    makes a restarted engine subscribe and receive the version that is published
-
 Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. It is written for vLLM 0.32 and
 0.33.
 """
@@ -30,7 +24,7 @@ from penstock.spi import Declarable, PublishMode, connection_of
 from penstock_vllm.plugin import LOAD_FORMAT
 
 VERSIONS = ("0.32", "0.33")
-"""Releases of vLLM whose trainer interface this module is written for."""
+"""Supported releases of vLLM."""
 
 _REASON_CHARS = 2000
 
@@ -50,18 +44,18 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     hub: str | None = None
     """URL of the hub, for the trainer and the engine. None means `PENSTOCK_HUB`, or else this host's own hub."""
     token_file: str | None = None
-    """Path of a file on the trainer's and the engine's host, whose first token is sent to the hub."""
+    """Path of a file on the trainer's and the engine's host. Its first token is sent to the hub."""
     listen: str | None = None
     """`host:port` where other hosts reach this rank."""
     data_port: int = 0
     """See `ConnectionSettings`."""
     engine_listen: str | None = None
-    """`host:port` where other hosts reach the engine's first worker. The next workers use the ports after it."""
+    """`host:port` where other hosts reach the engine's first worker. The next workers use the following ports."""
     engine_data_port: int | None = None
     """See `weight_transfer.InitInfo.data_port`."""
     mode: PublishMode = "snapshot"
     """With `snapshot`, the weights may change after they are copied. With `live`, nothing is copied, and the weights
-    may change only after the engine has them."""
+    may change only after the engine has received them."""
     transforms: str | Mapping[str, Any] | None = None
     """Formats in which the weights are offered, such as `cast:BF16`. See `penstock.publisher`."""
     memory: Literal["device", "host"] = "device"
@@ -69,7 +63,7 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     strict: bool = True
     """Require that every parameter of the engine is sent. If False, parameters that are not sent keep their values."""
     gather: bool = False
-    """Publish copies from rank 0 if the source can only give whole tensors. This takes the model's size there."""
+    """Publish copies from rank 0 if the source yields only unsharded tensors. They need the model's size there."""
     stall_s: float | None = None
 
 
@@ -77,8 +71,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates it on every rank.
 
     Attributes:
-        version: Newest version that was published, or -1.
-        report: Report of the newest version.
+        version: newest version that was published, or -1.
+        report: report of the newest version.
     """
 
     init_info_cls = PenstockTrainerInitInfo
@@ -111,10 +105,10 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
 
         Args:
             source: vLLM's `ModuleSource`, a module, or tensors, DTensors and `Shard`s by name as for
-                `penstock.publisher`. With `gather`, any `WeightSource`. Without `gather`, nothing is gathered.
+                `penstock.publisher`. With `gather`, any `WeightSource`.
 
         Raises:
-            ConfigError: The source or the release of vLLM is not supported. Further errors come from
+            ConfigError: the source or the release of vLLM is not supported. Further errors come from
                 `penstock.publisher` and from the client.
         """
         if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
@@ -130,14 +124,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                     init_info.name,
                     params,
                     connection=connection_of(vars(init_info)),
-                    # Copies of whole tensors do not need a second copy.
+                    # Copies of unsharded tensors do not need a second copy.
                     mode="live" if refill is not None else init_info.mode,
                     transforms=init_info.transforms,
                     rank=(0, 1) if refill is not None else (init_info.rank, init_info.world_size),
                 )
                 ends.callback(publisher.close)
                 if init_info.is_sender:
-                    # Wait, because a rank that joins after the first version would count its versions from there.
+                    # A rank that joins after the first version would count its versions from there.
                     publisher.wait_ranks()
             if init_info.is_sender:
                 client.init_weight_transfer_engine(_engine_info(init_info))
@@ -156,7 +150,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         """Publish the current weights and make the engine serve them.
 
         Pause the engine first, or use one that may change its weights between two forward passes, as with any backend
-        of vLLM. To pause it only during the second step, call `stage` and `commit` yourself. They list the errors.
+        of vLLM. To pause it only for the installation, call `stage` and `commit` instead, which list the errors.
         """
         self.stage(version)
         self.commit()
@@ -167,11 +161,11 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         All ranks call this. The weights may change when it returns.
 
         Args:
-            version: Version number, larger than all earlier ones and the same on all ranks. None means the next one.
+            version: version number, larger than all earlier numbers and the same on all ranks. None means the next one.
 
         Raises:
-            PenstockError: See `penstock.sync.Publisher.publish`. On rank 0 also the client's error, with vLLM's answer
-                as a note, if a worker did not receive the version. The engine keeps its previous version.
+            PenstockError: see `penstock.sync.Publisher.publish`. On rank 0 also the client's error, with vLLM's
+                response as a note, if a worker did not receive the version. The engine keeps its previous version.
         """
         self._is_staged = False
         self.version = self.version + 1 if version is None else version
@@ -182,7 +176,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             return
         newest = max(self._publisher.version, self._publisher.latest)
         if self.version <= newest:
-            # Check this before the engine is asked to receive, because it would wait for a version that is refused.
+            # Otherwise the engine would wait for a version that is refused.
             raise ConfigError(
                 f"version {self.version} of {self._publisher.name!r} is not above {newest}", hint="use a larger number"
             )
@@ -190,14 +184,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             self.report = self._publisher.publish(self.version)
             return
         with _answers_as_notes():
-            # The engine must read while this publishes, because a live version ends when the engine has read it.
-            # Without an engine the version is still published, as on the other ranks, and `stage_again` can use it.
+            # The engine must read while this publishes, because a live version ends when the engine has read it. If the
+            # engine fails, the version is still published, as on the other ranks, and `stage_again` can use it.
             received = self._thread.submit(self._receive)
             try:
                 self.report = self._publisher.publish(self.version)
             finally:
-                # Wait for the engine even if `publish` failed. It gives up within its stall deadline. vLLM ends an
-                # update that failed.
+                # Wait for the engine even if `publish` failed, at most for its stall deadline. vLLM closes an update
+                # that failed.
                 self._is_started = received.exception() is None
             received.result()
         self._is_staged = True
@@ -208,8 +202,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         Nothing is published again, so the other ranks take no part. Call `commit` to install the version.
 
         Raises:
-            ConfigError: No version was published, or versions are `live` and end when the engine has them. Further
-                errors as for `stage`.
+            ConfigError: no version was published, or versions are `live` and end when the engine has received them.
+                Further errors as for `stage`.
         """
         if not self.is_sender:
             return
@@ -234,8 +228,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         """Make the engine install the staged version. Only rank 0 acts.
 
         Raises:
-            ConfigError: No version is staged.
-            Exception: The client's error. The engine has no complete version and must not serve. Send again.
+            ConfigError: no version is staged.
+            Exception: the client's error. The engine has no complete version and must not serve. Send again.
         """
         if not self.is_sender:
             return
@@ -255,7 +249,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
 
 @contextlib.contextmanager
 def _answers_as_notes() -> Iterator[None]:
-    """Add vLLM's answer to a client's error, because the client for vLLM's routes reports only the status."""
+    """Add vLLM's response to a client's error, because the client for vLLM's routes reports only the status."""
     try:
         yield
     except Exception as error:
@@ -267,7 +261,7 @@ def _answers_as_notes() -> Iterator[None]:
 
 def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
     """Return the body of `/init_weight_transfer_engine` (`weight_transfer.InitInfo`), without missing fields."""
-    given = {
+    values = {
         "name": info.name,
         "hub": info.hub,
         "token_file": info.token_file,
@@ -277,20 +271,18 @@ def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
         "strict": info.strict,
         "stall_s": info.stall_s,
     }
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | None, Callable[[], None] | None]:
-    """Return what this rank publishes, and a function that refills it before each version.
+    """Return the tensors that this rank publishes, and a function that refills them before each version.
 
-    Both are None if this rank publishes nothing.
-
-    Raises:
-        ConfigError: The source gives only whole tensors, and `gather` is not set.
+    Both are None if this rank publishes nothing. Raises ConfigError if the source yields only unsharded tensors and
+    `gather` is not set.
     """
     if isinstance(source, torch.nn.Module | Mapping):
         return source, None
-    # vLLM keeps the module private. Its DTensors are published as shards.
+    # The DTensors of vLLM's private module are published as shards.
     module = getattr(source, "_module", None)
     if isinstance(source, ModuleSource) and isinstance(module, torch.nn.Module):
         return module, None
@@ -317,7 +309,6 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
 
 
 def _whole_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over a `WeightSource`. vLLM 0.33 calls it `iter_full`, and 0.32 has `__iter__`."""
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 

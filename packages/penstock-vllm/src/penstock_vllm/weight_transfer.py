@@ -1,15 +1,7 @@
 """The worker's side of vLLM's weight transfer backend `penstock`: receive and install a trainer's versions.
 
-vLLM's worker calls it through the HTTP routes or `collective_rpc`:
-
-    /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
-    /start_weight_update                       begins an update
-    /update_weights {version}                  receives and verifies the version in the staging model
-    /pause, /finish_weight_update, /resume     installs the version into the model
-    /sleep, /wake_up                           frees the staging model, and brings a version back (`sleep`)
-
-Every step ends the same way on all workers of an engine. Each worker reports whether it failed (`_agreed`), and after
-one failure all of them raise. Otherwise some workers would serve a different version than the rest.
+vLLM's worker calls it through the HTTP routes or `collective_rpc`. Each step succeeds or fails on all workers of an
+engine (`_agreed`), because otherwise some workers would serve a different version than the rest.
 
 The module is written for vLLM 0.32 and 0.33. It imports vLLM, so only vLLM's registry imports it.
 """
@@ -48,9 +40,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     token_file: str | None = None
     """Path of a file whose first token is sent to the hub."""
     listen: str | None = None
-    """`host:port` where other hosts reach the first worker. The next workers use the ports after it."""
+    """`host:port` where other hosts reach the first worker. The next workers use the following ports."""
     data_port: int = 0
-    """Port of the first worker for the bytes that others read. The next workers use the ports after it. 0 means free
+    """Port of the first worker from which peers read bytes. The next workers use the following ports. 0 means free
     ports."""
     memory: Literal["device", "host"] = "device"
     """Memory of the staging model. Choose "host" if the device has no space for it."""
@@ -61,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     memory_bytes: int | str | None = None
     stall_s: float | None = None
     prepare_s: float | None = 0.0
-    """Seconds to wait for the trainer's ranks in order to prepare for the first version now. None means not to."""
+    """Seconds to wait for the trainer's ranks in order to prepare for the first version. None means no preparation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -77,9 +69,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The body of `/update_weights`."""
 
     version: int
-    """Version to receive. It is explicit, because all workers must receive the same one."""
+    """Version to receive. It is explicit, because all workers must receive the same version."""
     background: bool = False
-    """Answer at once, and receive while the model serves. The same call without `background` then waits for the end."""
+    """Respond at once, and receive while the model serves. The same call without `background` waits for the end."""
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -91,8 +83,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     """A worker's subscription to a sync. vLLM creates it after the model was loaded, and calls it from one thread.
 
     Attributes:
-        installed: The version that was installed last, or -1.
-        num_installed: Number of versions that were installed.
+        installed: the version that was installed last, or -1.
+        num_installed: number of versions that were installed.
     """
 
     init_info_cls = InitInfo
@@ -103,8 +95,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Check that the model's layout is stable. No I/O.
 
         Raises:
-            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM cannot keep
-                requests and replies of different versions apart.
+            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM cannot
+                separate requests and replies of different versions.
         """
         PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
         PLUGIN.require(REPLIES, feature="the weight-transfer backend")
@@ -124,12 +116,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self.num_installed = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Subscribe to a sync, and leave the previous one.
+        """Subscribe to a sync, and leave the previous sync.
 
         Raises:
-            ConfigError, HubUnavailable: See `penstock.subscriber`.
-            DeviceOutOfMemory, DestinationError: There is not enough memory for a staging model.
-            PlanError: Names, dtypes or shapes differ between the trainer and the engine. See `Subscriber.prepare`.
+            ConfigError, HubUnavailable: see `penstock.subscriber`.
+            DeviceOutOfMemory, DestinationError: there is not enough memory for a staging model.
+            PlanError: names, dtypes or shapes differ between the trainer and the engine. See `Subscriber.prepare`.
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
@@ -141,10 +133,10 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     init_info.name,
                     staging,
                     connection=connection_of(vars(init_info) | _ports(init_info, self.parallel_config)),
-                    # Direct, but into the staging model. The serving model changes only after a version is complete.
+                    # Receive directly into the staging model. The serving model changes only with a complete version.
                     mode="direct",
                     load=self._load,
-                    # `StagingModel.check` decides instead, because attention has parameters that no checkpoint fills.
+                    # `StagingModel.check` decides, because attention has parameters that no checkpoint fills.
                     strict=False,
                     rank=(rank, world_size),
                     settings=penstock.sync.SubscriberSettings(
@@ -158,7 +150,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 with _agreed(), self._loading():
                     is_prepared = subscriber.prepare(init_info.prepare_s)
                     vllm_logger().info("penstock: %s is %sprepared", init_info.name, "" if is_prepared else "not yet ")
-            # This comes after `_agreed`. If another worker failed, this one must leave the sync too.
+            # This is outside `_agreed`, because this worker must leave the sync too if another worker failed.
             stack.pop_all()
         self._strict = init_info.strict
         vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
@@ -172,15 +164,15 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Receive a version into the staging model, on all workers of the engine or none.
 
         Raises:
-            ConfigError: Another version is being received.
-            PenstockError: See `penstock.sync.Subscriber.update`. The model still has the previous version.
+            ConfigError: a different version is being received.
+            PenstockError: see `penstock.sync.Subscriber.update`. The model still has the previous version.
         """
         subscriber, _ = self._parts()
         version = update_info.version
         receiving = self._receiving
         if receiving is not None:
             running, done = receiving
-            # All workers must agree. None may continue while another worker's background thread still receives.
+            # No worker may continue while another worker's background thread still receives.
             if running != version and not _all(done.done()):
                 raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
             if running == version and update_info.background:
@@ -190,12 +182,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             with _agreed():
                 receiving[1].result()
         elif update_info.background and _all(subscriber.wanted is not None):
-            # Receive in the background only after the model's loader was recorded. See below.
+            # A background thread must not record the model's loader.
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
         else:
-            # Without preparation, the first version records the model's loader. The model must not run at that time,
-            # and it does not run while vLLM waits for this call.
+            # The first version records the model's loader unless it was prepared. The model must not run then, and it
+            # does not run while vLLM waits for this call.
             with self._loading(), _agreed():
                 self._receive(update_info)
         self._landed = version
@@ -204,7 +196,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Install the received version into the model.
 
         Raises:
-            ConfigError: No version was received since `start_weight_update`. The model is unchanged.
+            ConfigError: no version was received since `start_weight_update`. The model is unchanged.
             Exception: vLLM's post-processing failed. The model has no complete version and must not serve.
         """
         subscriber, staging = self._parts()
@@ -227,14 +219,14 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             return
         subscriber, staging = self._joined
         if self._receiving is not None:
-            # It writes to the staging model. Its failure does not matter, because the version will be read again.
+            # The thread writes to the staging model. Its failure does not matter, because the version is read again.
             wait([self._receiving[1]])
             self._receiving = None
         self._landed = None
-        # A staging model in host memory stays. Other subscribers read from it, and the weights come back from it.
+        # A staging model in host memory stays, because other subscribers read from it.
         if staging.device.type != self.device.type or subscriber.is_released:
             return
-        # Even if only prepared, its memory is registered, so it must not be freed while the subscriber uses it.
+        # Even prepared memory is registered, so it must not be freed while the subscriber uses it.
         if subscriber.wanted is not None:
             freed = subscriber.release()
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
@@ -252,12 +244,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Receive the newest version into the staging model and install it. Collective.
 
         Raises:
-            ConfigError: The worker has left the sync.
-            PenstockError: No member has a version. Call it again later.
+            ConfigError: the worker has left the sync.
+            PenstockError: no member has a version. Call it again later.
         """
         with _agreed():
             subscriber, staging = self._parts()
-        # All workers must receive the same version, although each may know a different newest one.
+        # All workers must receive the same version, although each may know a different newest version.
         known = max(subscriber.announced(), subscriber.version)
         version = max(int(text) for text in _gathered(str(known)))
         if version < 0:
@@ -274,7 +266,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         if self._joined is not None:
             subscriber, _ = self._joined
             subscriber.close()
-        # Closing the subscriber ends a receive in the background. Until then its thread uses the staging model.
+        # Closing the subscriber aborts a receive in the background. Until then its thread uses the staging model.
         if self._receiving is not None:
             wait([self._receiving[1]])
         self._joined = self._receiving = self._landed = None
@@ -285,7 +277,6 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         return self._joined
 
     def _receive(self, info: UpdateInfo) -> None:
-        """Receive a version into the staging model, and check that it can be installed."""
         subscriber, staging = self._parts()
         # The current device is set per thread, and this may be the background thread.
         if self.device.type == "cuda":
@@ -300,7 +291,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Allow the model's loader to run in a context in which vLLM waits for this worker."""
+        """Allow the model's loader to run in a block in which vLLM waits for this worker."""
         self._may_load = True
         try:
             yield
@@ -319,15 +310,14 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
 
 _REASON_BYTES = 1024
-"""Length of the reason that a worker sends to the others. Collectives need the same length on all workers."""
+"""Size in bytes of the reason that a worker sends to the others. Collectives need the same size on all workers."""
 
 
 @contextlib.contextmanager
 def _agreed() -> Iterator[None]:
-    """Run a context that succeeds on all workers of this engine or raises on all of them. Collective.
+    """Run a block that succeeds on all workers of this engine or raises on all of them. Collective.
 
-    Raises:
-        PeerLost: Another worker failed and this one did not. The message gives the reason.
+    A worker that did not fail raises PeerLost with the other workers' reasons.
     """
     why = ""
     try:
@@ -353,7 +343,7 @@ def _gathered(mine: str) -> list[str]:
 
     text = mine.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
     texts = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
-    # Use the groups' CPU backends, because the device may be what failed.
+    # The device may have failed, so use the groups' CPU backends.
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
             parts = [torch.empty_like(texts) for _ in range(group.world_size)]
@@ -371,6 +361,5 @@ def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
 
 
 def _port(first: int, parallel: Any) -> int:
-    """Return the port of a worker, counted from the first worker's. 0 means any free port."""
     # Data-parallel replicas of a dense model all count their ranks from 0, so the replica's index counts too.
     return first + parallel.data_parallel_index * parallel.world_size + parallel.rank if first else 0

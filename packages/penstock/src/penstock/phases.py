@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -82,25 +83,23 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     error: BootError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _PhaseSpan:
     """A phase in the record. Times come from `time.perf_counter`."""
 
-    __slots__ = ("began", "error", "is_last", "journey", "look", "model", "moved", "name", "start", "state", "stop")
-
-    def __init__(self, name: str, journey: str, model: str, start: float, began: float, look: Look | None) -> None:
-        self.name = name
-        self.journey = journey
-        self.model = model
-        self.start = start
-        self.began = began
-        """When the phase's journey began."""
-        self.look = look
-        self.moved = (0, 0)
-        self.stop: float | None = None
-        self.state: PhaseStanding = "running"
-        self.is_last = False
-        """Whether the journey ended with this phase."""
-        self.error: BootError | None = None
+    name: str
+    journey: str
+    model: str
+    start: float
+    began: float
+    """When the phase's journey began."""
+    look: Look | None
+    moved: tuple[int, int] = (0, 0)
+    stop: float | None = None
+    state: PhaseStanding = "running"
+    is_last: bool = False
+    """Whether the journey ended with this phase."""
+    error: BootError | None = None
 
     def end(self, now: float, state: PhaseStanding) -> None:
         """End the phase. Drop `look`, because it may refer to weights."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -300,13 +301,11 @@ class Threads:
                 del call
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    __slots__ = ("args", "done", "function")
-
-    def __init__(self, done: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.done = done
-        self.function = function
-        self.args = args
+    done: Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
 
     def run(self) -> None:
         if not self.done.set_running_or_notify_cancel():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -26,115 +27,95 @@ from penstock.timing import Timing
 from penstock.types import I64
 
 ALONE_CHUNKS = 16
-"""Number of chunks read without a claim before the hub is tried again (256 MiB)."""
+"""Number of chunks read without a claim before the next request to the hub (256 MiB)."""
 
 
+@dataclass(eq=False)
 class ClaimLoop:
-    """Claims chunks and reads them from storage, until all are here or storage fails.
+    """Claims chunks and reads them from storage, until all are here or storage fails."""
 
-    Args:
-        ticket: fails with storage's error if there is no upstream.
-        starved: measures the time in which nothing feeds the fetch. `run` updates it.
-        before_read: called before a byte is requested.
-        add_received: receives chunks whose bytes are in place.
-    """
-
-    def __init__(
-        self,
-        member: Member,
-        weights: LocalWeights,
-        assignment: Assignment,
-        hub: HubPoller,
-        *,
-        storage: StorageReader,
-        reads: Executor,
-        ticket: RunState,
-        provenance: Provenance,
-        starved: StallTimer,
-        before_read: Callable[[], None],
-        add_received: Callable[[ReceivedChunks], None],
-        stall_s: float,
-        timing: Timing,
-    ) -> None:
-        self._member = member
-        self._weights = weights
-        self._assignment = assignment
-        self._hub = hub
-        self._storage = storage
-        self._reads = reads
-        self._ticket = ticket
-        self._provenance = provenance
-        self._starved = starved
-        self._before_read = before_read
-        self._add_received = add_received
-        self._stall_s = stall_s
-        self._timing = timing
-        self._closing = threading.Event()
-        self._wanted = threading.Event()
-        self._path = f"storage {storage.uri}"
+    member: Member
+    weights: LocalWeights
+    assignment: Assignment
+    hub: HubPoller
+    storage: StorageReader
+    reads: Executor
+    ticket: RunState
+    """Fails with storage's error if there is no upstream."""
+    provenance: Provenance
+    starved: StallTimer
+    """Measures the time in which nothing feeds the fetch. `run` updates it."""
+    before_read: Callable[[], None]
+    """Called before a byte is requested."""
+    add_received: Callable[[ReceivedChunks], None]
+    """Receives chunks whose bytes are in place."""
+    stall_s: float
+    timing: Timing
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _wanted: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Claim and read until all chunks are here. This is the body of the thread."""
         # The hub's first reply contains the first claim. Otherwise each of 1,000 members that start at the same time
         # would send two requests.
-        while not (self._hub.answered.wait(self._timing.fetch_turn_s) or self.should_skip_claims()):
+        while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self.should_skip_claims()):
             pass
-        first = self._hub.pop_first_claim()
-        while not (self._closing.is_set() or self._weights.is_whole) and self._assignment.can_read_storage:
-            wait_s = self._timing.hub_retry_s
+        first = self.hub.pop_first_claim()
+        while not (self._closing.is_set() or self.weights.is_whole) and self.assignment.can_read_storage:
+            wait_s = self.timing.hub_retry_s
             ranges: Ranges = ()
             try:
                 if first is None and self.should_skip_claims():
-                    ranges = to_ranges(self._assignment.missing(ALONE_CHUNKS))
-                    wait_s = self._timing.fetch_turn_s
+                    ranges = to_ranges(self.assignment.missing(ALONE_CHUNKS))
+                    wait_s = self.timing.fetch_turn_s
                 else:
-                    reply, first = first or self._member.claim(self._weights), None
-                    ranges, wait_s, self._hub.answer = reply.ranges, reply.ask_again_s, reply.why
-                    if self._hub.state is HubState.AWAY:
-                        self._hub.become(HubState.ANSWERS)
+                    reply, first = first or self.member.claim(self.weights), None
+                    ranges, wait_s, self.hub.answer = reply.ranges, reply.ask_again_s, reply.why
+                    if self.hub.state is HubState.AWAY:
+                        self.hub.become(HubState.ANSWERS)
                 if ranges:
-                    wait_s = 0.0 if self._read(ranges) else self._timing.fetch_turn_s
+                    wait_s = 0.0 if self._read(ranges) else self.timing.fetch_turn_s
             except PenstockError as error:
-                self._hub.note_failure(error)
-                wait_s = 0.0 if self._hub.state is HubState.REFUSES else wait_s
-            self._closing.wait(wait_s if ranges else max(wait_s, self._hub.rest_s))
+                self.hub.note_failure(error)
+                wait_s = 0.0 if self.hub.state is HubState.REFUSES else wait_s
+            self._closing.wait(wait_s if ranges else max(wait_s, self.hub.rest_s))
         self._return_claim()
 
     def _return_claim(self) -> None:
-        while not self._assignment.can_read_storage and not self._closing.is_set():
+        while not self.assignment.can_read_storage and not self._closing.is_set():
             try:
-                self._member.claim(self._weights, ask=False)
+                self.member.claim(self.weights, ask=False)
                 return
             except PenstockError:
-                self._closing.wait(self._timing.hub_retry_s)
+                self._closing.wait(self.timing.hub_retry_s)
 
     def should_skip_claims(self) -> bool:
         """Return True if storage must be read without a claim, because the hub refuses this member or no byte arrives.
 
         No byte arrives if the hub is unreachable, or if the holders of the missing chunks are alive but send nothing.
         """
-        state = self._hub.state
+        state = self.hub.state
         # Wait longer than `read_stall_s`, after which a silent holder is reported. The hub then grants claims on the
         # chunks that only this holder has, so each chunk is read from storage by one member only.
-        patience_s = self._stall_s / 2 if state is HubState.AWAY else 0.75 * self._stall_s
-        must_skip = state is HubState.REFUSES or self._starved.seconds > patience_s
-        if must_skip and self._hub.become(HubState.UNUSED):
-            self._provenance.read_without_claim(self._hub.answer)
-        return self._hub.state is HubState.UNUSED
+        patience_s = self.stall_s / 2 if state is HubState.AWAY else 0.75 * self.stall_s
+        must_skip = state is HubState.REFUSES or self.starved.seconds > patience_s
+        if must_skip and self.hub.become(HubState.UNUSED):
+            self.provenance.read_without_claim(self.hub.answer)
+        return self.hub.state is HubState.UNUSED
 
     def _read(self, ranges: Ranges) -> bool:
         """Start reading claimed chunks, and wait until the next claim is due. Return False if no chunk is missing."""
-        if not self._assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
+        if not self.assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
             return False
         # No deadline is needed here, because storage has a deadline and its end sets the event.
-        while not (self._wanted.wait(self._stall_s) or self._closing.is_set()):
+        while not (self._wanted.wait(self.stall_s) or self._closing.is_set()):
             pass
         return True
 
     def _post(self, chunks: I64) -> None:
         self._wanted.clear()
-        first, nbytes = int(chunks[0]), int(self._weights.layout.chunks.nbytes[chunks].sum())
-        self._reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
+        first, nbytes = int(chunks[0]), int(self.weights.layout.chunks.nbytes[chunks].sum())
+        self.reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
 
     def _read_storage(self, chunks: I64) -> None:
         """Read claimed chunks from storage, and pass on the complete chunks. This is a work item."""
@@ -146,12 +127,16 @@ class ClaimLoop:
             is_near_end.set()
             self._wanted.set()
 
-        self._before_read()
+        self.before_read()
         try:
-            for complete in self._storage.read(chunks, near_end):
+            for complete in self.storage.read(chunks, near_end):
                 unread -= set(complete.tolist())
-                self._add_received(ReceivedChunks(chunks=complete, wanted=None, path=self._path, upstream_reader=None))
-                if self._ticket.done:
+                self.add_received(
+                    ReceivedChunks(
+                        chunks=complete, wanted=None, path=f"storage {self.storage.uri}", upstream_reader=None
+                    )
+                )
+                if self.ticket.done:
                     break
         except PenstockError as error:
             if error.blame != "source":
@@ -162,12 +147,12 @@ class ClaimLoop:
 
     def fail(self, error: PenstockError, chunks: I64) -> None:
         """Stop reading storage for good and free these chunks. The fetch fails if it has no upstream."""
-        self._provenance.faults.append(f"storage: {error}")
-        self._assignment.can_read_storage = False
-        if not self._assignment.readers:
-            self._ticket.fail(error)
-        self._assignment.release(chunks)
-        self._ticket.wake()
+        self.provenance.faults.append(f"storage: {error}")
+        self.assignment.can_read_storage = False
+        if not self.assignment.readers:
+            self.ticket.fail(error)
+        self.assignment.release(chunks)
+        self.ticket.wake()
 
     def close(self) -> None:
         """Stop the thread."""
