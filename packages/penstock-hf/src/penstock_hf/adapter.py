@@ -1,11 +1,8 @@
 """Publish and receive versions of an adapter, each for the base that it was trained on.
 
-    trainer: publish(version, metadata={base, config}) -> receiver: base and configuration match? -> tensors
-                                                                    otherwise -> BaseMismatch, no byte is read
-
-A version has the adapter's tensors by PEFT's names and the content of its `adapter_config.json`. The base and the
-configuration are metadata of the version. They arrive in the same message as the map for reading the tensors, so they
-always belong to these bytes. `peft` works with PEFT's models, `lora_merge` merges, and `lora_server` drives engines.
+A version has the adapter's tensors by PEFT's names, and as metadata the base and the `adapter_config.json`. The
+metadata arrives in the same message as the map for reading the tensors. A receiver with a different base raises
+BaseMismatch before it reads a byte.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 """Files in an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
 _NONE = "none"
 _EPOCH = " run="
-"""Text before the epoch in the identity of a synced base. Other members compare it, so it does not change."""
+"""Prefix of the epoch in the identity of a synced base. Other members compare it, so it must not change."""
 
 
 @runtime_checkable
@@ -70,16 +67,13 @@ Base = str | Publisher | Subscriber | PublishReport | UpdateReport | InspectRepo
 
 
 def base_identity(base: Base) -> str:
-    """Return the text that both sides use to compare their bases.
+    """Return the text that trainer and receiver use to compare their bases.
 
     Args:
-        base: A text or a function that returns one gives this text. A report from `load`, `inspect`, `verify` or
-            `fetch` gives its revision. The base's own `Publisher` or `Subscriber`, or a report from one, gives
-            `NAME:VERSION run=EPOCH` for the current version. A restarted trainer has a different epoch, and therefore a
-            different base, even if the version number is the same.
-
-    Raises:
-        ConfigError: The value is of another type.
+        base: a text, a function that returns a text, or a report from `load`, `inspect`, `verify` or `fetch`, which has
+            a revision. The base's own `Publisher` or `Subscriber`, or a report from one, yields `NAME:VERSION
+            run=EPOCH` for the current version. A restarted trainer has a different epoch, and therefore a different
+            base, even if the version number is the same. Any other type raises ConfigError.
     """
     if isinstance(base, str):
         identity = base
@@ -112,18 +106,14 @@ def is_same_base(expected: str, found: str) -> bool:
 def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata with which an adapter's version is published.
 
-    Args:
-        base: See `base_identity`.
-        config: Content of `adapter_config.json`.
-
-    Raises:
-        ConfigError: The base has no version yet, or the configuration is not valid JSON.
+    `config` is the content of `adapter_config.json`. A base without a version, or a configuration that is not valid
+    JSON, raises ConfigError.
     """
     identity = base_identity(base)
     if identity == _NONE:
         raise ConfigError("the adapter's base has no version yet", hint="publish or receive the base first")
     try:
-        # Sort, because all ranks must publish the same text, and a set has a different order in each process.
+        # All ranks must publish the same text, and a set has a different order in each process.
         text = write_object(msgspec.to_builtins(_plain(config)), indent=None, sort_keys=True).decode()
     except TypeError as error:
         raise ConfigError(f"the adapter's configuration cannot be written as JSON: {error}") from error
@@ -152,8 +142,8 @@ class AdapterSubscriber(Closeable):
     """A receiver of an adapter's versions. `adapter_subscriber` creates it. A context manager for one thread at a time.
 
     Attributes:
-        subscriber: Subscriber of the sync.
-        tensors: The adapter's tensors by PEFT's names. They have the live version, except during an update.
+        subscriber: subscriber of the sync.
+        tensors: the adapter's tensors by PEFT's names. They have the live version, except during an update.
     """
 
     def __init__(
@@ -200,9 +190,9 @@ class AdapterSubscriber(Closeable):
         """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
-            BaseMismatch: The version is for another base than this receiver's, and none of its bytes were read. Or the
-                base changed during the read, and the previous version is still live.
-            PlanError: The version's configuration does not fit the target.
+            BaseMismatch: the version is for a different base than this receiver's, and none of its bytes were read. Or
+                the base changed during the read, and the previous version is still live.
+            PlanError: the version's configuration does not fit the target.
         """
         self._follow()
         return self.subscriber.update(version, timeout_s)
@@ -234,13 +224,13 @@ class AdapterSubscriber(Closeable):
             self._hooks.before_read(version, metadata)
 
     def _before_pause(self, version: int) -> None:
-        # Check again, because others sync the base and the target. Both may have changed since the version was staged.
+        # Other syncs may have changed the base and the target since the version was staged.
         self._check_here(version)
         if self._hooks.before_pause is not None:
             self._hooks.before_pause(version)
 
     def _check_here(self, version: int) -> None:
-        """Raise an error unless this receiver's base and target are the ones that the version is for."""
+        """Raise an error unless this receiver's base and target match the version."""
         if self._check_target is not None:
             self._check_target()
         found = base_identity(self._base)
@@ -273,28 +263,25 @@ def adapter_subscriber(
     settings: SubscriberSettings | None = None,
     device: str | torch.device = "cpu",
 ) -> AdapterSubscriber:
-    """Receive the versions of an adapter that is published under a name.
+    """Receive the versions of an adapter that is published under a name. Raises as `penstock.subscriber`.
 
     Args:
-        name: Name of the sync.
-        base: Base of this receiver. At each update it is compared with the version's base.
-        target: Tensors to fill, by PEFT's names. If None, new tensors for the published ones are created in
+        name: name of the sync.
+        base: base of this receiver. At each update it is compared with the version's base.
+        target: tensors to fill, by PEFT's names. If None, new tensors for the published tensors are created in
             `AdapterSubscriber.tensors`.
-        check: Called with the configuration before a byte is read. It refuses the version by raising an error.
-        check_target: Called before a byte is read and before a version goes live. It refuses by raising an error.
-        follow_target: Called before each update, to look up the tensors of `target` again if they may have moved.
-        hooks, connection, mode, rank, settings: See `penstock.subscriber`.
-        device: Device of new tensors.
-
-    Raises:
-        PenstockError: See `penstock.subscriber`.
+        check: called with the configuration before a byte is read. It refuses the version by raising an error.
+        check_target: called before a byte is read and before a version goes live. It refuses by raising an error.
+        follow_target: called before each update, to look up the tensors of `target` again if they may have moved.
+        hooks, connection, mode, rank, settings: see `penstock.subscriber`.
+        device: device of new tensors.
     """
     require_name("name", name)
     base_identity(base)
     received = AdapterSubscriber(base, check, hooks or Hooks(), check_target, follow_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        # This runs again if the trainer's adapter has other tensors, for example after a restart with another rank.
+        # This runs again if the trainer's adapter has different tensors, for example with a different LoRA rank.
         received.tensors = {
             tensor_name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for tensor_name, tensor in published.items()
@@ -322,10 +309,10 @@ class AdapterDirectory(Closeable):
     never changes, because engines key their caches by the path.
 
     Args:
-        received: Subscription to the versions.
-        root: Parent of the directories. None means a private directory in `/dev/shm`, or else in the runtime
+        received: subscription to the versions.
+        root: parent of the directories. None means a private directory in `/dev/shm`, or else in the runtime
             directory. It is created for this process, and `close` removes it.
-        keep: Number of the newest versions whose directories stay. An engine reads a directory again if a request needs
+        keep: number of the newest versions whose directories stay. An engine reads a directory again if a request needs
             an adapter that the engine evicted.
     """
 
@@ -342,11 +329,11 @@ class AdapterDirectory(Closeable):
         """Write the live version of the adapter unless it is already written, and return its directory.
 
         Raises:
-            DestinationError, DiskFull: It could not be written, or the written bytes differ from the received ones.
-            ConfigError: No version has been received yet.
+            DestinationError, DiskFull: it could not be written, or the written bytes differ from the received bytes.
+            ConfigError: no version has been received.
         """
         config, received = self._received.config, self._received
-        # Include the epoch, because the same number from a restarted trainer has different bytes.
+        # The same number from a restarted trainer has different bytes.
         epoch = received.subscriber.revision.partition(":")[0]
         into = self._place() / f"{received.name.replace('/', '_')}-{epoch[:12]}-{received.version}"
         if into in self._versions:
@@ -365,7 +352,7 @@ class AdapterDirectory(Closeable):
                 out.write(0, at, data)
                 again = bytearray(int(files.table.nbytes[row]))
                 out.read(0, at, memoryview(again))
-                # The bytes were verified in memory. Compare the bytes that engines will read with them.
+                # The bytes were verified in memory. Compare them with the bytes that engines will read.
                 if again != data:
                     raise DestinationError("the file's bytes differ from those written", uri=str(growing), tensor=name)
             out.publish(into, {CONFIG_FILE: write_object(config)})
@@ -389,7 +376,7 @@ class AdapterDirectory(Closeable):
             else:
                 root = self._root
                 root.mkdir(parents=True, exist_ok=True)
-            # `mkdtemp` creates a directory for this user only. Another user's engine needs a `root` that it may read.
+            # `mkdtemp` creates a directory for this user only. Another user's engine needs a readable `root`.
             self._own = Path(tempfile.mkdtemp(prefix=ADAPTERS, dir=root))
             if self._root is not None:
                 self._own.chmod(0o755)

@@ -1,7 +1,4 @@
-"""Merge a LoRA adapter into whole weights, at the source or at the receiver of a sync.
-
-    source:    base + s B A -> buffers -> publish. Receivers need not know the adapter, and the base never changes
-    receiver:  adapter's tensors -> pristine base + s B A -> the model's weights, during the pause
+"""Merge a LoRA adapter into full weights, at the source or at the receiver of a sync.
 
 Each version starts from the base's pristine values. Adding an adapter and subtracting it again, as PEFT's
 `merge_adapter` and `unmerge_adapter` do, would change the base by a rounding error at each version. `penstock convert`
@@ -54,16 +51,16 @@ class AdapterMerge:
     """The merge of one adapter into one base, for boxes of the base's tensors.
 
     Args:
-        config: Content of `adapter_config.json`.
-        base, adapter: Tensors by name. Only names, dtypes and global shapes are used.
+        config: content of `adapter_config.json`.
+        base, adapter: tensors by name. Only names, dtypes and global shapes are used.
         tied: `tie_word_embeddings` from the base's configuration, or None if it is unknown.
 
     Attributes:
-        changed: Names of the base's tensors that the adapter changes.
+        changed: names of the base's tensors that the adapter changes.
 
     Raises:
-        ConfigError: This kind of adapter cannot be added to weights.
-        PlanError: The adapter does not fit the base, or it adds or removes tensors.
+        ConfigError: this kind of adapter cannot be added to weights.
+        PlanError: the adapter does not fit the base, or it adds or removes tensors.
     """
 
     def __init__(
@@ -96,9 +93,9 @@ class AdapterMerge:
         """Return a box of a merged tensor.
 
         Args:
-            row: The box, in a tensor from `changed`.
-            values: The base's pristine values for the box.
-            adapter: The adapter's whole tensors.
+            row: the box, in a tensor from `changed`.
+            values: the base's pristine values for the box.
+            adapter: the adapter's unsliced tensors.
         """
         recipe, box = self._recipes[row.name], row.form.box
         parts = [part.spec.name for part in recipe.inputs if part.source == 1]
@@ -106,7 +103,7 @@ class AdapterMerge:
         start, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
         inputs = [values]
         if recipe.inputs[0].source == 1:
-            # The adapter has its own copy of the tensor, which replaces the base's.
+            # The adapter has a copy of the tensor, which replaces the base's tensor.
             own = given.pop(0)
             inputs = [own[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]]
         if len(given) == 2:
@@ -146,15 +143,15 @@ class MergedTensors:
     """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names. See `merged_publisher`.
 
     Attributes:
-        published: Tensors for `penstock.publisher`. They are the base's own, except for those that the adapter changes,
-            which are buffers. The buffers have no values before `refresh`.
+        published: tensors for `penstock.publisher`. Tensors that the adapter changes are buffers, which have no values
+            before `refresh`. All others are the base's own.
 
     Args:
-        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
-        adapter: Name of the adapter in the model.
+        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        adapter: name of the adapter in the model.
 
     Raises:
-        ConfigError, PlanError: The adapter cannot be merged, for the given reason.
+        ConfigError, PlanError: the adapter cannot be merged, for the given reason.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
@@ -178,7 +175,7 @@ class MergedTensors:
         self._make(base)
 
     def _parts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the base's tensors and the adapter's tensors, as the model has them now."""
+        """Return the current tensors of the base and of the adapter."""
         base: dict[str, torch.Tensor] = {}
         adapter: dict[str, torch.Tensor] = {}
         for name, tensor in self._state.tensors.items():
@@ -206,8 +203,8 @@ class MergedTensors:
         """Look up the tensors again if the trainer moved, cast or replaced some of them.
 
         Raises:
-            ConfigError: The base has other dtypes or shapes, so receivers would get different tensors.
-            PlanError: Memory was freed, or the adapter no longer fits. Nothing was changed.
+            ConfigError: the base has different dtypes or shapes, so receivers would get different tensors.
+            PlanError: memory was freed, or the adapter no longer fits. Nothing was changed.
         """
         if self._storages.are_there() and self._placed.is_same():
             return
@@ -228,16 +225,16 @@ class MergedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the adapter's current values into the buffers. Tensors that moved are found. All ranks call this.
+        """Merge the adapter's current values into the buffers. All ranks call this.
 
         Raises:
-            PlanError: PEFT has already merged an adapter, layers are disabled or have other options or another scaling
-                than the configuration, or memory was freed. The buffers are unchanged.
-            ConfigError: Tensors of the base have other dtypes or shapes. The buffers are unchanged.
+            PlanError: PEFT has already merged an adapter, layers are disabled or have options or a scaling that differ
+                from the configuration, or memory was freed. The buffers are unchanged.
+            ConfigError: tensors of the base have different dtypes or shapes. The buffers are unchanged.
         """
         self._state.require_same(is_used=True)
         self._follow()
-        # This is a collective for DTensors. The factors are small, and a rank needs rows that other ranks have.
+        # This is a collective for DTensors. The factors are small, and a rank needs other ranks' rows.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
             made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
@@ -247,8 +244,8 @@ class MergedPublisher(Closeable):
     """A trainer rank that publishes its base with an adapter merged. `merged_publisher` creates it. A context manager.
 
     Attributes:
-        publisher: Publisher of the sync.
-        tensors: The merged tensors.
+        publisher: publisher of the sync.
+        tensors: the merged tensors.
     """
 
     def __init__(self, publisher: Publisher, tensors: MergedTensors) -> None:
@@ -259,8 +256,8 @@ class MergedPublisher(Closeable):
         """Merge the adapter's current values, and publish a version. All ranks call this.
 
         Raises:
-            PlanError, ConfigError: See `MergedTensors.refresh`. Nothing is published.
-            PenstockError: See `penstock.sync.Publisher.publish`.
+            PlanError, ConfigError: see `MergedTensors.refresh`. Nothing is published.
+            PenstockError: see `penstock.sync.Publisher.publish`.
         """
         self.tensors.refresh()
         return self.publisher.publish(version, metadata=metadata)
@@ -287,14 +284,14 @@ def merged_publisher(
     time, and a snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
 
     Args:
-        name: Name of the sync.
-        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
-        adapter: Name of the adapter in the model.
-        connection, mode, transforms, rank, snapshot_device: See `penstock.publisher`.
+        name: name of the sync.
+        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        adapter: name of the adapter in the model.
+        connection, mode, transforms, rank, snapshot_device: see `penstock.publisher`.
 
     Raises:
-        ConfigError, PlanError: The adapter cannot be merged, for the given reason.
-        PenstockError: See `penstock.publisher`.
+        ConfigError, PlanError: the adapter cannot be merged, for the given reason.
+        PenstockError: see `penstock.publisher`.
     """
     tensors = MergedTensors(model, adapter)
     publisher = penstock.publisher(
@@ -327,10 +324,10 @@ class MergingSubscriber(Closeable):
     """A model whose weights are its base with the newest version of an adapter. `merging_subscriber` creates it.
 
     Attributes:
-        received: Subscription to the adapter's versions.
-        version: The version that is merged into the model, or -1 if the model is the base.
-        is_dirty: Whether a merge failed after it changed the model. Do not use the model before an update succeeds.
-        pause_s: Seconds of the newest version's pause, in which values are copied into the model.
+        received: subscription to the adapter's versions.
+        version: the version that is merged into the model, or -1 if the model is the base.
+        is_dirty: whether a merge failed after it changed the model. Do not use the model before an update succeeds.
+        pause_s: duration in seconds of the newest version's pause, in which values are copied into the model.
     """
 
     def __init__(self, received: AdapterSubscriber, model: torch.nn.Module, hooks: Hooks, *, on_host: bool) -> None:
@@ -353,16 +350,16 @@ class MergingSubscriber(Closeable):
         """Receive a version, and merge it into the model.
 
         Raises:
-            BaseMismatch: The version is for another base, or other code changed the merged weights.
-            PlanError, ConfigError: The adapter cannot be merged into this model, for the given reason.
-            PenstockError: See `penstock.sync.Subscriber.update`. The model is unchanged unless `is_dirty` is true.
+            BaseMismatch: the version is for a different base, or other code changed the merged weights.
+            PlanError, ConfigError: the adapter cannot be merged into this model, for the given reason.
+            PenstockError: see `penstock.sync.Subscriber.update`. The model is unchanged unless `is_dirty` is true.
         """
         report = self.received.update(version, timeout_s)
         if self.received.version == self.version and not self.is_dirty:
             return report
         self._follow()
         if self.received.base != self._base:
-            # The base was updated, so the values that were kept from the previous base are useless.
+            # The base was updated, so the stored values of the previous base are useless.
             self._pristine, self._left, self._base = {}, {}, self.received.base
         elif not self.is_dirty:
             self._check_untouched()
@@ -377,8 +374,7 @@ class MergingSubscriber(Closeable):
     def _follow(self) -> None:
         """Look up the changed tensors again, because an engine may have moved or replaced them.
 
-        Raises:
-            PlanError: A tensor is gone or was freed, or its dtype or shape changed. Nothing was changed.
+        PlanError: a tensor is gone or was freed, or its dtype or shape changed. Nothing was changed.
         """
         state = self._state()
         for name, kept in self._pristine.items():
@@ -474,24 +470,22 @@ def merging_subscriber(
     hooks: Hooks | None = None,
     pristine: str = "device",
 ) -> MergingSubscriber:
-    """Receive the versions of an adapter, and merge each one into a model's own weights.
+    """Receive the versions of an adapter, and merge each version into a model's own weights.
 
     The changed tensors need their size in memory once more for the pristine values, and once more during an update.
+    Raises as `penstock.subscriber`.
 
     Args:
-        name: Name of the sync under which a trainer publishes the adapter.
-        model: The base, under the checkpoint's names. Its tensors may be DTensors. Its parameters keep their memory.
-        base: See `adapter.base_identity`.
-        connection: See `penstock.subscriber`.
+        name: name of the sync under which a trainer publishes the adapter.
+        model: the base, under the checkpoint's names. Its tensors may be DTensors. Its parameters keep their memory.
+        base: see `adapter.base_identity`.
+        connection: see `penstock.subscriber`.
         hooks: `before_read`, and the callbacks around the copies into the model.
-        pristine: Where the base's values of the changed tensors are kept: on the model's `device`, or on the `cpu`.
-
-    Raises:
-        PenstockError: See `penstock.subscriber`.
+        pristine: location of the base's values of the changed tensors: the model's `device`, or the `cpu`.
     """
     if pristine not in ("device", "cpu"):
         raise wrong_argument("pristine", pristine, "device or cpu")
     hooks = hooks or Hooks()
-    # The model's pause is enough, because the adapter's own tensors arrive in other memory.
+    # The model's pause is enough, because the adapter's own tensors arrive in different memory.
     received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))
     return MergingSubscriber(received, model, hooks, on_host=pristine == "cpu")

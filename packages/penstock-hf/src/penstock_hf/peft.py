@@ -1,8 +1,5 @@
 """PEFT: a trainer publishes an adapter separately, and another process receives it into a `PeftModel`.
 
-    adapter_publisher:   lora_A, lora_B, modules_to_save (this rank's shards)  ->  a version for one base
-    adapter_subscriber:  a version for this base  ->  the same parameters of another PeftModel
-
 The adapter's parameters and configuration have the names that PEFT's `save_pretrained` writes. The model may be sharded
 with FSDP2. `adapter` has receivers without PEFT.
 """
@@ -26,14 +23,14 @@ from penstock_hf.adapter import adapter_subscriber as _subscriber
 from penstock_hf.peft_layers import AdapterState
 
 VERSIONS = ("0.21",)
-"""Releases of PEFT whose names and options this module was run with."""
+"""Supported releases of PEFT."""
 
 _FREE = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
         *("init_lora_weights", "lora_dropout", "corda_config", "eva_config", "lora_ga_config", "loftq_config"),
         *("ephemeral_gpu_offload", "ensure_weight_tying"),
-        # Which modules have an adapter is in the names of the tensors, which are compared by the sync.
+        # The sync compares the names of the tensors, which include the modules with an adapter.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     }
 )
@@ -41,16 +38,10 @@ _FREE = frozenset(
 
 
 def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return an adapter's live parameters, under the names that PEFT saves them with. FSDP2's DTensors stay DTensors.
+    """Return an adapter's live parameters, under the names that PEFT saves. FSDP2's DTensors stay DTensors.
 
-    With FSDP2, call this between steps, because it reshards the module as its `state_dict` does.
-
-    Args:
-        model: A `PeftModel`, which may be sharded with `fully_shard`.
-        adapter: Name of the adapter in the model.
-
-    Raises:
-        ConfigError: The model has no such adapter, or this release of PEFT is not supported.
+    With FSDP2, call this between steps, because it reshards the module as its `state_dict` does. A model without the
+    adapter, or an unsupported release of PEFT, raises ConfigError.
     """
     return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
 
@@ -58,9 +49,9 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
 def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Return the parameters of `adapter_tensors` without detaching them. They are the model's own objects."""
     _config(model, adapter)
-    # Pass the parameters, because `get_peft_model_state_dict` alone would copy those of a tensor-parallel model. Leave
-    # out embeddings of the base, which PEFT saves with adapted embeddings. Unwrap torch.compile's module, because PEFT
-    # does not find the adapter under its names.
+    # `get_peft_model_state_dict` alone would copy the parameters of a tensor-parallel model. Skip embeddings of the
+    # base, which PEFT saves with adapted embeddings. Unwrap torch.compile's module, because PEFT does not find the
+    # adapter under its names.
     model = unwrapped(model)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     named: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
@@ -92,7 +83,7 @@ class AdapterPublisher(Closeable):
     """A trainer rank that publishes an adapter. `adapter_publisher` creates it. A context manager.
 
     Attributes:
-        publisher: Publisher of the sync.
+        publisher: publisher of the sync.
     """
 
     def __init__(self, publisher: Publisher, config: Mapping[str, Any], base: Base, state: AdapterState) -> None:
@@ -120,12 +111,12 @@ class AdapterPublisher(Closeable):
         """Publish the adapter's current values, for the current version of the base. All ranks call this.
 
         Raises:
-            ConfigError: The base has no version yet.
-            PlanError: An adapter is merged into the base, or this adapter's layers have other options or another
-                scaling than its configuration. Nothing is published.
-            PenstockError: See `penstock.sync.Publisher.publish`.
+            ConfigError: the base has no version yet.
+            PlanError: an adapter is merged into the base, or this adapter's layers have options or a scaling that
+                differ from its configuration. Nothing is published.
+            PenstockError: see `penstock.sync.Publisher.publish`.
         """
-        # It does not matter which adapters are active, because this one is published by name.
+        # The adapter is published by name, so it does not matter which adapters are active.
         self._state.require_same(is_used=False)
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
@@ -151,19 +142,16 @@ def adapter_publisher(
 ) -> AdapterPublisher:
     """Publish an adapter from this rank under a name that receivers know.
 
-    All ranks call this at the same time, and publish the same versions.
+    All ranks call this at the same time, and publish the same versions. Raises as `adapter_tensors` and
+    `penstock.publisher`.
 
     Args:
-        name: Name of the sync.
-        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
-        base: The weights that the adapter belongs to. See `adapter.base_identity`. Receivers with another base refuse
-            the adapter.
-        adapter: Name of the adapter in the model.
-        connection, mode, rank, snapshot_device: See `penstock.publisher`.
-
-    Raises:
-        ConfigError: See `adapter_tensors`.
-        PenstockError: See `penstock.publisher`.
+        name: name of the sync.
+        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        base: the weights that the adapter belongs to. See `adapter.base_identity`. Receivers with a different base
+            reject the adapter.
+        adapter: name of the adapter in the model.
+        connection, mode, rank, snapshot_device: see `penstock.publisher`.
     """
     base_identity(base)
     config = adapter_config(model, adapter)
@@ -190,19 +178,16 @@ def adapter_subscriber(
 
     The model's own adapter must match. An update raises PlanError before it reads a byte if a tensor's name or shape
     differs, or an option that changes what the model computes (`lora_alpha`, `use_rslora`, ...). It also raises if the
-    model would not use the version, because the adapter's layers are merged, disabled, scaled or have other options.
-    The update fills parameters where they are now, even after they were moved or replaced.
+    model would not use the version, because the adapter's layers are merged, disabled, scaled or have different
+    options. The update fills the current parameters, even after they were moved or replaced. Raises as
+    `adapter_tensors` and `penstock.subscriber`.
 
     Args:
-        name: Name of the sync.
-        model: A `PeftModel`. Its parameters keep their memory.
-        base: The weights that the adapter belongs to. See `adapter.base_identity`.
-        adapter: Name of the adapter in the model.
-        hooks, connection, mode, rank, settings: See `penstock.subscriber`.
-
-    Raises:
-        ConfigError: See `adapter_tensors`.
-        PenstockError: See `penstock.subscriber`.
+        name: name of the sync.
+        model: a `PeftModel`. Its parameters keep their memory.
+        base: the weights that the adapter belongs to. See `adapter.base_identity`.
+        adapter: name of the adapter in the model.
+        hooks, connection, mode, rank, settings: see `penstock.subscriber`.
     """
     own = adapter_config(model, adapter)
     state = AdapterState(model, adapter, lambda: adapter_parameters(model, adapter))

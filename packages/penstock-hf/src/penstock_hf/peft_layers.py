@@ -1,8 +1,7 @@
 """Check a PeftModel's layers at every publish and update, because they decide what the model computes.
 
-PEFT keeps this state in its layers, and neither in the tensors nor in the configuration. A merged layer ignores the
-adapter's tensors, because its base weight contains the sum. `scale_layer` changes the factor of the sum. A replaced
-layer has different tensors. `AdapterState` raises an error after such a change, and looks up the model's tensors again.
+A merged layer ignores the adapter's tensors, because its base weight contains the sum. `scale_layer` changes the factor
+of the sum. PEFT stores this state neither in the tensors nor in the configuration.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class AdapterState:
     """The state of a model's layers at the time when a publisher or subscriber was created for an adapter.
 
     Args:
-        model: A `PeftModel`.
-        adapter: Name of the adapter in the model.
-        look_up: Returns the published or filled tensors as the model has them now.
+        model: a `PeftModel`.
+        adapter: name of the adapter in the model.
+        look_up: returns the current tensors that are published or filled.
 
     Attributes:
-        tensors: The last result of `look_up`. A publisher or subscriber of this mapping follows tensors that moved.
+        tensors: the last result of `look_up`. A publisher or subscriber of this mapping follows tensors that moved.
 
     Raises:
-        PlanError: The adapter's factors do not match its configuration.
+        PlanError: the adapter's factors do not match its configuration.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str, look_up: Callable[[], dict[str, torch.Tensor]]) -> None:
@@ -66,13 +65,13 @@ class AdapterState:
     def require_same(self, *, is_used: bool) -> None:
         """Refuse to publish or update a model whose layers have changed. Look up `tensors` again.
 
-        This walks over the model's modules and its state dict, and reads no tensor.
+        This visits the model's modules and its state dict, and reads no tensor.
 
         Args:
-            is_used: Whether the adapter must still be active if it was active before.
+            is_used: whether the adapter must still be active if it was active before.
 
         Raises:
-            PlanError: The message names the layers and the change, and the hint names the call of PEFT that undoes it.
+            PlanError: the message names the layers and the change, and the hint names the call of PEFT that undoes it.
                 Nothing was changed.
         """
         layers = _layers(self._model, self._adapter)
@@ -104,7 +103,7 @@ class AdapterState:
         self._follow()
 
     def _follow(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the model has now, and store them in `tensors` unless their names differ."""
+        """Return the current tensors of the model, and store them in `tensors` unless their names differ."""
         tensors = self._look_up()
         # `require_same` reports different names. An empty mapping would make the subscriber create new tensors.
         if tensors.keys() == self.tensors.keys():
@@ -112,7 +111,7 @@ class AdapterState:
         return tensors
 
     def _is_idle(self, before: _PeftLayer, now: _PeftLayer) -> bool:
-        """Return whether a layer used the adapter before, and now computes something else."""
+        """Return whether a layer used the adapter before, and now computes something different."""
         was_used = self._adapter in before.active and not before.is_disabled
         return was_used and (now.is_disabled or now.active != before.active)
 
@@ -165,7 +164,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _PeftLayer:
     if expected is None:
         fixed.append(("scaling", scaling))
     return _PeftLayer(
-        # The class is not compared, because `fully_shard` and `torch.compile` replace it with one of another name.
+        # The class is not compared, because `fully_shard` and `torch.compile` replace it.
         kind="tuner" if isinstance(module, BaseTunerLayer) else "wrapper",
         merged=tuple(module.merged_adapters),
         active=tuple(module.active_adapters),

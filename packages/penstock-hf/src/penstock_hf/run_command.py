@@ -1,7 +1,7 @@
 """`penstock run`: start a program whose Python processes read safetensors through Penstock.
 
-This process becomes the program, so its exit code and signals are the program's. `startup` installs the replacement
-from `safetensors` in each Python process.
+This process is replaced by the program (exec). `startup` installs the replacement from `safetensors` in each Python
+process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def run(
 ) -> None:
     """Start a program that reads through Penstock.
 
-    URIs then work wherever the program takes a safetensors file, and files on network volumes are read ahead. This
+    URIs then work wherever the program accepts a safetensors file, and files on network volumes are read ahead. This
     applies to every Python process that the program starts, as soon as the process imports safetensors.
     """
-    # Check the variables here. In the program, its own `import safetensors` must not fail, so it only gets a message.
+    # Check the variables here, because the program's `import safetensors` must not fail.
     Settings.read()
     environment = dict(os.environ)
     paths = [str(STARTUP), *filter(None, [environment.get("PYTHONPATH")])]

@@ -8,8 +8,7 @@ it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file
   reads ahead with large reads, and its tensors own their memory.
 - Any other file gets the original reader at its original speed, which maps local files without a copy.
 
-Only `safe_open` is replaced. The functions of safetensors look it up by name in their module, so their signatures,
-errors and identity stay safetensors' own. Saving is unchanged. `run_command` starts a program with this replacement.
+Only `safe_open` is replaced, so the functions' signatures, errors and identity stay safetensors' own.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ _FRAMEWORKS = {"pt", "torch", "pytorch", "np", "numpy"}
 class _Replacement(type):
     """The class of the replacement for `safetensors.safe_open`. Calling it chooses a reader.
 
-    Instances of the original count as its instances, whether they were created before or after.
+    Instances of the original also count as its instances.
     """
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Return a file that Penstock or the original has opened. Raise as the chosen reader does."""
+        """Return a file that Penstock or the original has opened. Raise the errors of the chosen reader."""
         filename = arguments[0] if arguments else options.get("filename")
         for opener in reversed(_openers):
             file = opener(*arguments, **options)
             if file is not None:
                 return file
         framework = arguments[1] if len(arguments) > 1 else options.get("framework")
-        # After `uninstall` a program may still hold this class, for example in a default argument.
+        # A program may still hold this class after `uninstall`, for example in a default argument.
         reason = _reason_for_penstock(filename, framework) if _count else ""
         if not reason:
             _log.debug("%s: read by safetensors", filename)
             return _original(*arguments, **options)
         _log.debug("%s: read by penstock: %s", filename, reason)
-        # Import on first use, because this imports torch, which a program may never need.
+        # This imports torch, which a program may never need.
         with extras_named():
             from penstock import safe_open
 
@@ -76,22 +75,19 @@ _lock = threading.Lock()
 _count = 0
 _original: Any = None
 _replacement: Any = None
-# These are called before anything else, newest first. They return an open file, or None if the name is not theirs.
+# Openers are called first, newest first. They return an open file, or None for a name that they do not know.
 _openers: list[Callable[..., Any]] = []
 
 
 def install(replacements: Mapping[Any, Any] | None = None) -> None:
     """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
-    Every loaded module that has the original among its globals gets the replacement. A module that is imported later
-    imports the replacement. Calls nest, and the last `uninstall` takes effect. This does not import torch. It may be
-    called in any thread at any time, and files that are already open stay unchanged.
+    Every loaded module that has the original among its globals gets the replacement, and so do modules that are
+    imported later. Calls nest, and the last `uninstall` takes effect. This does not import torch. It may be called in
+    any thread at any time, and open files stay unchanged. Raises MissingExtra if safetensors is not installed.
 
     Args:
-        replacements: Other objects to replace in the same pass over all modules. Pass them to `uninstall` too.
-
-    Raises:
-        MissingExtra: safetensors is not installed.
+        replacements: further objects to replace in the same pass over all modules. Pass them to `uninstall` too.
     """
     global _count, _original, _replacement
     try:
@@ -107,7 +103,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
 
 
 def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
-    """Undo one `install`. After the last one every module has the original again. Without an `install`, do nothing."""
+    """Undo one `install`. After the last `uninstall` every module has the original again. Otherwise do nothing."""
     global _count
     with _lock:
         if not _count:
@@ -124,9 +120,9 @@ def installed(
     """Install the replacement for the duration of a `with` block. Raises as `install`.
 
     Args:
-        opener: Called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
-            an open file, or None to let others open it.
-        replacements: See `install`.
+        opener: called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
+            an open file, or None to decline.
+        replacements: see `install`.
     """
     install(replacements)
     if opener is not None:
@@ -142,17 +138,15 @@ def installed(
 def install_in_program() -> None:
     """Install the replacement for the rest of a process of `penstock run`.
 
-    With `PENSTOCK_SAFETENSORS_LOG`, print on stderr which reader each file gets.
-
-    Raises:
-        ConfigError: An environment variable of Penstock is invalid.
+    With `PENSTOCK_SAFETENSORS_LOG`, print on stderr which reader each file gets. An invalid environment variable raises
+    ConfigError.
     """
     if Settings.read().safetensors_log:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("penstock: %(message)s"))
         _log.logger.addHandler(handler)
         _log.setLevel(logging.DEBUG)
-        # The program's own handlers would write each line a second time.
+        # The program's own handlers would write each line again.
         _log.logger.propagate = False
     install()
 
@@ -160,7 +154,7 @@ def install_in_program() -> None:
 def _make(original: Any) -> Any:
     """Return a replacement for a class, with the same name, documentation and signature."""
     body = {
-        # The original's module is `builtins`, where nothing can find it. With this name it can be pickled.
+        # The original's module is `builtins`, where it cannot be found. With this name it can be pickled.
         "__module__": "safetensors",
         "__doc__": original.__doc__,
         "__signature__": inspect.signature(original),
@@ -179,7 +173,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         try:
             return "a URI" if text.startswith("file://") or is_remote(text) else ""
         except ConfigError:
-            # No storage has this scheme. It may be a strange path, and the original reports what is wrong with it.
+            # No storage has this scheme. The original reports the error if it is not a path.
             return ""
     if framework not in _FRAMEWORKS:
         return ""
@@ -187,7 +181,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         kind = network_file_system(text)
         return f"a file on {kind}" if kind and not _is_cached(text) else ""
     except (PenstockError, ValueError):
-        # The file cannot be opened, or the name is not valid. The original raises its own error for it.
+        # The original raises its own error for a name that is invalid or cannot be opened.
         return ""
 
 
@@ -201,7 +195,7 @@ def _is_cached(path: str) -> bool:
 
 def _forked() -> None:
     global _lock
-    # Another thread of the parent may have held the lock.
+    # A different thread of the parent may have held the lock.
     _lock = threading.Lock()
 
 

@@ -1,11 +1,7 @@
 """Load transformers models through Penstock, for names on a hub, directories and object stores.
 
-    one process, and the checkpoint's tensors match the model's:   create an empty model on the device -> load_into
-    all other cases:                                               its own from_pretrained, in `patched_libraries()`
-
-`from_pretrained` returns the same model as the class's own function. `start_from_pretrained` returns the model while
-its weights arrive. For a sync, `weights_loader` loads into a live model, and `checkpoint_shards` returns the shards
-that a trainer's rank publishes.
+`from_pretrained` returns the same model as the class's own function. In one process, if the checkpoint's tensors match
+the model's, it fills an empty model on the device. In all other cases transformers loads in `patched_libraries()`.
 """
 
 from __future__ import annotations
@@ -76,38 +72,37 @@ def from_pretrained(
 
     In one process, weights that match the model's tensors are read straight into the empty model on its only device.
     Otherwise, and for every load of a group, transformers' own code loads, merges, splits, casts, quantises and shards
-    them. The logger of this module reports the way and the reason.
+    them. The logger of this module reports the choice and the reason.
 
     Args:
-        model_class: A `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
+        model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
         name_or_uri: `org/name[@revision]`, `hf://org/name[@revision][/folder]`, a directory, or a prefix in an object
             store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
-        group: A torch.distributed group whose ranks all make this call. Each rank reads its part of the weights from
-            storage, and the ranks exchange the parts. This works for `tp_plan` and FSDP2 too, where each rank keeps
+        group: a torch.distributed group whose ranks all make this call. Each rank reads a share of the weights from
+            storage, and the ranks exchange the shares. This works for `tp_plan` and FSDP2 too, where each rank keeps
             only its shards.
-        memory_bytes: Limit in bytes for host memory during the load. See `penstock.load`. In a group, half of it is for
-            tensors that have arrived and were not taken yet.
-        verify: Compare with the digests in the manifest. See `penstock.load`. For a model on a hub and one process,
+        memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. In a group, half of it is for
+            tensors that have arrived but were not requested yet.
+        verify: compare with the digests in the manifest. See `penstock.load`. For a model on a hub and one process,
             compare with the hub's digests.
-        storage_options: Credentials and endpoint. See `penstock.load`.
-        progress: See `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
+        storage_options: credentials and endpoint. See `penstock.load`.
+        progress: see `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
             own bar.
-        trace: See `penstock.load`. It applies only if the model is filled in place.
-        weight_cache: Use processed parameters that a weight cache on this host has from an earlier process with the
+        trace: see `penstock.load`. It applies only if the model is filled in place.
+        weight_cache: use processed parameters that a weight cache on this host has from an earlier process with the
             same model, options and versions, without a copy. Otherwise load, and hand the parameters over (see
-            `penstock.cache.cache_parameters`). They are kept under `NAME.KEY`. The name is this text, or the model's if
-            it is True. The key is a digest of the model, options and versions.
-        options: Options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
+            `penstock.cache.cache_parameters`). They are stored under `NAME.KEY`. The name is this text, or the model's
+            if it is True. The key is a digest of the model, options and versions.
+        options: options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
             `revision`, `token` and `quantization_config`.
 
     Raises:
-        NotFound: There is no `config.json`.
+        NotFound: there is no `config.json`.
         MissingExtra: transformers 5 is not installed.
-        ConfigError: `trace`, or `verify=True` for a local directory, is given for a model that is not filled in place.
-            Or `weight_cache` is given with options or a model whose parameters cannot be kept. The message names the
-            cause.
-        PeerLost: Another rank of the group failed.
-        PenstockError: See `patched_libraries` and `penstock.load_into`. transformers' own errors are raised too.
+        ConfigError: `trace`, or `verify=True` for a local directory, was passed for a model that is not filled in
+            place. Or `weight_cache` was passed with options or a model whose parameters cannot be cached.
+        PeerLost: another rank of the group failed.
+        PenstockError: see `patched_libraries` and `penstock.load_into`. transformers' own errors are raised too.
     """
     _check_version()
     # `org/name@revision` becomes a URI on the hub. transformers also accepts names without an organisation.
@@ -159,16 +154,16 @@ def start_from_pretrained(
     `penstock.modules.load_in_background`.
 
     Args:
-        model_class, name_or_uri: See `from_pretrained`. Only a directory or a prefix in an object store.
-        first: Globs of tensors to read before the others. See `penstock.modules.load_in_background`.
-        memory_bytes, verify, storage_options, progress, trace: See `penstock.modules.load_in_background`.
+        model_class, name_or_uri: see `from_pretrained`. Only a directory or a prefix in an object store.
+        first: globs of tensors to read before the others. See `penstock.modules.load_in_background`.
+        memory_bytes, verify, storage_options, progress, trace: see `penstock.modules.load_in_background`.
         options: `config`, `dtype` and `device_map` for one device.
 
     Raises:
-        ConfigError: The checkpoint's tensors do not match the model's on one device, for example because experts are
+        ConfigError: the checkpoint's tensors do not match the model's on one device, for example because experts are
             merged or weights are quantised. The message gives the reason. Use `from_pretrained` instead.
-        NotFound, MissingExtra: See `from_pretrained`.
-        PenstockError: See `penstock.modules.load_in_background`.
+        NotFound, MissingExtra: see `from_pretrained`.
+        PenstockError: see `penstock.modules.load_in_background`.
     """
     _check_version()
     uri = texts_of(name_or_uri)[0]
@@ -202,10 +197,7 @@ def weights_loader(model: Any) -> LoadFunction:
 
     It merges experts, changes names and casts values as from_pretrained does for this class. The results are copied
     into the model's parameters, whose addresses stay the same. When it runs with real tensors, it needs memory for a
-    second copy of them until it returns.
-
-    Raises:
-        MissingExtra: transformers 5 is not installed.
+    second copy of them until it returns. Raises MissingExtra if transformers 5 is not installed.
     """
     _check_version()
     from transformers import conversion_mapping, core_model_loading, modeling_utils
@@ -214,7 +206,7 @@ def weights_loader(model: Any) -> LoadFunction:
         """Load these weights into the model's own parameters."""
         import torch
 
-        # transformers creates new parameters. Put the old ones back afterwards, with the new values copied into them.
+        # transformers creates new parameters. Restore the model's parameters with the new values copied into them.
         before = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
         mapping = conversion_mapping.get_model_conversion_mapping(model)
         config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
@@ -240,12 +232,12 @@ def checkpoint_shards(
     Tensors that the class has merged, such as experts, are split into the checkpoint's tensors as views without a copy.
 
     Args:
-        model: A transformers model, which FSDP2 may have wrapped.
-        uri: A checkpoint of the model. Its names and shapes are read, but not its tensors.
-        storage_options: See `penstock.load`.
+        model: a transformers model, which FSDP2 may have wrapped.
+        uri: a checkpoint of the model. Its names and shapes are read, but not its tensors.
+        storage_options: see `penstock.load`.
 
     Raises:
-        PlanError: The class computes some of its weights when it loads. The message names them.
+        PlanError: the class computes some of its weights when it loads. The message names them.
         MissingExtra: transformers 5 is not installed.
     """
     _check_version()
@@ -300,7 +292,7 @@ class _Plain:
         """Return the key of the model's processed parameters, which covers everything that they depend on."""
         from penstock_compile_cache.key import key_of
 
-        # Leave out the place that it was read from, because the same model elsewhere has the same parameters.
+        # The same model at a different location has the same parameters.
         fields = {field: value for field, value in self.config.to_dict().items() if field != "_name_or_path"}
         described = {
             "class": self.concrete.__qualname__,

@@ -131,7 +131,6 @@ def _has_weights(tags: list[str] | None) -> bool:
 
 
 @contextmanager
-@contextmanager
 def _as_error(role: str, path: str) -> Iterator[None]:
     try:
         yield

@@ -1,8 +1,8 @@
 """`patched_libraries()`: a context in which libraries of Hugging Face read weights through Penstock.
 
 transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
-safetensors. Both are replaced in the context. Files of weights that are missing in the cache are streamed instead of
-downloaded (`hub_files`), and opened with Penstock's reader (`context`).
+safetensors. Both are replaced in the context. Weight files that are missing in the cache are streamed instead of
+downloaded.
 """
 
 from penstock.spi import require_package

@@ -1,8 +1,4 @@
-"""The context `patched_libraries()`: what it replaces and for which threads, its errors, and its report.
-
-It replaces huggingface_hub's downloads and safetensors' readers, and restores them at the end. `hub_files` finds files,
-`reading` reads them, and `loader.shared_files` lets ranks read a file together.
-"""
+"""The context `patched_libraries()`: what it replaces and for which threads, its errors, and its report."""
 
 from __future__ import annotations
 
@@ -47,10 +43,10 @@ class FileRead:
     """A weight file that was opened in the context.
 
     Attributes:
-        name: Path of the file, or its URI with the commit.
+        name: path of the file, or its URI with the commit.
         path: `streamed` from a hub without a copy on disk, or `local` from the hub's cache or another directory.
-        nbytes: Size of the file in bytes.
-        is_verified: Whether its content was compared with the hub's digest before any tensor was returned.
+        nbytes: size of the file in bytes.
+        is_verified: whether its content was compared with the hub's digest before any tensor was returned.
     """
 
     name: str
@@ -67,11 +63,11 @@ class PatchedLibrariesReport(Summarised):
     shared: list[SharedReadReport] = field(default_factory=list)
     """One report for each set of weights that the ranks of a group read together. Empty without a group."""
     seconds: float = 0.0
-    """Seconds in the context. 0 until it ends."""
+    """Seconds in the context. 0 until its exit."""
 
     @property
     def streamed(self) -> list[str]:
-        """Return the URIs of files that were streamed from a hub. Each one includes its commit."""
+        """Return the URIs of files that were streamed from a hub, each with its commit."""
         return [file.name for file in self.files if file.path == "streamed"]
 
     @property
@@ -103,30 +99,30 @@ def patched_libraries(
     """Read weights through Penstock in every `from_pretrained` inside the context.
 
     Args:
-        verify: Compare every streamed file with the hub's digest before any of its tensors is returned. Each file then
-            stays in host memory until its tensors are taken.
-        memory_bytes: Limit in bytes for host memory with data that was read ahead. None means `PENSTOCK_MEMORY_BYTES`.
+        verify: compare every streamed file with the hub's digest before any of its tensors is returned. Each file then
+            stays in host memory until its tensors are read.
+        memory_bytes: limit in bytes for host memory with data that was read ahead. None means `PENSTOCK_MEMORY_BYTES`.
         storage_options: `token` and `endpoint` for reading weights from the hub. They override the environment.
-        group: A torch.distributed group. All its ranks enter the context and do the same loads. Each rank reads its
-            part of the weights from storage, and the ranks exchange the parts. `verify` then compares with the digests
-            in a manifest next to the weights, and fails without one.
+        group: a torch.distributed group. All its ranks enter the context and do the same loads. Each rank reads a share
+            of the weights from storage, and the ranks exchange the shares. `verify` then compares with the digests in a
+            manifest next to the weights, and fails without one.
 
     Yields:
-        The report of what was read.
+        The report of the files that were read.
 
     Raises:
         MissingExtra: huggingface_hub or safetensors is not installed.
-        PenstockError: An error of Penstock ended the context. It is also an instance of the class that the library
+        PenstockError: an error of Penstock ended the context. It is also an instance of the class that the library
             raised. A library may handle it inside the context, like its own errors.
-        PeerLost: Another rank of the group failed in the context, or does not answer. If one rank raises, all do.
+        PeerLost: another rank of the group failed in the context, or does not respond. If one rank raises, all do.
 
     The context applies to the calling thread, and to threads without a context, because libraries read in threads. If
     several contexts are active, those threads use the newest. In nested contexts, the inner one applies.
 
-    With a group, entering and leaving the context is collective. A rank may ask for tensors in another order than the
-    other ranks, for parts of them, or for none. Half of `memory_bytes` keeps tensors until they are requested. If a
-    tensor was dropped to free memory, a rank that requests it reads it again alone (`read_again_bytes` in the report).
-    A rank that requests nothing for `stall_s` no longer delays the others.
+    With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, slices
+    of them, or none. Half of `memory_bytes` holds tensors until they are requested. If a tensor was dropped to free
+    memory, a rank that requests it reads it again alone (`read_again_bytes` in the report). A rank that requests
+    nothing for `stall_s` no longer delays the others.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
     block = _PatchedBlock(settings, storage_options or {}, verify)
@@ -139,7 +135,7 @@ def patched_libraries(
         try:
             yield block.report
         except BaseException as error:
-            # Do this first, because the other ranks wait for this one.
+            # Do this first, because the other ranks wait for this rank.
             block.end(error)
             block.abandon()
             raise
@@ -151,8 +147,8 @@ def patched_libraries(
         # Raise a copy. The error itself is a cause of the library's error, and a chain of causes must not be a cycle.
         raise copy.copy(also(typed, *_own_class(error))) from error
     finally:
-        # ValueError: the context ends in another contextvars context than it began in, as in a generator of asyncio.
-        # That one continues with a context that has ended, which `_block` ignores.
+        # ValueError: a generator of asyncio ends the context in a different contextvars context. The first contextvars
+        # context then still refers to a block that has ended, which `_block` ignores.
         with suppress(ValueError):
             _current.reset(token)
         _leave(block)
@@ -162,15 +158,15 @@ def directory(uri: str) -> str:
     """Return a directory that a library can load from, for a prefix in an object store or a repository on a hub.
 
     Small files are fetched now. Weights are streamed when a library opens them in the same context. The directory can
-    be read only in the context, but its small files stay until the process ends.
+    be read only in the context, but its small files stay until the process exits.
 
     Args:
         uri: `s3://`, `gs://`, `az://`, `hf://`, `http(s)://` or another storage. A local path is returned unchanged. An
             http(s) URL cannot be listed, so its index names the weights.
 
     Raises:
-        ConfigError: There is no active context of `patched_libraries()`.
-        NotFound, PermissionDenied, SourceUnavailable: The storage cannot be read.
+        ConfigError: there is no active context of `patched_libraries()`.
+        NotFound, PermissionDenied, SourceUnavailable: the storage cannot be read.
     """
     block = _block()
     if block is None:
@@ -193,8 +189,7 @@ class _PatchedBlock:
         self.shared: SharedFiles | None = None
 
     def share(self, group: ProcessGroup) -> None:
-        """Read together with the other ranks of a group."""
-        # Import on first use, because this imports torch.
+        """Read together with the other ranks of a group. This imports torch."""
         from penstock.spi import SharedFiles
 
         verify = self._verify or None
@@ -202,7 +197,7 @@ class _PatchedBlock:
         self.report.shared = self.shared.reports
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks of the group finish, and find out whether one of them failed."""
+        """Let the other ranks of the group finish, and find out whether a rank failed."""
         if self.shared is not None:
             self.shared.end(error)
 
@@ -217,10 +212,7 @@ class _PatchedBlock:
     ) -> SharedFile:
         """Return a file that all ranks of the group read together.
 
-        Args:
-            uri: URI of the file. `storage_options` belong to it.
-            framework, device, backend: The arguments of `safe_open` after the file's name.
-            framework, device, backend: the arguments of `safe_open` after its name.
+        `storage_options` belong to the URI. The other arguments are those of `safe_open` after the file's name.
         """
         assert self.shared is not None
         file = self.shared.open(uri, storage_options, device="cpu" if device is None else device)
@@ -230,7 +222,7 @@ class _PatchedBlock:
 
     def open(self, pointer: Pointer, *arguments: Any, **options: Any) -> Any:
         """Return a file on a hub, opened with the arguments of `safe_open` after the file's name."""
-        # Import on first use, because this imports torch.
+        # This imports torch.
         from penstock_hf.patched_libraries.reading import StreamedFile, VerifiedFile
 
         opened = VerifiedFile if self._verify else StreamedFile
@@ -242,7 +234,7 @@ class _PatchedBlock:
         return file
 
     def abandon(self) -> None:
-        """Close the files that a failed load left open, because the error's traceback may keep them for a long time."""
+        """Close the files that a failed load left open, because the error's traceback may keep them open for long."""
         with self._changing:
             opened = list(self._opened)
         for file in opened:
@@ -257,7 +249,7 @@ class _PatchedBlock:
 _current: ContextVar[_PatchedBlock | None] = ContextVar("penstock_accelerated", default=None)
 _lock = threading.Lock()
 _blocks: list[_PatchedBlock] = []
-# Undoes the replacements of the active contexts.
+# Restores the originals of the active contexts.
 _undo = ExitStack()
 
 
@@ -278,7 +270,7 @@ def _leave(block: _PatchedBlock) -> None:
 
 def _forked() -> None:
     global _lock
-    # Another thread of the parent may have held the lock.
+    # A different thread of the parent may have held the lock.
     _lock = threading.Lock()
 
 
@@ -296,14 +288,14 @@ def _block() -> _PatchedBlock | None:
 
 
 def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the open file for a pointer, or None for another file. Add either one to the report."""
+    """Return the open file for a pointer, or None for any other file. Add the file to the report."""
     block = _block()
     if block is None or not isinstance(filename, str | os.PathLike):
         return None
     path = os.fspath(filename)
     # NumPy arrays are not exchanged, so each rank reads such a file alone.
     shared = block.shared is not None and _framework(*arguments, **options) in _TORCH
-    # Look in all contexts, because one thread may open a file that another thread found.
+    # A thread may open a file that a different thread found, so search all contexts.
     for other in (block, *reversed(_blocks)):
         pointer = other.files.find(path)
         if pointer is not None:
@@ -342,7 +334,7 @@ def _replacements() -> dict[Any, Any]:
 
 
 def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for one of huggingface_hub's downloads. The signature is the same, because PEFT reads it."""
+    """Return a replacement for one of huggingface_hub's downloads. Its signature stays, because PEFT reads it."""
     names = list(inspect.signature(stock).parameters)
 
     @functools.wraps(stock)
@@ -373,5 +365,5 @@ def _cause(error: BaseException) -> PenstockError | None:
 
 
 def _own_class(error: Exception) -> list[type[Exception]]:
-    """Return the class of an error if a Penstock error can have it too: a class of Python without required fields."""
+    """Return the class of an error if a Penstock error can have it too: a Python class without required fields."""
     return [type(error)] if type(error) in {OSError, ValueError, RuntimeError, KeyError, TypeError} else []

@@ -3,12 +3,7 @@
 `hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. A weight file
 (`*.safetensors`) that is missing in the local cache is a small file in a private directory (`views`), and
 `HubFiles.find` returns the pinned URI that it refers to. huggingface_hub itself downloads all other files to the cache.
-
-    VIEW/models--org--name/snapshots/COMMIT/config.json         -> the file in the user's cache
-                                            model.safetensors   a pointer: hf://org/name@COMMIT/model.safetensors
-
-A reader that does not know pointers fails, because its first eight bytes are not a possible length of a safetensors
-header.
+A reader that does not know pointers fails, because their first eight bytes are not a valid header length.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from penstock.spi import (
 from penstock_hf.patched_libraries.views import make_directory, views
 
 POINTER = b"penstock"
-"""The first bytes of a pointer. As the length of a safetensors header they mean 7.7e18, which every reader refuses."""
+"""The first bytes of a pointer. As the length of a safetensors header they mean 7.7e18, which every reader rejects."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
@@ -76,8 +71,7 @@ class Pointer:
 class HubFiles:
     """The downloads in one context: pointers for weights, and their directories.
 
-    Args:
-        storage_options: Token and endpoint for reading weights. Those of a call override them.
+    `storage_options` are token and endpoint for reading weights. The options of a call override them.
     """
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str]) -> None:
@@ -94,35 +88,32 @@ class HubFiles:
         _alive.add(self)
 
     def find(self, path: str) -> Pointer | None:
-        """Return the content of the pointer at `path`, or None if it is another file."""
+        """Return the content of the pointer at `path`, or None if it is a different file."""
         if not self._pointers:
             return None
         with self._lock:
             return self._pointers.get(os.path.abspath(path))
 
     def close(self) -> None:
-        """Remove the pointers. Links to small files stay until the process ends, because tokenizers keep the paths."""
+        """Remove the pointers. Symlinks to small files stay until the process exits, because tokenizers use them."""
         with self._lock:
             pointers, self._pointers = self._pointers, {}
             in_views, self._in_views = self._in_views, []
         views.remove(in_views)
-        # A forked child that ends the context must leave its parent's files in place.
+        # A forked child that ends the context must preserve its parent's files.
         if os.getpid() == self._pid:
             for path in pointers.keys() - set(map(str, in_views)):
                 Path(path).unlink(missing_ok=True)
 
     def let_go(self) -> None:
-        """Replace the lock in a forked child, because another thread of the parent may have held it."""
+        """Replace the lock in a forked child, because a different thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def directory(self, uri: str) -> str:
         """Return a directory for the files at a URI. Small files are copied, and weight files are pointers.
 
         An http(s) URL cannot be listed. Its directory has the weights that its index names, and configuration files
-        with the usual names.
-
-        Raises:
-            NotFound, PermissionDenied, SourceUnavailable: The storage cannot be read.
+        with the usual names. Raises NotFound, PermissionDenied or SourceUnavailable if the storage cannot be read.
         """
         settings, options = self._settings, self._options
         if not is_remote(uri):
@@ -153,7 +144,7 @@ class HubFiles:
             raw = read_small(f"{root}/{name}", settings=settings, storage_options=options)
             if raw is not None:
                 (place / name).write_bytes(raw)
-        # Use the names that transformers looks for, whatever the files' own names are.
+        # Use the names that transformers looks for.
         names = ["model.safetensors"]
         if len(uris) > 1:
             names = [f"model-{at + 1:05}-of-{len(uris):05}.safetensors" for at in range(len(uris))]
@@ -174,7 +165,7 @@ class HubFiles:
         if not given.get("force_download") and repository.cached(path) is not None:
             return stock(**given)
         if path not in repository.files():
-            # The original knows the right error, and what to do if a file is missing.
+            # The original raises the right error, or handles a missing file.
             return stock(**given)
         return self._point(repository, path)
 
@@ -268,7 +259,7 @@ class HubFiles:
     def _write_pointer(self, place: Path, pointer: Pointer) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            # Another thread may be about to open it.
+            # A different thread may be about to open it.
             if self._pointers.get(str(place)) != pointer:
                 place.unlink(missing_ok=True)
                 place.write_bytes(_text_of(pointer))
@@ -286,7 +277,7 @@ class HubFiles:
 
     @staticmethod
     def _directory_of(cache_dir: str, folder: str, commit: str) -> Path:
-        # Use the layout of the cache, because libraries find the commit by its form in the path.
+        # Use the layout of the cache, because libraries parse the commit from the path.
         return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
 
 
@@ -299,8 +290,8 @@ class _Repository:
     Attributes:
         uri: `hf://org/name@COMMIT`.
         commit: 40 hexadecimal digits.
-        cache_dir, folder: Where the cache has the repository.
-        options: Token and endpoint.
+        cache_dir, folder: location of the repository in the cache.
+        options: token and endpoint.
     """
 
     def __init__(
@@ -344,7 +335,7 @@ def _text_of(pointer: Pointer) -> bytes:
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:
-    """Return whether pointers may answer a call, because it uses the network and the cache."""
+    """Return whether pointers may satisfy a call, because it uses the network and the cache."""
     from huggingface_hub import constants
 
     is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)

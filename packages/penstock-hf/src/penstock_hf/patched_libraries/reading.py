@@ -1,7 +1,7 @@
-"""Read a hub's weight files through the interface of safetensors, in the order in which libraries ask for tensors.
+"""Read a hub's weight files through the interface of safetensors, in the order in which libraries request tensors.
 
-transformers first takes a slice of every tensor in every file. It reads them afterwards, sorted by name, with 2 before
-10. When the first slice is read, the file announces that order to its reader, so that reads can run ahead.
+transformers first gets a slice of every tensor in every file, and then reads them sorted by name, with 2 before 10.
+When the first slice is read, the file announces that order to its reader, so that reads can run ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StreamedFile(safe_open):
         self._lock = threading.Lock()
 
     def get_slice(self, name: str) -> SafeSlice:
-        """See `safe_open.get_slice`. The first read from any slice announces all slices that were taken."""
+        """See `safe_open.get_slice`. The first read from any slice announces all slices that were requested."""
         inner = super().get_slice(name)
         with self._lock:
             if self._asked is not None:
@@ -39,7 +39,7 @@ class StreamedFile(safe_open):
         return _AnnouncingSlice(inner, self)
 
     def abandon(self) -> None:
-        """Close the file although slices from a failed load may be left, because a traceback may keep them."""
+        """Close the file although slices from a failed load may exist, because a traceback may hold them."""
         with deferred():
             if self._file is not None:
                 self._file.close()
@@ -49,7 +49,7 @@ class StreamedFile(safe_open):
         """Tell the read-ahead once which slices will be read, in transformers' order."""
         with self._lock:
             names, self._asked = self._asked, None
-        # With tensor parallelism each rank reads only a part of most tensors, so reading whole ones ahead is useless.
+        # With tensor parallelism each rank reads only slices of most tensors, so reading ahead is useless.
         if names is None or self._file is None or _is_one_of_many():
             return
         self.expect(sorted(names, key=in_natural_order))
@@ -70,7 +70,7 @@ class _AnnouncingSlice(SafeSlice):
 class VerifiedFile:
     """A file on a hub that is read completely and compared with its digest before any tensor is returned.
 
-    Tensors are kept until they are read or the file is closed, so this takes as much host memory as the file's size.
+    Tensors stay in memory until they are read or the file is closed, so this needs as much memory as the file's size.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class VerifiedFile:
             uri, framework, "cpu", backend=backend, storage_options=storage_options, memory_bytes=memory_bytes
         )
         self.nbytes = self._header.nbytes
-        # The header's reader has refused any other framework.
+        # The header's reader has rejected any other framework.
         self._is_numpy = framework in {"np", "numpy"}
         self._tensors: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
@@ -123,10 +123,10 @@ class VerifiedFile:
         return self.get_part(name, ...)
 
     def get_part(self, name: str, index: Any) -> Any:
-        """Return the part of a tensor that torch's `index` selects. It raises as `get_tensor`.
+        """Return the slice of a tensor that torch's `index` selects. It raises as `get_tensor`.
 
-        A whole tensor is handed over and no longer kept. A part is a copy, because a program may read several parts of
-        a packed tensor.
+        A whole tensor is handed over and no longer stored. A slice is a copy, because a program may read several slices
+        of a packed tensor.
         """
         with self._lock:
             if self._tensors is None:

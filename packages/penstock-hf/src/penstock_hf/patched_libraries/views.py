@@ -1,8 +1,7 @@
-"""A process's directory with views of commits: links to small files in the hub's cache, and pointer files.
+"""A process's directory with views of commits: symlinks to small files in the hub's cache, and pointer files.
 
-All contexts of `patched_libraries()` share it, because the links outlive them. A tokenizer keeps the paths of its
-files, and copies the files when it is saved. A process therefore has one directory for each commit, no matter how many
-contexts it enters. `hub_files` decides which files a view has.
+All contexts of `patched_libraries()` share it, because the symlinks outlive them. A tokenizer stores the paths of its
+files, and copies the files when it is saved.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ class ProcessViews:
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = threading.Lock()
-        # Number of contexts that have a pointer, by its path. The pointer stays until the last of them ends.
+        # Number of contexts that have a pointer, by its path.
         self._num_blocks: dict[Path, int] = {}
 
     @property
     def root(self) -> Path:
-        """Return the directory. It is created on first use and removed when the process ends."""
+        """Return the directory. It is created on first use and removed when the process exits."""
         with self._lock:
             return self._make_root()
 
@@ -38,7 +37,7 @@ class ProcessViews:
         return self._root is not None
 
     def link(self, source: Path, directory: Path) -> None:
-        """Link all files in `source`, if it exists, into a directory of a view. Existing links stay."""
+        """Create symlinks to all files in `source`, if it exists, in a directory of a view. Existing symlinks stay."""
         with self._lock:
             directory.mkdir(parents=True, exist_ok=True)
             for path in source.rglob("*") if source.is_dir() else ():
@@ -49,10 +48,10 @@ class ProcessViews:
                     place.symlink_to(path)
 
     def add(self, place: Path, text: bytes) -> None:
-        """Write a pointer file for a context, and replace a link. Call it once per context, and then `remove`."""
+        """Write a pointer file for a context, and replace a symlink. Call it once per context, and then `remove`."""
         with self._lock:
             self._num_blocks[place] = self._num_blocks.get(place, 0) + 1
-            # Write it only once, because another thread may be about to open it.
+            # Write the file only once, because a different thread may be about to open it.
             if self._num_blocks[place] == 1:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.unlink(missing_ok=True)
@@ -71,7 +70,7 @@ class ProcessViews:
                     self._prune(place.parent)
 
     def forget(self) -> None:
-        """Leave the files to the parent, in a forked child. Another thread of the parent may have held the lock."""
+        """Leave the files to the parent, in a forked child. A different thread of the parent may have held the lock."""
         self._root, self._lock, self._num_blocks = None, threading.Lock(), {}
 
     def _prune(self, directory: Path) -> None:
@@ -88,14 +87,14 @@ class ProcessViews:
 
 
 def make_directory() -> Path:
-    """Return a new private directory, which is removed when the process ends."""
+    """Return a new private directory, which is removed when the process exits."""
     directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="penstock-view-")))
     atexit.register(_remove, directory, os.getpid())
     return directory
 
 
 def _remove(directory: Path, pid: int) -> None:
-    # A forked child ends with a copy of this finalizer, but the directory belongs to its parent.
+    # A forked child exits with a copy of this finalizer, but the directory belongs to its parent.
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 

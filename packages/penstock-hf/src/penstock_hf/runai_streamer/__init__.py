@@ -2,8 +2,6 @@
 
 Import `penstock_hf.runai_streamer` instead of `runai_model_streamer`. Or call `install()` before an engine is imported,
 so that the engine's own import finds this package. docs/serve/runai.md lists the differences.
-Run:ai's native library and
-the settings of its buffers are not part of it.
 """
 
 from __future__ import annotations
@@ -52,10 +50,8 @@ _MODULES = {
 def install() -> None:
     """Let `import runai_model_streamer` find this package in this process. Call it before the engine is imported.
 
-    A second call does nothing. Spawned processes must call it themselves.
-
-    Raises:
-        ConfigError: The real runai_model_streamer is already imported. Modules that imported it would keep its names.
+    A second call does nothing. Spawned processes must call it themselves. It raises ConfigError if the real
+    runai_model_streamer is already imported, because modules that imported it would keep its names.
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:

@@ -1,6 +1,6 @@
 """Read ranges of files and objects in parallel, and yield them as they arrive: `FileStreamer` and `FileChunks`.
 
-The result is `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller. `safetensors` reads tensors.
+The result is `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FileChunks:
 class FileStreamer:
     """A parallel reader of ranges. A context manager.
 
-    The memory limit, or one range if that is larger, bounds the bytes that were read and not yet taken.
+    The memory limit, or one range if that is larger, bounds the bytes that were read and not yet consumed.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class FileStreamer:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Set the pool to None first, because an iterator of `get_chunks` that is still alive must not start more reads.
+        # Set the pool to None first, because an active iterator of `get_chunks` must not start more reads.
         pool, self._pool = self._pool, None
         self._drain()
         if pool is not None:
@@ -103,15 +103,15 @@ class FileStreamer:
         """Begin reading.
 
         Args:
-            file_stream_requests: The ranges, in files or in objects of one kind of store.
-            credentials: Credentials that override the environment.
-            device: Device of the yielded tensors.
-            memory_limit: Maximum number of bytes that are read and not yet taken, or one range if that is larger.
-            owned: If True, the caller owns each range. If False, a range on the CPU is valid until the next one is
-                taken, because its memory is used again.
+            file_stream_requests: the ranges, in files or in objects of one kind of store.
+            credentials: credentials that override the environment.
+            device: device of the yielded tensors.
+            memory_limit: maximum number of bytes that are read and not yet consumed, or one range if that is larger.
+            owned: if True, the caller owns each range. If False, a range on the CPU is valid until the next range is
+                yielded, because its memory is reused.
 
         Raises:
-            ValueError: There is no `with` block, another stream is not read to its end, the paths are in different
+            ValueError: there is no `with` block, another stream is not read to its end, the paths are in different
                 stores, the device is unknown, or a file cannot be opened.
         """
         if self._pool is None:
@@ -151,7 +151,7 @@ class FileStreamer:
         """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
 
         Raises:
-            ValueError: There is no `with` block, or a range cannot be read. The other ranges are dropped.
+            ValueError: there is no `with` block, or a range cannot be read. The other ranges are dropped.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -192,7 +192,7 @@ class FileStreamer:
             return sizes
 
     def _submit(self) -> None:
-        """Start at least one read, and more while the bytes that are read and not taken stay within the limit."""
+        """Start at least one read, and more while the bytes that are read and not consumed stay within the limit."""
         assert self._pool is not None
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
@@ -220,7 +220,7 @@ class FileStreamer:
 class DistributedStreamer:
     """A `FileStreamer` whose `stream_files` accepts `is_distributed`, which has no effect on raw ranges."""
 
-    # Each rank reads its own ranges. `SafetensorsStreamer` shares the reading of tensors between ranks.
+    # `SafetensorsStreamer` shares the reading of tensors between ranks.
 
     def __init__(self) -> None:
         self.file_streamer = FileStreamer()

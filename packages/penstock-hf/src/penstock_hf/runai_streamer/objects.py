@@ -1,7 +1,4 @@
-"""List and pull a model's files with the functions of Run:ai Model Streamer.
-
-The source is a directory or a prefix in an object store. `safetensors` and `files` read weights.
-"""
+"""List and pull a model's files with the functions of Run:ai Model Streamer."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class S3Credentials:
     region_name: str | None = None
     endpoint: str | None = None
 
-    # Leave out the keys, because arguments are logged.
+    # Omit the keys, because arguments are logged.
     def __repr__(self) -> str:
         return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
 
@@ -89,7 +86,7 @@ def list_objects(
 ) -> list[str]:
     """Return the objects under a prefix whose keys match a pattern in `allow` and no pattern in `ignore` (fnmatch)."""
     uris = _list(path, credentials, recursive=recursive)
-    # Patterns apply to the whole key, without the bucket, as in the original.
+    # As in the original, patterns apply to the whole key, without the bucket.
     bucket = path[: path.index("/", path.index("://") + 3) + 1] if "/" in path.partition("://")[2] else path
     keys = matching([uri.removeprefix(bucket) for uri in uris], allow, ignore)
     return [bucket + key for key in keys]
@@ -129,8 +126,8 @@ def pull_files(
     A file appears under its name when it is complete. Patterns are fnmatch patterns for the whole key.
 
     Raises:
-        NotImplementedError: `model_path` is not in an object store. The original raises this too.
-        ValueError (and Penstock's own error): The store failed, or a key points outside `dst`. Complete files stay.
+        NotImplementedError: `model_path` is not in an object store, as in the original.
+        ValueError (and Penstock's own error): the store failed, or a key points outside `dst`. Complete files stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
@@ -156,11 +153,8 @@ class ObjectStorageModel:
     """A model's files, which any number of processes on one host pull once into a directory. A context manager.
 
     The first process downloads. The others wait for it and then find the files. After a failed download the next
-    process starts again. `dir` is the directory. A lock file is next to it, and a file inside marks it as complete.
-    `with` or `pull_files` takes the lock.
-
-    Raises:
-        ValueError: `model_path` is not in an object store.
+    process starts again. A lock file is next to the directory `dir`, and a file inside marks it as complete. `with` or
+    `pull_files` acquires the lock. A `model_path` outside object stores raises ValueError.
     """
 
     SENTINEL_NAME = ".runai_complete"
@@ -176,10 +170,10 @@ class ObjectStorageModel:
         self._is_whole = False
 
     def _acquire(self) -> None:
-        """Lock the directory at the first call; find out whether it is complete, and empty it if not."""
+        """Lock the directory at the first call. Determine whether it is complete, and empty it if not."""
         if self._lock is not None:
             return
-        # Held until `__exit__`. The kernel releases it even if the process is killed.
+        # The lock is held until `__exit__`. The kernel releases it even if the process is killed.
         lock = open(self.dir + ".lock", "a")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)

@@ -1,6 +1,6 @@
 """`SafetensorsStreamer`: yield the tensors of safetensors files as they arrive, through `penstock.stream`.
 
-The caller owns each `(name, tensor)`. `files_to_tensors_metadata` describes the tensors. `files` reads raw ranges.
+The caller owns each `(name, tensor)`. `files_to_tensors_metadata` describes the tensors.
 """
 
 from __future__ import annotations
@@ -86,13 +86,10 @@ class SafetensorsStreamer:
             for name, tensor in streamer.get_tensors():
                 ...
 
-    With `owned=False`, a tensor on the CPU is valid until the next one is taken, because all of them use the same
-    memory.
-
     Attributes:
-        files_to_tensors_metadata: The tensors for each index of a path, in the order of the file.
-        total_size: Number of bytes in all these tensors.
-        device_str: The requested device.
+        files_to_tensors_metadata: the tensors for each index of a path, in the order of the file.
+        total_size: total size of these tensors in bytes.
+        device_str: the requested device.
     """
 
     def __init__(self) -> None:
@@ -142,19 +139,19 @@ class SafetensorsStreamer:
         """Read the headers of `paths`. Then `get_tensors` yields their tensors.
 
         Args:
-            paths: Local paths or s3://, gs://, az:// URIs.
-            s3_credentials: Credentials that override the environment.
-            device: Device of the tensors.
-            is_distributed: Each rank reads a part of the bytes and every rank yields every tensor, if torch.distributed
-                is initialised with a backend for the device. RUNAI_STREAMER_DIST works as in the original, where
-                "auto" means only NCCL.
-            tensor_names: Names of the tensors to yield. None means all.
-            owned: If True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next one is
-                taken, because the next one uses the same memory.
+            paths: local paths or s3://, gs://, az:// URIs.
+            s3_credentials: credentials that override the environment.
+            device: device of the tensors.
+            is_distributed: each rank reads a share of the bytes and every rank yields every tensor, if
+                torch.distributed is initialised with a backend for the device. RUNAI_STREAMER_DIST works as in the
+                original, where "auto" means only NCCL.
+            tensor_names: names of the tensors to yield. None means all.
+            owned: if True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next tensor is
+                yielded, because its memory is reused.
 
         Raises:
-            ValueError (and Penstock's own error): A file is missing, malformed or truncated, or a name in
-                `tensor_names` is in no file or in two.
+            ValueError (and Penstock's own error): a file is missing, malformed or truncated, or a name in
+                `tensor_names` is in no file or in two files.
         """
         if isinstance(tensor_names, str):
             raise ValueError("tensor_names must be a collection of names, not a str")
@@ -169,7 +166,7 @@ class SafetensorsStreamer:
             options = storage_options(paths[0], s3_credentials) if paths else None
             limits = runai_settings()
             memory_bytes = limits.memory_bytes
-            # The original also raises a limit that is too small for its buffers.
+            # The original also rejects a limit that is too small for its buffers.
             if memory_bytes is not None:
                 memory_bytes = max(memory_bytes, 4 * MIN_CHUNK_BYTES)
             self._settings = Settings.read(
@@ -194,7 +191,7 @@ class SafetensorsStreamer:
             device=place, names=names, progress=False, settings=ReadSettings(storage_options=options)
         )
         self._group = _group(limits.distributed, place) if is_distributed else None
-        # A weight set has every name only once. Files that share a name are streamed one after the other, as in the
+        # Names in a weight set are unique. Files that share a name are streamed one after the other, as in the
         # original.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
@@ -202,7 +199,7 @@ class SafetensorsStreamer:
         """Yield every requested tensor as it arrives. The caller owns it unless `owned` was False.
 
         Raises:
-            ValueError (and Penstock's own error): There is no `with` block, or the bytes cannot be read.
+            ValueError (and Penstock's own error): there is no `with` block, or the bytes cannot be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
@@ -232,8 +229,7 @@ class SafetensorsStreamer:
 class _SharedMemory:
     """Memory that every tensor is copied into, one after the other.
 
-    It is reused at once, and not only when a buffer happens to be free. Code that keeps a lent tensor therefore sees
-    wrong values after the next one, on every run.
+    It is always reused at once, so code that stores a lent tensor sees wrong values after the next one, on every run.
     """
 
     def __init__(self) -> None:
@@ -270,7 +266,7 @@ _WORDS = (
     (r"overlaps ", "a tensor overlaps with next tensor"),
     (r"gap of \d+ bytes", "gaps are not allowed: a tensor does not start where the data before it ends"),
 )
-"""Our messages, and the original's words that programs and its tests look for."""
+"""Penstock's messages, and the original's words that programs and its tests look for."""
 
 
 def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:

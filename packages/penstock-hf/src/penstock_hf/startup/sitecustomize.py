@@ -1,10 +1,8 @@
 """Install Penstock's replacement for safetensors in a Python process of `penstock run`, when it imports safetensors.
 
 Python runs this file at its start, because its directory is on PYTHONPATH. The file adds a hook for `import
-safetensors`, and then runs the program's own `sitecustomize`.
-
-A process that never imports safetensors pays only for this file, which imports only modules that Python has loaded
-already. Python skips the file with `-S`, `-I` and `-E`.
+safetensors`, and then runs the program's own `sitecustomize`. It imports only modules that Python has loaded already.
+Python skips it with `-S`, `-I` and `-E`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class _Finder:
             return None
         # A program may look for safetensors many times before it imports it, or install it in the meantime.
         for finder in sys.meta_path:
-            # Leave out finders that only have the protocol from before Python 3.4, as Python itself does.
+            # Skip finders that only have the protocol from before Python 3.4, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
@@ -66,7 +64,7 @@ def _begin() -> None:
         install_in_program()
     except Exception as error:  # noqa: BLE001 - the program's own `import safetensors` would raise it
         if isinstance(error, ImportError):
-            # The program often runs another interpreter than `penstock run`.
+            # The program often runs a different interpreter than `penstock run`.
             why = f"cannot import penstock ({error})"
             hint = "Install penstock in the program's own environment."
         else:
