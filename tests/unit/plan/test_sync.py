@@ -18,6 +18,7 @@ from penstock.errors import PlanError
 from penstock.plan.layout import Form, Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_key, plan_sync
 from penstock.types import Box, DType
+from penstock_tools.plan_command import explain_sync
 
 Row = tuple[str, Form]
 NUMPY = {DType.U8: "<u1", DType.BF16: "<u2", DType.F32: "<u4"}
@@ -155,7 +156,7 @@ def test_every_wanted_byte_is_planned_once(shapes: list[tuple[int, ...]], bucket
     assert plan == plan_sync(holdings, wants, bucket_bytes=bucket)
     assert decode(encode(plan), SyncPlan) == plan and hash(plan) == hash(decode(encode(plan), SyncPlan))
     assert (plan.link_bytes().sum(axis=1) == [plan.part(r).nbytes for r in range(len(wants))]).all()
-    assert plan.explain(limit=1).count("\n") >= 2
+    assert explain_sync(plan, limit=1).count("\n") >= 2
 
 
 def sharded(name: str, shape: tuple[int, ...], dim: int, rank: int, world: int, **more) -> Row:
@@ -331,12 +332,12 @@ def test_plan_key_depends_on_every_input() -> None:
 def test_plan_explains_itself() -> None:
     rows = [whole("w", (4,)), whole("v", (4,))]
     plan = plan_sync([layout("t", [*rows, whole("mtp.w", (4,))])], [layout(f"e{i}", rows) for i in range(3)])
-    assert plan.explain(limit=2).splitlines() == [
+    assert explain_sync(plan, limit=2).splitlines() == [
         "2 tensors, 1 sources -> 3 receivers, 48 bytes in 1 buckets",
         f"plan {plan.key}",
         "held but not wanted: 1 (mtp.w)",
-        "t gives most, 48 bytes; mean 48",
-        "e0 takes most, 16 bytes; mean 16",
+        "t sends most, 48 bytes; mean 48",
+        "e0 receives most, 16 bytes; mean 16",
         "e0: 16 bytes from 1 sources",
         "e1: 16 bytes from 1 sources",
         "... and 1 more",
@@ -345,7 +346,7 @@ def test_plan_explains_itself() -> None:
 
 
 def test_empty_plan_is_valid() -> None:
-    assert plan_sync([], []).explain().startswith("0 tensors, 0 sources -> 0 receivers, 0 bytes")
+    assert explain_sync(plan_sync([], [])).startswith("0 tensors, 0 sources -> 0 receivers, 0 bytes")
     plan = plan_sync([layout("t", [whole("w", (0, 4))])], [layout("e", [whole("w", (0, 4))]), layout("f", [])])
     assert plan.nbytes == 0 and plan.part(0).nbytes == plan.part(1).nbytes == 0 and plan.num_tensors == 1
 

@@ -41,6 +41,7 @@ from penstock_tools.machine import STORAGE_GB_PER_S, slowed
 
 if TYPE_CHECKING:
     from penstock.plan.layout import Layout
+    from penstock.plan.sync import SyncPlan
     from penstock_convert.plan.simulate import Prediction
     from penstock_tools.shapes import Shape
 
@@ -167,7 +168,30 @@ def plan_sync(
         "bytes": f"{bytes_text(plan.nbytes)} in {plan.num_buckets} buckets",
         "key": plan.key,
     }
-    _write(facts, human, plan.explain() if explain else "", format)
+    _write(facts, human, explain_sync(plan) if explain else "", format)
+
+
+def explain_sync(plan: SyncPlan, limit: int = 20) -> str:
+    """Return a description of a sync's plan: totals, the busiest members, then the first `limit` receivers."""
+    links = plan.link_bytes()
+    received, sent = links.sum(axis=1), links.sum(axis=0)
+    lines = [
+        f"{plan.num_tensors} tensors, {len(plan.sources)} sources -> {len(plan.receivers)} receivers, "
+        f"{plan.nbytes} bytes in {plan.num_buckets} buckets",
+        f"plan {plan.key}",
+    ]
+    if plan.unwanted:
+        examples = ", ".join(plan.unwanted[:3]) + (", ..." if len(plan.unwanted) > 3 else "")
+        lines.append(f"held but not wanted: {len(plan.unwanted)} ({examples})")
+    for word, members, amounts in (("sends", plan.sources, sent), ("receives", plan.receivers, received)):
+        if len(amounts):
+            most = int(amounts.argmax())
+            lines.append(f"{members[most]} {word} most, {amounts[most]} bytes; mean {int(amounts.mean())}")
+    for r, name in enumerate(plan.receivers[:limit]):
+        lines.append(f"{name}: {received[r]} bytes from {int((links[r] > 0).sum())} sources")
+    if len(plan.receivers) > limit:
+        lines.append(f"... and {len(plan.receivers) - limit} more")
+    return "\n".join(lines)
 
 
 @app.command("convert", epilog=examples("penstock plan convert llama --to fp8-block128 --workers 8"))

@@ -114,17 +114,22 @@ class Rectangles:
         """Raise PlanError for the first rectangle that is outside memory of these sizes."""
         if len({len(getattr(self, name)) for name in _COLUMNS}) != 1:
             raise PlanError("the columns of the rectangles have different lengths")
-        outside = (self.run_bytes < 1) | (self.num_rows < 1)
-        for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
-            room = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
-            outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (room < 0) | (pitch < 0)
-            # Divide, because the product of a hostile pitch and number of rows could overflow.
-            outside |= (self.num_rows > 1) & (self.num_rows - 1 > room // np.maximum(pitch, 1))
+        outside = self.outside(src_nbytes=src_nbytes, dst_nbytes=dst_nbytes)
         if outside.any():
             i = int(outside.argmax())
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
             runs = f"{self.num_rows[i]} runs of {self.run_bytes[i]} bytes"
             raise PlanError(f"rectangle {i} is outside the memory: {runs} {where}")
+
+    def outside(self, *, src_nbytes: int | I64, dst_nbytes: int) -> npt.NDArray[np.bool_]:
+        """Return which rectangles are outside memory of these sizes. The source size may differ for each rectangle."""
+        outside: npt.NDArray[np.bool_] = (self.run_bytes < 1) | (self.num_rows < 1)
+        for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
+            space = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
+            outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (space < 0) | (pitch < 0)
+            # Divide, because the product of a hostile pitch and number of rows could overflow.
+            outside |= (self.num_rows > 1) & (self.num_rows - 1 > space // np.maximum(pitch, 1))
+        return outside
 
     def longest_runs(self) -> I64:
         """Return the run length of each rectangle in bytes. A fully contiguous rectangle is a single run."""

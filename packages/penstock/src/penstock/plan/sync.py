@@ -29,7 +29,7 @@ from penstock.plan.intersect import (
     strips,
 )
 from penstock.plan.layout import Layout, decodable, encode
-from penstock.segments import spread
+from penstock.segments import Rectangles, spread
 from penstock.types import GIB, I64, MIB, Box
 
 BUCKET_BYTES = 256 * MIB
@@ -132,18 +132,20 @@ class ReceiverPlan:
             )
         if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
             raise PlanError(f"{self.receiver}: the buckets do not contain its {num} segments in order")
-        wrong = (self.source < 0) | (self.source >= len(self.sources)) | (self.num_rows < 1) | (self.run_bytes < 1)
-        sizes = np.append(np.array(src_nbytes, np.int64), 0)[np.where(wrong, -1, self.source)]
-        ends = ((self.src, self.src_pitch, sizes), (self.dst, self.dst_pitch, np.full(num, dst_nbytes)))
-        for offset, pitch, room in ends:
-            wrong |= (offset < 0) | (pitch < 0) | (self.run_bytes > room) | (offset > room - self.run_bytes)
-            # Divide, because the product of a hostile pitch and number of rows could overflow.
-            wrong |= (self.num_rows - 1 > (room - self.run_bytes - offset) // np.maximum(pitch, 1)) & (
-                self.num_rows > 1
-            )
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise PlanError(f"{self.receiver}: segment {i} is outside its memories or sources")
+        rows = Rectangles(
+            src=self.src,
+            dst=self.dst,
+            run_bytes=self.run_bytes,
+            num_rows=self.num_rows,
+            src_pitch=self.src_pitch,
+            dst_pitch=self.dst_pitch,
+        )
+        # Row -1 stands for a source that does not exist, which has no memory.
+        known = np.where((self.source < 0) | (self.source >= len(self.sources)), -1, self.source)
+        sizes = np.append(np.array(src_nbytes, np.int64), -1)[known]
+        outside = rows.outside(src_nbytes=sizes, dst_nbytes=dst_nbytes)
+        if outside.any():
+            raise PlanError(f"{self.receiver}: segment {int(outside.argmax())} is outside its memories or sources")
 
     @property
     def nbytes(self) -> int:
@@ -312,28 +314,6 @@ class SyncPlan:
         """Return [num_receivers, num_sources] bytes from each source to each receiver."""
         links = [self.part(r).link_bytes() for r in range(len(self.receivers))]
         return np.array(links, np.int64).reshape(len(self.receivers), len(self.sources))
-
-    def explain(self, limit: int = MAX_LISTED) -> str:
-        """Return a description of the plan: totals, the busiest members, then the first `limit` receivers."""
-        links = self.link_bytes()
-        taken, sent = links.sum(axis=1), links.sum(axis=0)
-        lines = [
-            f"{self.num_tensors} tensors, {len(self.sources)} sources -> {len(self.receivers)} receivers, "
-            f"{self.nbytes} bytes in {self.num_buckets} buckets",
-            f"plan {self.key}",
-        ]
-        if self.unwanted:
-            examples = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
-            lines.append(f"held but not wanted: {len(self.unwanted)} ({examples})")
-        for word, members, amounts in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
-            if len(amounts):
-                most = int(amounts.argmax())
-                lines.append(f"{members[most]} {word} most, {amounts[most]} bytes; mean {int(amounts.mean())}")
-        for r, name in enumerate(self.receivers[:limit]):
-            lines.append(f"{name}: {taken[r]} bytes from {int((links[r] > 0).sum())} sources")
-        if len(self.receivers) > limit:
-            lines.append(f"... and {len(self.receivers) - limit} more")
-        return "\n".join(lines)
 
 
 def plan_key(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int = BUCKET_BYTES) -> str:
