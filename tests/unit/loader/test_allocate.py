@@ -20,6 +20,7 @@ class Place:
         self.allocated_by: list[str] = []
         self._note = note
         self._lock = threading.RLock()
+        self.slab = None
 
     def allocating(self) -> Any:
         return self._lock
@@ -38,15 +39,15 @@ class Load:
         self.steps: list[str] = []
         self.place = Place(self.steps.append)
         self.begun: Callable[[], None] = lambda: None
-        plan = SimpleNamespace(nbytes=1, table=range(num_tensors))
+        plan = SimpleNamespace(nbytes=1, table=range(num_tensors), slab_nbytes=[1])
         monkeypatch.setattr(load, "_prepare", lambda *args, **options: (plan, self.place, self._begin))
-        monkeypatch.setattr(load, "_views", lambda session, plan, place: {"views": self.steps.append("views")})
         self.session: Any = SimpleNamespace(
             phases=SimpleNamespace(enter=lambda name: None),
             settings=SimpleNamespace(stall_s=1.0),
             table=lambda: None,
-            wanted=lambda table: SimpleNamespace(table=table, boxes=(), num_boxes=None),
+            wanted=lambda table: SimpleNamespace(table=table, boxes=(), of_several=dict),
             regions=lambda table, boxes: None,
+            batches=lambda plan, slabs, memory: [(["views"], [self.steps.append("views")])],
             enter_move=lambda: None,
             progress=lambda: nullcontext(SimpleNamespace(follow=self._follow)),
         )

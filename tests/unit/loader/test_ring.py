@@ -20,7 +20,7 @@ from penstock.engine.place import HostPlace, Segment
 from penstock.engine.run import PendingItem
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.loader.run import LoadRun
+from penstock.loader.run import LoadRun, Readers
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import plan_load
 from penstock.storage import MemorySource, Source
@@ -101,9 +101,7 @@ class Bench:
             self.plan,
             self.sources,
             self.place,
-            pool=self.pool,
-            num_fetch_threads=NUM_READS,
-            ring=self.ring,
+            Readers(pool=self.pool, num_threads=NUM_READS, ring=self.ring),
             stall_s=20.0,
             trace=Trace(enabled=True),
             **options,

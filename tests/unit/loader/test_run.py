@@ -19,7 +19,7 @@ from penstock.engine.place import Bytes, HostPlace, Segment
 from penstock.engine.run import PendingItem, RunState
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, IntegrityError, PenstockError, SourceStalled, SourceUnavailable
-from penstock.loader.run import LoadRun
+from penstock.loader.run import LoadRun, Readers
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import MemorySource
@@ -108,10 +108,10 @@ class Bench:
         self.run: LoadRun | None = None
 
     def start(self, **options: Any) -> LoadRun:
-        defaults: dict[str, Any] = {"pool": self.pool, "num_fetch_threads": 3, "stall_s": 20.0}
-        trace = options.pop("trace", Trace(enabled=False))
+        readers = Readers(pool=options.pop("pool", self.pool), num_threads=options.pop("num_threads", 3))
+        defaults: dict[str, Any] = {"stall_s": 20.0, "trace": Trace(enabled=False)}
         place = options.pop("place", self.place)
-        self.run = LoadRun(self.plan, [self.source], place, trace=trace, **(defaults | options))
+        self.run = LoadRun(self.plan, [self.source], place, readers, **(defaults | options))
         self.run.start()
         return self.run
 
@@ -392,14 +392,14 @@ def test_last_check_batch_is_small(make: Make, monkeypatch: pytest.MonkeyPatch) 
             return None
 
     checker = Recorder()
-    make(*[CHUNK] * 64).start(checker=checker, num_fetch_threads=1).ticket.wait(stall_s=10)
+    make(*[CHUNK] * 64).start(checker=checker, num_threads=1).ticket.wait(stall_s=10)
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
 def test_run_is_under_way_after_one_eighth(make: Make) -> None:
     bench, seen = make(*[CHUNK] * 64), list[int]()
     bench.source.open.clear()
-    run = bench.start(num_fetch_threads=1)
+    run = bench.start(num_threads=1)
     run.ticket.wake = lambda: seen.append(run.ticket.moved_bytes)  # type: ignore[method-assign]
     assert not run.is_under_way()
     bench.source.open.set()

@@ -1,8 +1,4 @@
-"""Comparison of bytes with the leaf digests in the manifest, in host memory and on a CUDA device.
-
-A checker runs on the compute executor of a load and checks slabs in batches. The checker for host memory is done when
-it returns. The checker for a device returns a `PendingItem`, and the executor continues with the next batch.
-"""
+"""Comparison of bytes with the leaf digests in the manifest, in host memory and on a CUDA device."""
 
 from __future__ import annotations
 
@@ -32,21 +28,17 @@ class Checker(Protocol):
     num_threads: int
     """Number of threads in the compute executor that call the checker."""
     batch_bytes: int
-    """Size of a batch of slabs in bytes. Near the end of a load batches are smaller."""
+    """Size of a batch of slabs in bytes. Batches near the end of a load are smaller."""
 
     def prepare(self) -> PendingItem | None:
-        """Load kernels ahead of the first check, which would otherwise load them.
-
-        Returns:
-            A pending item if a device is working.
-        """
+        """Load kernels ahead of the first check. Return a pending item if a device is working."""
         ...
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """Check these slabs. Return None if the check is complete, or a pending item if a device is working.
 
         Raises:
-            IntegrityError: a leaf differs. This method or `done` of the pending item raises it.
+            IntegrityError: a leaf differs. The pending item's `done` may raise it too.
         """
         ...
 
@@ -54,11 +46,8 @@ class Checker(Protocol):
 class Expected:
     """The expected leaf digests of a plan's rows, and the rows of each slab.
 
-    Args:
-        plan: the plan. Its rows with a box are left out, because a region of a tensor has no leaves.
-        leaves: digests for the plan's rows, in the order of the rows.
-        leaf_bytes: size of a leaf in bytes.
-        uris: URIs of the plan's files.
+    Rows with a box have no digests. `leaves` are the digests of the plan's rows, in order, and `uris` are the URIs of
+    the plan's files.
     """
 
     def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int, uris: Sequence[str]) -> None:
@@ -80,7 +69,7 @@ class Expected:
 
     def rows_of(self, slabs: Sequence[int]) -> tuple[I64, I64]:
         """Return the rows without a box in these slabs, in order, and the number of rows in each slab."""
-        # Slabs are in the order of the rows, so the rows of a slab are consecutive.
+        # Slabs follow the order of rows, so the rows of a slab are consecutive.
         first, stop = np.searchsorted(self._slab_of, np.add.outer([0, 1], np.asarray(slabs, np.int64)))
         num_rows = stop - first
         before = np.cumsum(num_rows) - num_rows
@@ -95,7 +84,7 @@ class Expected:
 class HostChecker:
     """Checks slabs in host memory with the xxhash library."""
 
-    # Check every slab as soon as it is complete. On the host a batch has no fixed cost that would justify waiting.
+    # On the host a batch has no fixed cost, so check every slab as soon as it is complete.
     batch_bytes = 1
 
     def __init__(self, expected: Expected, slab: Callable[[int], memoryview]) -> None:
@@ -124,18 +113,16 @@ class HostChecker:
 
 
 SMALL_SLAB_BLOCKS = 64 << 10
-"""Number of blocks in a slab of the digest when device memory is short. It needs 4 MiB of scratch memory instead of
-64."""
+"""Number of blocks in a slab of the digest when device memory is short. It needs 4 MiB of scratch memory, not 64."""
 
 
 _SEGMENT_BYTES = 2 * MIB
-"""Smallest block that torch's allocator takes from a device. It serves tensors below 1 MiB."""
+"""Smallest block that torch's allocator takes from a device, for tensors below 1 MiB."""
 
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for checks on a device. There is one per process, because torch caches memory per stream."""
-    # On the place's stream the digests would wait for the copies of later chunks.
+    """Return the process-wide stream for checks on a device, because torch caches memory per stream."""
     return make_stream(device)
 
 
@@ -144,16 +131,12 @@ class CudaChecker:
 
     If the place has all slabs when `prepare` is called, the leaves are laid out once. Otherwise each batch has a
     layout.
-
-    Args:
-        expected: the expected digests.
-        place: the place that holds the slabs.
     """
 
     num_threads = 1
     batch_bytes = 4 * GIB
-    """A batch takes two milliseconds on the device. Batches are large, because each takes the GIL from the thread that
-    moves bytes. Source: benchmarks/results/h200x1_202611/load-history.md."""
+    """A batch takes two milliseconds on the device. Each batch takes the GIL from the thread that moves bytes. Source:
+    benchmarks/results/h200x1_202611/load-history.md."""
 
     def __init__(self, expected: Expected, place: CudaPlace) -> None:
         self._expected = expected
@@ -162,16 +145,13 @@ class CudaChecker:
         self._layout: _Layout | None = None
 
     def prepare(self) -> PendingItem | None:
-        """Load the kernels. This takes milliseconds, or seconds if they must be compiled.
-
-        Closing the run waits for this call.
-        """
+        """Load the kernels, which takes milliseconds, or seconds to compile. Closing the run waits for this call."""
         device = self._place.device
-        # The slabs of a stream are allocated and taken one by one, so they are not complete here.
+        # A stream allocates its slabs one by one, so its slabs are not complete here.
         has_all = self._place.wait_for_slabs()
         if self._place.is_out_of_memory:
             return None
-        # Set the device too. Otherwise leaving the `stream` block would create a context on the first device.
+        # Without the device, leaving the `stream` block would create a context on the first device.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if has_all:
                 self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
@@ -184,7 +164,7 @@ class CudaChecker:
             return _Passing(self._stream)
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
-        """Check these slabs. Their copies are complete, so the stream does not wait for another stream."""
+        """Check these slabs, whose copies are complete."""
         with torch.cuda.device(self._place.device), torch.cuda.stream(self._stream):
             layout = self._layout or self._laid_out(slabs)
             ranges = layout.ranges(slabs)
@@ -195,7 +175,7 @@ class CudaChecker:
             return _Passing(self._stream, layout.answers, ranges)
 
     def _laid_out(self, slabs: Sequence[int]) -> _Layout:
-        """Lay out the leaves of these slabs. The stream of the digests must be current."""
+        """Lay out the leaves of these slabs on the current stream, which must be the stream of the digests."""
         addresses = [self._place.slab(slab).data_ptr() for slab in slabs]
         device = self._place.device
         try:
@@ -212,11 +192,7 @@ class CudaChecker:
 class _Layout:
     """The leaves of some slabs in the form that the kernels need, with computed and expected digests.
 
-    Args:
-        expected: the expected digests of the plan.
-        slabs, addresses: the slabs in order, and the start address of each.
-        device: device of the slabs.
-        tuning: launch shapes of the kernels.
+    `addresses` are the start addresses of the slabs.
     """
 
     def __init__(
@@ -229,7 +205,6 @@ class _Layout:
     ) -> None:
         plan, leaf_bytes = expected.plan, expected.leaf_bytes
         rows, num_rows = expected.rows_of(slabs)
-        # These arrays have one entry for each leaf: its address, its size and its digest in the manifest.
         counts = expected.counts[rows]
         first = np.cumsum(counts) - counts
         address = np.repeat(np.array(addresses, np.int64), num_rows) + plan.row_offset[rows]
@@ -239,14 +214,13 @@ class _Layout:
         wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
         leaf_addresses = number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts)
         self._leaves = OrderedLeaves(leaf_addresses, nbytes, device, tuning=tuning)
-        # The leaves of a slab are consecutive, because its rows are.
+        # The leaves of a slab are consecutive, because its rows are consecutive.
         bounds = np.append(first, len(number))[np.cumsum(np.append(0, num_rows))].tolist()
         self._bounds = dict(zip(slabs, pairwise(bounds), strict=True))
         self._digests = torch.empty(len(number), dtype=torch.int64, device=device)
         self.answers = _Answers(expected, rows, first, wanted, is_pinned=device.type == "cuda")
 
     def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the leaves of these slabs as the smallest number of ranges."""
         merged: list[tuple[int, int]] = []
         for first, stop in sorted(map(self._bounds.__getitem__, slabs)):
             if merged and merged[-1][1] == first:
@@ -260,26 +234,19 @@ class _Layout:
         self._leaves.warm_up(out=self._digests)
 
     def digest(self, first: int, stop: int) -> None:
-        """Queue the digests of leaves `[first, stop)` and their copy to the host."""
         self._leaves.digest(first, stop, out=self._digests)
-        # The host compares them. A leaf has only eight bytes of digest, and no kernel is launched between the copies.
+        # Let the host compare the digests, so that no kernel is launched between the copies.
         self.answers.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
 
 
 class _Answers:
     """Computed and expected digests in host memory.
 
-    This object has no reference to device memory, because an error that the caller stores refers to it.
+    An error that the caller stores refers to this object, so it must not refer to device memory.
 
     Args:
-        expected: the expected digests of the plan.
-        rows: the plan's rows.
         first: index of the first leaf of each row.
         wanted: digest of each leaf in the manifest.
-        is_pinned: whether a device copies into `digests`.
-
-    Attributes:
-        digests: [num_leaves] int64, cpu. The computed digests.
     """
 
     def __init__(self, expected: Expected, rows: I64, first: I64, wanted: U64, *, is_pinned: bool) -> None:
@@ -289,7 +256,6 @@ class _Answers:
         self._got: U64 = self.digests.numpy().view(np.uint64)
 
     def compare(self, first: int, stop: int) -> None:
-        """Compare leaves `[first, stop)`, whose digests have arrived. Raise IntegrityError if a leaf differs."""
         wrong = np.flatnonzero(self._got[first:stop] != self._wanted[first:stop])
         if len(wrong):
             leaf = first + int(wrong[0])
@@ -298,12 +264,7 @@ class _Answers:
 
 
 class _Passing:
-    """Work that is queued on a stream. When it is complete, `done` compares its digests.
-
-    Args:
-        stream: the current stream, on which an event is recorded.
-        answers, ranges: the digests to compare, and the ranges of leaves. Nothing is compared if `answers` is None.
-    """
+    """Work that is queued on a stream. When it is complete, `done` compares the `ranges` of leaves in `answers`."""
 
     def __init__(
         self, stream: torch.cuda.Stream, answers: _Answers | None = None, ranges: Sequence[tuple[int, int]] = ()
@@ -314,7 +275,6 @@ class _Passing:
         self._ranges = ranges
 
     def done(self) -> bool:
-        """See `PendingItem.done`."""
         if not self._event.query():
             return False
         if self._answers is not None:
@@ -324,11 +284,7 @@ class _Passing:
 
 
 class TensorChecker:
-    """Checks ranges of tensors in any order with the xxhash library. Thread-safe.
-
-    Args:
-        manifest: manifest with leaves.
-    """
+    """Checks ranges of tensors in any order with the xxhash library. Thread-safe. The manifest must have leaves."""
 
     def __init__(self, manifest: Manifest) -> None:
         assert manifest.leaves is not None
@@ -339,16 +295,9 @@ class TensorChecker:
         self._first: I64 = np.cumsum(counts) - counts
 
     def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
-        """Check a tensor's bytes from offset `start`.
+        """Check whole leaves of a row, from offset `start` in its tensor. Raise IntegrityError if a leaf differs.
 
-        Args:
-            row: the tensor's row in the manifest.
-            start: offset in the tensor, which must be the start of a leaf.
-            data: the bytes. They end at the end of a leaf.
-            uri: the file that they come from, for the error.
-
-        Raises:
-            IntegrityError: a leaf differs.
+        The last leaf of a tensor may be shorter. `uri` names the file in the error.
         """
         digests = np.empty(-(-data.nbytes // self._leaf_bytes), np.uint64)
         leaf_digests(data, self._leaf_bytes, digests)
@@ -359,7 +308,6 @@ class TensorChecker:
 
 
 def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) -> IntegrityError:
-    """Return the error for a leaf that begins `start` bytes into a row's tensor."""
     stop, offset = min(start + leaf_bytes, int(table.nbytes[row])), int(table.offset[row])
     return IntegrityError(
         f"bytes [{start}, {stop}) of the tensor differ from their digest in the manifest",

@@ -1,9 +1,6 @@
 """The fetch executor for files in the page cache. It uses one thread and io_uring workers instead of many threads.
 
-It passes the items that do not suit a ring to a `run.Executor`.
-
-    items --> item.queue() --None--> executor with threads (not cached, remote, directly into slabs)
-                 `--Queued--> ring --completion--> item.arrived() --device's copy--> item.finish()
+Items that do not suit a ring are posted to an executor with threads.
 """
 
 from __future__ import annotations
@@ -27,11 +24,7 @@ from penstock.waits import start_thread
 
 
 class Queued(NamedTuple):
-    """A read for the ring: bytes `[offset, offset + nbytes)` of the file `fd`, to `address`.
-
-    Attributes:
-        memory: object that keeps the memory at `address` alive.
-    """
+    """A read of bytes `[offset, offset + nbytes)` of the file `fd` to `address`. `memory` keeps the address valid."""
 
     fd: int
     offset: int
@@ -42,10 +35,10 @@ class Queued(NamedTuple):
 
 
 class RingItem(WorkItem, Protocol):
-    """A work item that a ring can carry out: `queue`, `arrived`, then `finish` or `abandon`."""
+    """A work item for a ring, which calls `queue`, `arrived`, and then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None if a ring cannot do it."""
+        """Acquire a buffer and return the read. Return "later" without a free buffer, or None for other items."""
         ...
 
     def arrived(self) -> PendingItem | None:
@@ -54,14 +47,14 @@ class RingItem(WorkItem, Protocol):
 
 
 READS_AHEAD = 4
-"""Number of reads that wait in the kernel, so that a worker that finished a read begins the next without Python."""
+"""Number of reads that wait in the kernel, so that a worker begins the next read without Python."""
 
 _WAIT_S = 0.1
-"""Longest wait in the kernel before checking whether the work was stopped."""
+"""Longest wait in the kernel before checking whether the work was stopped, in seconds."""
 
 
 _lost: list[tuple[Uring, list[object]]] = []
-"""Failed rings with the memory of their reads in flight. The kernel may write to it until the process ends."""
+"""Failed rings with the memory of their reads in flight, which the kernel may write to until the process exits."""
 
 
 @dataclass(slots=True)
@@ -75,15 +68,12 @@ class _Flying:
 class RingFetch:
     """An executor for fetch items on a ring. Its thread also starts the copies of the read bytes and waits for them.
 
-    One thread does both, because two threads that pass on every chunk of a 55 GB/s stream spend their time on the GIL.
-    `place` takes the place items of reads that `threads` executed.
+    Two threads would spend their time on the GIL at 55 GB/s. `place` takes the place items of reads in `threads`.
 
     Args:
         ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
         num_reads: number of reads that the kernel's workers execute concurrently.
         threads: executor for the items that do not suit the ring. This executor closes it.
-        ticket: the first error of an item stops it.
-        trace: receives the spans.
         stall_s: seconds that a read may be in flight before the ticket fails.
     """
 
@@ -100,7 +90,6 @@ class RingFetch:
         self._trace = trace
         self._stall_s = stall_s
         self._items: Iterator[RingItem] = iter(())
-        # The item that was taken from `items` and must wait.
         self._next: RingItem | None = None
         self._tokens = itertools.count()
         self._state = threading.Condition()
@@ -116,13 +105,12 @@ class RingFetch:
     def start(self, items: Iterable[RingItem]) -> None:
         """Execute all items in order. Call it once.
 
-        The ring's thread takes each item from the iterable when the ring has a free entry. Creating thousands of items
-        takes milliseconds, in which the first reads can already run.
+        The ring's thread takes an item from the iterable when the ring has a free entry, so reads start early.
         """
         self._items = iter(items)
         thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
         start_thread(thread)
-        # Store the thread after its start, because `close` must join only a thread that was started.
+        # Store the thread after its start, because `close` can join only a started thread.
         self._thread = thread
 
     def close(self) -> None:
@@ -132,23 +120,22 @@ class RingFetch:
             self._state.notify()
         if self._thread is not None:
             self._thread.join()
-        # The ring's thread posts to these threads, and they post to `place`, so close them in this order.
+        # Close in the order of posting: the ring's thread, these threads, and `place`.
         self._threads.close()
         self.place.close()
         if not self._is_lost:
             self._ring.close()
 
     def _wake(self) -> None:
-        """Wake the ring's thread to look for posted items, unless it posted them."""
+        """Wake the ring's thread to execute posted items, unless it posted them."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             return
         with self._state:
             self._state.notify()
 
     def _work(self) -> None:
-        """Execute the items. This is the body of the thread."""
-        # An error stops the ticket. The loop continues until nothing is in flight, because the kernel and the device
-        # use buffers that are freed after this thread has ended.
+        # An error stops the ticket. Continue until nothing is in flight, because the kernel and the device use buffers
+        # that are freed after this thread has ended.
         while isinstance(guarded(self._ticket, self._carry_out), RunFailed):
             time.sleep(POLL_S)
 
@@ -167,7 +154,6 @@ class RingFetch:
                     self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
-        """Start items until the ring is full."""
         while len(self._flying) < self._depth:
             if self._ticket.stopped:
                 # Items that were not created yet hold no resources.
@@ -201,12 +187,11 @@ class RingFetch:
         token = next(self._tokens)
         flying = _Flying(item, read, time.perf_counter())
         self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
-        # Store it last. A read that could not be queued never completes, and the thread would wait for it for ever.
+        # Store it last, because a read that could not be queued never completes.
         self._flying[token] = flying
         return True
 
     def _complete(self, timeout_s: float) -> None:
-        """Wait for completions and pass them on."""
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
@@ -216,14 +201,13 @@ class RingFetch:
         if not completions:
             self._look_for_stalls(now)
         for token, result in completions:
-            # Guard each completion separately. They have left the ring, so an error in one must not drop the others.
+            # Guard each completion separately, so that an error does not drop the other completions.
             guarded(self._ticket, partial(self._end_read, token, result, now))
 
     def _end_read(self, token: int, result: int, now: float) -> None:
-        """Start the copy of a completed read, queue the rest of a short read, or abandon a failed one."""
         flying = self._flying.pop(token)
         if result > 0 and flying.num_read + result < flying.read.nbytes:
-            # The kernel may read fewer bytes than requested. Queue the rest under the same token.
+            # Queue the rest of a short read under the same token.
             flying.num_read += result
             at, left = flying.num_read, flying.read.nbytes - flying.num_read
             self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
@@ -242,9 +226,9 @@ class RingFetch:
             self.place.watch(item, copy, now)
 
     def _lose(self, error: OSError) -> None:
-        """Drop the reads in flight after the ring failed, because no completion can arrive any more."""
+        """Drop the reads in flight after the ring failed, because they can never complete."""
         self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-        # Do not abandon the items. The kernel may still write to their buffers, which must not be reused or freed.
+        # Do not abandon the items, because the kernel may still write to their buffers.
         _lost.append((self._ring, [flying.read.memory for flying in self._flying.values()]))
         self._is_lost = True
         self._flying.clear()
@@ -252,16 +236,14 @@ class RingFetch:
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():
             if now - flying.start > self._stall_s:
-                # Do not abandon the item. The kernel may still write to its buffer, so `close` waits for it.
+                # Do not abandon the item, because the kernel may still write to its buffer.
                 self._ticket.fail(SourceStalled(f"{flying.item.name}: no byte for {self._stall_s} s"))
 
 
 class HostedExecutor:
     """An executor without a thread. The ring's thread executes its items by calling `turn`.
 
-    Args:
-        name, ticket, trace, stall_s: see `Executor`.
-        wake: called by the thread that posted an item.
+    A thread that posts an item calls `wake`.
     """
 
     def __init__(self, name: str, ticket: RunState, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
@@ -286,14 +268,14 @@ class HostedExecutor:
         self._wake()
 
     def watch(self, item: WorkItem, copy: PendingItem | None, start: float) -> None:
-        """Finish an item when its running copy is done. If `copy` is None, the copy is done already."""
+        """Finish an item when its copy is done. A copy of None is done already."""
         if copy is None:
             guarded(self._ticket, item.finish)
         else:
             self._in_flight.append(InFlight(copy, item, start))
 
     def turn(self) -> bool:
-        """Start posted items and finish completed ones. Return whether an item is still in flight."""
+        """Start posted items and finish completed items. Return whether an item is still in flight."""
         while self._items:
             self._loop.run_item(self._items.popleft(), self._in_flight)
         while self._in_flight and self._loop.retire(self._in_flight):
@@ -307,7 +289,6 @@ class HostedExecutor:
 
 
 def _fault(flying: _Flying, code: int) -> SourceError:
-    """Return the error for a read that failed with this errno. An errno of 0 means that the file ended."""
     span = (flying.read.offset + flying.num_read, flying.read.offset + flying.read.nbytes)
     if code:
         return typed_error(OSError(code, os.strerror(code)), flying.read.uri, span)

@@ -1,9 +1,7 @@
 """Copies from staging buffers into the destination's slabs, in host memory and in CUDA memory.
 
-Host slabs are numpy arrays, and sources may write to them directly. CUDA slabs come from torch's allocator. They are
-allocated on the stream that was current when the place was created, so the allocator treats them as memory of the
-caller. The copy stream waits for that stream after each allocation, because kernels queued there may still use a
-recycled block.
+CUDA slabs are allocated on the caller's stream. The copy stream waits for that stream after each allocation, because
+kernels that the caller queued may still use a recycled block.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 class Segment(NamedTuple):
     """A copy of `rows` runs of `run` bytes each.
 
-    In the read, the first run starts at offset `src`, and the others follow every `pitch` bytes. In the slab, the runs
-    are packed one after the other from offset `dst`.
+    In the read, the first run starts at offset `src`, and the next runs follow every `pitch` bytes. In the slab, the
+    runs are contiguous from offset `dst`.
     """
 
     src: int
@@ -56,17 +54,14 @@ class Destination(Protocol):
         ...
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
-        """Copy packed segments from the buffer. Return None if the copy is complete. Only one thread calls this.
-
-        The caller must not reuse the buffer until the returned item is done.
-        """
+        """Copy packed segments from the buffer, which is in use until the returned item is done. None means done."""
         ...
 
 
 def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:
     """Pack the rectangles of a read in place, so that every segment is one run. Return the packed segments.
 
-    A read with a rectangle has no other segment, because the planner keeps rows whole, so no bytes are overwritten.
+    No bytes are overwritten, because a read with a rectangle has no other segment.
     """
     packed = []
     for segment in segments:
@@ -82,12 +77,7 @@ def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:
 
 
 class HostPlace:
-    """Slabs in host memory, as numpy arrays.
-
-    Args:
-        slab_nbytes: size of each slab in bytes.
-        slabs: memory for each slab. A slab that is None is allocated when its first byte arrives.
-    """
+    """Slabs in host memory, as numpy arrays. A slab that is None is allocated when its first byte arrives."""
 
     registrar: Registrar | None = None
 
@@ -101,7 +91,6 @@ class HostPlace:
         with self._lock:
             slab = self._slabs[index]
             if slab is None:
-                # Allocate late, because a stream frees its slabs one after the other.
                 try:
                     slab = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
                 except MemoryError as error:
@@ -127,8 +116,8 @@ class HostPlace:
 
 
 FIRST_BYTES = 512 << 20
-"""Total size of the slabs that are allocated first, so that copies can begin. Copying them over PCIe 5 takes about 10
-ms. In this time the driver allocates the rest, at about 0.7 ms per GB."""
+"""Total size of the slabs that are allocated first. Copying them over PCIe 5 takes about 10 ms, in which the driver
+allocates the remaining slabs."""
 
 
 def num_first_slabs(slab_nbytes: Sequence[int]) -> int:
@@ -148,7 +137,7 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         """See `Registrar.register`."""
-        # A different device may be current in the calling thread.
+        # The calling thread may have a different current device.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
@@ -161,7 +150,7 @@ class CudaRegistrar:
 
 
 class CudaPending:
-    """Copies that are complete when an event has passed. The place owns the event."""
+    """Copies that are complete when an event of the place has passed."""
 
     __slots__ = ("_driver", "event")
 
@@ -177,8 +166,6 @@ class CudaPlace:
     """Slabs on one CUDA device.
 
     Args:
-        device: device with an index.
-        slab_nbytes: size of each slab in bytes.
         slabs: flat uint8 tensors to fill, such as live parameters. Slabs that are None are allocated.
 
     Attributes:
@@ -194,15 +181,13 @@ class CudaPlace:
         self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
         self._caller = torch.cuda.current_stream(device)
         self._stream = make_stream(device, owner=self)
-        # Kernels of the caller may still read or write the given slabs.
+        # Kernels of the caller may still use the slabs.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
-        # Read the handle once, because torch creates the number at each access.
         self._stream_handle: int = self._stream.cuda_stream
         self._pending: dict[int, CudaPending] = {}
-        # These torch objects own the events.
         self._events: list[torch.cuda.Event] = []
-        # Guards the slabs. It is notified when slabs were allocated.
+        # Guards the slabs, and is notified when slabs were allocated.
         self._state = threading.Condition()
         self._is_allocating = False
         self.is_out_of_memory = False
@@ -211,8 +196,8 @@ class CudaPlace:
     def allocating(self) -> Iterator[None]:
         """Let only the calling thread allocate inside the block. Other threads wait until `allocate` has their slab.
 
-        Enter the block before reads start, and call `allocate` last in it. Otherwise the thread that copies the first
-        bytes allocates slabs outside the caller's memory pool, because `torch.cuda.use_mem_pool` affects one thread.
+        Enter the block before reads start, and call `allocate` last in it. Otherwise another thread allocates slabs
+        outside the caller's memory pool, because `torch.cuda.use_mem_pool` affects one thread.
         """
         with self._state:
             self._is_allocating = True
@@ -224,7 +209,7 @@ class CudaPlace:
                 self._state.notify_all()
 
     def allocate(self) -> None:
-        """Allocate all missing slabs. Copies into the first slabs can begin before the others are allocated.
+        """Allocate all missing slabs, the first slabs early for the first copies.
 
         Raises:
             DeviceOutOfMemory: the device has too little memory. Dropping the place releases the allocated slabs.
@@ -235,20 +220,18 @@ class CudaPlace:
                 self._allocate(0, first)
                 self._allocate(first, len(self._nbytes))
             except torch.cuda.OutOfMemoryError as error:
-                # Set this before the block ends, because other threads then stop waiting for slabs.
+                # Set this before the block ends and other threads stop waiting.
                 self.is_out_of_memory = True
                 raise self.no_room(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Allocate the missing slabs in `[start, stop)`."""
-        # Do not hold the lock, because other threads need it to find their slab. Only this thread allocates here.
+        # Allocate without the lock, because other threads need it to find their slab.
         with torch.cuda.stream(self._caller):
-            # Keep the slabs that `slab` allocated before, because copies into them may be running.
+            # Copies into slabs that `slab` allocated may be running.
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
-            # Allocate one block for all slabs and free it at once. Torch keeps it in its cache and splits it, so there
-            # is one cudaMalloc instead of hundreds. Torch rounds blocks up to 512 bytes. If the block does not fit, the
-            # single slabs may still fit into cached blocks or between them.
+            # Torch caches and splits this block, so that one cudaMalloc serves all slabs. Torch rounds blocks up to 512
+            # bytes. If the block does not fit, the single slabs may still fit.
             with suppress(torch.cuda.OutOfMemoryError):
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
@@ -298,22 +281,20 @@ class CudaPlace:
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Destination.copy`."""
         pending, stream = self._pending_of(buffer), self._stream_handle
-        # Get all addresses before the first copy. If an allocation failed between two copies, the first would have no
-        # event, and the buffer would be released while the device reads it.
+        # Get all addresses before the first copy, because a failed allocation between two copies would leave the first
+        # copy without an event.
         addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
-        # Use calls of the driver, which only queue work and take 1 to 3 us each. Torch's calls release the GIL, and
-        # getting it back takes a switch interval, several times per chunk.
+        # Calls of the driver take 1 to 3 us each, while torch's calls release the GIL several times per chunk.
         for address, segment in zip(addresses, segments, strict=True):
             self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
         self._driver.record(pending.event, stream)
         return pending
 
     def _pending_of(self, buffer: StagingBuffer) -> CudaPending:
-        """Return the event of a buffer. A buffer has at most one batch of copies in flight."""
+        """Return the event of a buffer, which has at most one batch of copies in flight."""
         pending = self._pending.get(buffer.address)
         if pending is None:
-            # Torch creates an event when it is first recorded. `set_device` makes the device's context current in this
-            # thread.
+            # `set_device` makes the device's context current in this thread, for the first record of the event.
             torch.cuda.set_device(self.device)
             event = torch.cuda.Event()
             event.record(self._stream)
@@ -322,7 +303,7 @@ class CudaPlace:
         return pending
 
     def no_room(self, nbytes: int) -> DeviceOutOfMemory:
-        """Return the error for an allocation of `nbytes` bytes that failed."""
+        """Return the error for a failed allocation of `nbytes` bytes."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(
             f"{self.device} has {free} of {total} bytes free, but {nbytes} bytes are needed",

@@ -1,16 +1,7 @@
 """The run loop of every journey. Executors run work items by priority, and a ticket holds progress and the first error.
 
-The journeys define the items: `loader.run`, `fetcher.run`, `sync.receive.transfer` and the workers of a conversion.
-
-    with Run(...) as run:
-        executor = run.executor("fetch", 4)      # threads start with the first item
-        executor.post(Item(...))  --heap--> start() --None--> finish()
-                                              `---Pending--> (device works on) --done--> finish()
-                                    (ticket stopped or start failed) --> abandon()
-        run.wait()                               # finished, the first error, or no progress for stall_s
-    # closed: the rest is cancelled, its threads have ended, and no item touches memory any more
-
-Items run on the threads of their executor. `wait` and `close` run on the caller's thread. The ticket is thread-safe.
+An executor calls `start` of an item, and then `finish` once its work is complete. If the ticket is stopped or `start`
+fails, it calls `abandon` instead. After `Run.close`, no item touches memory any more.
 """
 
 from __future__ import annotations
@@ -22,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -33,9 +25,6 @@ from penstock.lifecycle import Closeable, quick_handover
 from penstock.waits import Scope
 
 T = TypeVar("T")
-
-
-# -- The run: executors and ticket, from the first item until nothing touches memory.
 
 
 class AnyExecutor(Protocol):
@@ -56,15 +45,14 @@ E = TypeVar("E", bound=AnyExecutor)
 class Run(Closeable):
     """The base of a journey's run, with its executors, ticket and trace. Leaving the `with` block ends all its work.
 
-    A journey derives a class, posts items to the executors and calls `ticket.finish` after the last item. It may
-    override `is_busy` and `received_bytes`.
+    A journey derives a class, posts items to the executors and calls `ticket.finish` after the last item.
 
     Args:
         nbytes: number of bytes to move.
         trace: receives the spans.
         stall_s: seconds without progress after which a wait fails.
         is_quick: let the process hand over the GIL quickly while the executors have threads. See `quick_handover`.
-        threads: kept threads that the executors use and return. None means that they start new threads.
+        threads: kept threads that the executors use. None means new threads.
 
     Attributes:
         ticket: progress and outcome. The first error of an item stops it.
@@ -72,13 +60,7 @@ class Run(Closeable):
     """
 
     def __init__(
-        self,
-        nbytes: int,
-        *,
-        trace: Trace,
-        stall_s: float,
-        is_quick: bool = False,
-        threads: KeptThreads | None = None,
+        self, nbytes: int, *, trace: Trace, stall_s: float, is_quick: bool = False, threads: KeptThreads | None = None
     ) -> None:
         self.trace = trace
         self.stall_s = stall_s
@@ -89,7 +71,7 @@ class Run(Closeable):
         self._executors: list[AnyExecutor] = []
 
     def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
-        """Create an executor in this run. Create one that posts to a second executor before the second. See `end`."""
+        """Create an executor in this run. Create executors in the order in which they post items to each other."""
         return self.own(
             Executor(
                 name,
@@ -109,14 +91,11 @@ class Run(Closeable):
         return executor
 
     def is_busy(self) -> bool:
-        """Return whether an executor runs an item. The item's deadline then applies instead of the ticket's."""
+        """Return whether an executor runs an item, whose deadline then applies instead of the ticket's."""
         return any(executor.is_busy() for executor in self._executors)
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including those of running items.
-
-        A journey that returns 0 shows progress only when an item ends.
-        """
+        """Return the bytes received so far, including those of running items. 0 counts only whole items as progress."""
         return 0
 
     def wait(self) -> None:
@@ -126,15 +105,13 @@ class Run(Closeable):
     def end(self) -> None:
         """Cancel unfinished work and wait until no item touches memory any more. Idempotent.
 
-        While the interpreter shuts down this returns at once, because the executors' threads have ended.
+        At interpreter shutdown this returns at once, because the executors' threads have ended.
         """
         if lifecycle.is_ending():
             return
         if not self.ticket.done:
             self.ticket.cancel()
-        # Close executors in the order in which items move through them, so that an item can still post the next one. A
-        # sync also posts backwards, when verified bytes allow more reads. By now its ticket is stopped, so such an item
-        # does not start.
+        # Close executors in the order of the items, so that an item can still post the next item.
         for executor in self._executors:
             executor.close()
 
@@ -143,30 +120,26 @@ class Run(Closeable):
         if lifecycle.is_ending():
             return
         self.end()
-        # The ticket refers to this run, and its error refers to the frames of an item. Both cycles keep memory as large
-        # as the weights alive until Python's cyclic garbage collector runs.
+        # The ticket refers to this run, and its error to an item's frames. These cycles would keep the weights alive
+        # until the garbage collector runs.
         self.ticket.release()
 
 
-# -- The ticket.
-
 LOOK_S = 1.0
-"""Longest pause between two checks of the progress. A longer gap counts as this many seconds, because a process that
-was suspended, or got no CPU time, did not wait for its source."""
+"""Longest pause in seconds between two checks of the progress. A longer gap counts as this time, because the process
+was suspended."""
 
 
 LEAST_BYTES = 64 << 10
-"""Number of received bytes that counts as progress, which is 2 kB/s with a deadline of 30 s. Every link for weights is
-faster. A hostile peer that sends single bytes to keep its reader waiting is slower."""
+"""Number of received bytes that counts as progress. A hostile peer that sends single bytes to occupy its reader sends
+fewer in a deadline of 30 s."""
 
 
 class StallTimer:
     """A timer of the seconds without progress, not counting time in which this process was suspended.
 
     Progress means that bytes reached their destination (`moved`), or that `LEAST_BYTES` more bytes were received.
-
-    Attributes:
-        seconds: seconds without progress at the last call of `look`.
+    `seconds` is the result of the last `look`.
     """
 
     def __init__(self) -> None:
@@ -190,14 +163,13 @@ class StallTimer:
         self._received = min(self._received, received)
         if moved != self._moved or received >= self._received + LEAST_BYTES:
             self._moved, self._received, self.seconds = moved, received, 0.0
-        # A pause stops the timer but does not reset it. Otherwise a series of silent sources could postpone the
-        # deadline for ever.
+        # A pause does not reset the timer, because a series of silent sources could then postpone the deadline.
         elif is_paused is None or not is_paused():
             self.seconds += passed_s
         return self.seconds
 
     def begin(self) -> None:
-        """Begin a wait. The time before it does not count."""
+        """Begin a wait. The preceding time does not count."""
         self._moved, self._received = -1, 0
 
 
@@ -207,8 +179,7 @@ class RunState:
     Attributes:
         nbytes: number of bytes to move.
         moved_bytes: number of bytes at their destination so far.
-        is_busy: returns whether an executor runs an item. The item's deadline then applies instead of the ticket's. A
-            run that retries failed items (`fetcher.run`) ignores sources that have sent nothing.
+        is_busy: returns whether an executor runs an item, whose deadline then applies instead of the ticket's.
         received: returns the bytes received so far, including those of running items. If None, only whole items count.
         changed: condition that is notified at every change. Changes are made while its lock is held.
         waits: scope of the items' waits, which end when the work stops.
@@ -228,7 +199,7 @@ class RunState:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the run failed or was cancelled. No new item may start then."""
+        """Return whether the run failed or was cancelled, so that no new item may start."""
         return self._stopped
 
     @property
@@ -254,7 +225,6 @@ class RunState:
     def fail(self, error: BaseException) -> None:
         """Stop the work with an error. Later errors are dropped."""
         with self.changed:
-            # The first error is the cause. Later errors come from the work that it interrupted.
             if not self.done:
                 self._error, self._stopped = error, True
             self.changed.notify_all()
@@ -278,26 +248,22 @@ class RunState:
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
-        """Wait until `reached()` is true.
-
-        Args:
-            reached: the condition to wait for. It is called after every change, with the lock of `changed` held.
-            stall_s: seconds in which no byte arrived and no item ran, after which the wait fails.
+        """Wait until `reached()` is true. It is called after every change, with the lock of `changed`.
 
         Raises:
             PenstockError: the error that stopped the work.
-            SourceStalled: there was no progress for `stall_s` seconds.
+            SourceStalled: no byte arrived and no item ran for `stall_s` seconds.
             KeyboardInterrupt: SIGINT arrived inside `interrupts.deferred`.
         """
         with self.changed:
-            # Start the timer now, because the consumer of a stream may have done something else for a long time.
+            # Start the timer now, because the consumer of a stream may have been busy for a long time.
             self._silence.begin()
             while not reached() and not self._stopped:
                 if self.look() > stall_s:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
-                # Wait for a short time only, because received bytes wake no waiter and an interrupt must be seen soon.
+                # Wait only briefly, because received bytes wake no waiter and an interrupt must be detected soon.
                 self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S)))
                 interrupts.raise_if_noted()
         self.check()
@@ -329,9 +295,6 @@ def _never() -> bool:
     return False
 
 
-# -- Work items.
-
-
 class PendingItem(Protocol):
     """Work that a device is doing."""
 
@@ -343,14 +306,14 @@ class PendingItem(Protocol):
 class WorkItem(Protocol):
     """A piece of work for one executor.
 
-    The executor's thread calls exactly one of `finish`, once the work is complete after `start`, and `abandon`.
-    `abandon` must release the item's resources and must not raise.
+    After `start`, the executor's thread calls either `finish`, once the work is complete, or `abandon`, which must not
+    raise.
     """
 
     priority: int
-    """Items with a lower number run first. Items with equal numbers run in the order in which they were posted."""
+    """Items with a lower number run first. Items with equal numbers run in the order of posting."""
     nbytes: int
-    """Number of bytes for the trace. It is read when the item is complete."""
+    """Number of bytes for the trace, read when the item is complete."""
 
     @property
     def name(self) -> str:
@@ -374,46 +337,32 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """A `WorkItem` built from functions, for work that needs no class."""
 
-    __slots__ = ("abandon", "finish", "name", "nbytes", "priority", "start")
+    priority: int
+    name: str
+    nbytes: int
+    start: Callable[[], PendingItem | None]
+    finish: Callable[[], None] = _nothing
+    abandon: Callable[[], None] = _nothing
 
-    def __init__(
-        self,
-        priority: int,
-        name: str,
-        nbytes: int,
-        start: Callable[[], PendingItem | None],
-        finish: Callable[[], None] = _nothing,
-        abandon: Callable[[], None] = _nothing,
-    ) -> None:
-        self.priority = priority
-        self.name = name
-        self.nbytes = nbytes
-        self.start = start
-        self.finish = finish
-        self.abandon = abandon
-
-
-# -- Executors.
 
 POLL_S = 5e-4
-"""Pause between checks of a busy device while no item waits. Three copies of 8 MiB over PCIe 5 take this long. More
-frequent checks would only take the GIL from the readers."""
+"""Pause in seconds between checks of a busy device while no item waits. Three copies of 8 MiB over PCIe 5 take this
+long, and frequent checks would take the GIL from the readers."""
 
 
 class Executor:
     """Threads that take items from one priority queue.
 
     Args:
-        name: `fetch`, `place`, `compute`, `send` or `ask`. The trace and the threads carry this name.
+        name: `fetch`, `place`, `compute`, `send` or `ask`, for the trace and the threads.
         num_threads: maximum number of threads. The first `post` starts them.
         ticket: the first error of an item stops it.
-        trace: receives the spans.
         stall_s: seconds that an item may run on a device before the ticket fails.
-        on_thread_start: called once in each thread, for example to choose its device. Not allowed with kept threads,
-            because its effect would last beyond the run.
+        on_thread_start: called once in each thread, for example to choose its device. Not allowed with kept threads.
         is_quick, threads: see `Run`.
     """
 
@@ -450,11 +399,10 @@ class Executor:
         return any(item is not None for item in self._running)
 
     def post(self, *items: WorkItem) -> None:
-        """Queue items. Raise DestinationError if not a single thread can start."""
+        """Queue items. Raise DestinationError if no thread can start."""
         with self._state:
-            # Start the threads first. If none can start, nothing is queued and the caller keeps the items.
+            # Start the threads first, so that nothing is queued if no thread can start.
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
-                # If a further thread cannot start, the existing threads do the work more slowly.
                 index = len(self._threads)
                 work, name = partial(self._work, index), f"penstock-{self.name}-{index}"
                 thread = start_call(work, name, self._kept, is_needed=not index)
@@ -462,15 +410,14 @@ class Executor:
                     break
                 self._threads.append(thread)
             for item in items:
-                # The sequence number keeps items of equal priority in order, and the heap never compares items.
+                # The sequence number keeps the order of equal priorities, and prevents comparisons of items.
                 heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
             self._state.notify(len(items))
 
     def close(self) -> None:
         """Wait until the queue is empty and the threads have ended. Idempotent.
 
-        If the ticket is stopped, queued items are abandoned. Device work in flight is always waited for. After this
-        call no item writes to memory that the caller may free.
+        If the ticket is stopped, queued items are abandoned. Device work in flight is always awaited.
         """
         with self._state:
             self._closed = True
@@ -479,9 +426,9 @@ class Executor:
             thread.join()
 
     def _next(self, in_flight: bool) -> WorkItem | None:
-        """Return the next item. Return None if the queue is empty and work is in flight or the executor is closed."""
+        """Return the next item, or None if the queue is empty and work is in flight or the executor is closed."""
         with self._state:
-            # A device wakes no thread when it is done, so this thread checks it again soon.
+            # A device wakes no thread when it is done, so check it again soon.
             if not self._heap and in_flight:
                 self._state.wait(POLL_S)
             while not self._heap:
@@ -497,18 +444,16 @@ class Executor:
     def _take_items(self, index: int) -> None:
         in_flight: deque[InFlight] = deque()
         if self._on_thread_start is not None:
-            # A failure stops the ticket. This thread continues and abandons the queued items.
+            # A failure stops the ticket, so this thread abandons the queued items.
             guarded(self._ticket, self._on_thread_start)
         while True:
             item = self._next(bool(in_flight))
             if item is not None:
                 self._running[index] = item
                 self.run_item(item, in_flight)
-                # The executor stays busy while a device works. `retire` checks the device's deadline, and the ticket's
-                # timer is paused.
+                # The executor stays busy while a device works. `retire` checks the device's deadline.
                 self._running[index] = in_flight[0].item if in_flight else None
-                # Drop the item before waiting for the next one, because it may keep memory as large as the weights
-                # alive.
+                # Drop the item before waiting, because it may keep memory as large as the weights alive.
                 item = None
             elif not in_flight:
                 return
@@ -525,15 +470,14 @@ class Executor:
         if isinstance(outcome, RunFailed):
             item.abandon()
         elif outcome is None:
-            # Add the span before `finish`, which may end the run, so that the trace is complete by then.
+            # Add the span first, because `finish` may end the run.
             self._trace.add(self.name, item.name, start, time.perf_counter(), item.nbytes)
             guarded(self._ticket, item.finish)
         else:
             in_flight.append(InFlight(outcome, item, start))
 
     def retire(self, in_flight: deque[InFlight]) -> bool:
-        """Check the oldest item in flight. Return whether it left the queue."""
-        # Only the oldest item can be complete first, because a device executes the work of one stream in order.
+        """Check the oldest item in flight, which completes first. Return whether it left the queue."""
         oldest = in_flight[0]
         item = oldest.item
         now = time.perf_counter()
@@ -543,8 +487,8 @@ class Executor:
             if silent_s > self._stall_s:
                 message = f"{item.name}: the device made no progress for {self._stall_s} s"
                 self._ticket.fail(DestinationError(message, mutated=True))
-            # Wait twice as long before abandoning the item, because the device may still write to the memory that
-            # `abandon` frees. The wait is bounded, because a lost device must not hang the caller for ever.
+            # Wait twice as long before abandoning the item, because the device may still write to its memory. The wait
+            # is bounded in case the device is lost.
             if silent_s <= 2 * self._stall_s:
                 return False
         in_flight.popleft()
@@ -565,15 +509,14 @@ class InFlight(NamedTuple):
 
 
 class RunFailed:
-    """The result of `guarded` for a call that raised. It does not refer to the error, because the error's traceback
-    leads to the frame with this object. That cycle would wait for the cyclic garbage collector."""
+    """The result of `guarded` for a call that raised. It has no reference to the error, which would be a cycle."""
 
 
 def guarded(ticket: RunState, call: Callable[[], T]) -> T | RunFailed:
-    """Make a call and return its result. An error stops the ticket, and the thread that waits for the ticket raises it.
+    """Make a call and return its result. An error stops the ticket, whose waiter raises it.
 
-    An executor's thread calls foreign code only through this function. If an error ended the thread, the queued items
-    would wait for ever.
+    An executor's thread makes all foreign calls through this function, because an error that ended the thread would
+    leave queued items waiting for ever.
     """
     try:
         return call()

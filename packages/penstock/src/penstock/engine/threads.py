@@ -1,7 +1,4 @@
-"""Threads for runs, which can be kept from one run to the next.
-
-A thread takes 0.1 to 2 ms to start while other threads run Python code, and the sync of a version needs ten threads.
-"""
+"""Threads for runs, which can be kept from one run to the next, because starting a thread takes up to 2 ms."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ MAX_IDLE = 32
 """Maximum number of idle threads. A sync has 16 concurrent reads and a few other items."""
 
 IDLE_S = 600.0
-"""Seconds after which an idle thread ends. A sync is idle between training steps, which take minutes at most."""
+"""Seconds after which an idle thread ends. A sync is idle during training steps, which take minutes at most."""
 
 
 class Joinable(Protocol):
@@ -65,12 +62,12 @@ class KeptThreads(Closeable):
     """Threads that make one call after another, for the runs of one owner. Thread-safe.
 
     Leaving the `with` block ends and joins the idle threads. A busy thread ends after its call. A call must restore the
-    device, the stream and the context variables of its thread, because the next call may belong to a different run.
+    device, the stream and the context variables of its thread for the next call.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The thread that became idle last is used first, because its stack is still in the CPU cache.
+        # The last idle thread is used first, because its stack is still in the CPU cache.
         self._idle: list[_Kept] = []
         self._is_closed = False
         _alive.add(self)
@@ -81,10 +78,9 @@ class KeptThreads(Closeable):
         self._idle = []
 
     def start(self, work: Callable[[], None], name: str, *, is_needed: bool = True) -> Joinable | None:
-        """Make a call in an idle thread or in a new one. Return None if no thread can start and `is_needed` is False.
+        """Make a call in an idle thread or in a new thread.
 
-        Raises:
-            DestinationError: no thread can start, and `is_needed` is True.
+        If no thread can start, raise DestinationError, or return None if `is_needed` is False.
         """
         call = Call(work, name)
         with self._lock:
@@ -106,12 +102,11 @@ class KeptThreads(Closeable):
         for kept in idle:
             kept.calls.put(None)
         for kept in idle:
-            # An idle thread ends at once. Do not join the current thread, in which a finalizer may call this method.
+            # A finalizer may call this method in an idle thread.
             if kept.thread is not threading.current_thread():
                 kept.thread.join()
 
     def _work(self, calls: SimpleQueue[Call | None]) -> None:
-        """Make the calls of one thread, until it must end or there are enough idle threads."""
         me = _Kept(calls, threading.current_thread())
         while (call := self._next(me)) is not None:
             me.thread.name = call.name
@@ -123,14 +118,13 @@ class KeptThreads(Closeable):
                 # Become idle before waking the waiter, because it may start the next call at once.
                 stays = stays and self._gives_back(me)
                 call.end()
-            # Drop the call before waiting, because it may keep memory as large as the weights alive.
+            # Drop the call, because it may keep memory as large as the weights alive.
             del call
             if not stays:
                 return
             me.thread.name = "penstock-idle"
 
     def _next(self, me: _Kept) -> Call | None:
-        """Return the next call of a thread, or None if the thread must end."""
         try:
             return me.calls.get(timeout=IDLE_S)
         except Empty:
@@ -138,14 +132,13 @@ class KeptThreads(Closeable):
                 if me in self._idle:
                     self._idle.remove(me)
                     return None
-        # Another thread took this one off the list and is about to send a call, or to end it. The wait is bounded,
-        # because an interrupt may have stopped that other thread.
+        # Another thread has removed this thread from the list to send a call. The wait is bounded, because an interrupt
+        # may have stopped the other thread.
         with contextlib.suppress(Empty):
             return me.calls.get(timeout=IDLE_S)
         return None
 
     def _gives_back(self, me: _Kept) -> bool:
-        """Add a thread to the idle ones. Return False if it must end instead."""
         with self._lock:
             if self._is_closed or len(self._idle) >= MAX_IDLE:
                 return False
@@ -166,6 +159,6 @@ def start_call(
 
 
 def _start_daemon(work: Callable[[], None], name: str, *, is_needed: bool) -> threading.Thread | None:
-    # A thread that hangs in a system call (a dead NFS server) must not keep the process alive at its end.
+    # A daemon thread that hangs in a system call, for example on a dead NFS server, does not keep the process alive.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=is_needed) else None

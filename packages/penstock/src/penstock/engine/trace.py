@@ -19,7 +19,7 @@ Span = tuple[str, str, int, float, float, int]
 """Executor, name, thread, start and stop in seconds of `time.perf_counter()`, and bytes."""
 
 STAGES = "stages"
-"""Replaces the executor in spans for the work before and after bytes move."""
+"""Name of the executor in spans for the work before and after bytes move."""
 
 
 class Trace:
@@ -70,14 +70,10 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """Return a trace for saving at `path`. If `path` is None, the trace records busy seconds only.
-
-    Raises:
-        ConfigError: no file can be written at `path`. This is checked before any bytes move.
-    """
+    """Return a trace for `path`, or a trace of busy seconds only for None. Raise ConfigError if it is not writable."""
     if path is not None:
         path = text_of(path)
-        # Open for appending, so that the trace of an earlier run stays until this one is saved.
+        # Append, so that an earlier trace stays until this trace is saved.
         try:
             open(path, "ab").close()
         except OSError as error:
@@ -88,8 +84,8 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
     """Write Chrome-trace JSON in microseconds since `origin`, with one process row for each entry in `rows`.
 
-    Spans of executors are complete events (X). Stages have begin and end events (B, E). `origin_s` in the file is the
-    origin on a clock that all processes of the host share.
+    Spans of executors are complete events (X), and stages have begin and end events (B, E). `origin_s` in the file is
+    the origin on a clock that all processes of the host share.
 
     Raises:
         DiskFull, DestinationError: the file cannot be written.

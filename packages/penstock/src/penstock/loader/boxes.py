@@ -22,7 +22,7 @@ Slices = slice | EllipsisType | tuple[slice | EllipsisType, ...]
 Region = Box | Slices | None
 
 Boxes = Mapping[str, Region] | Callable[[str, tuple[int, ...]], Region] | TensorParallelRank | None
-"""Regions by tensor name, or a function from name and shape to the region, or the regions of a tensor-parallel rank.
+"""Regions by tensor name, a function from name and shape to a region, or the regions of a tensor-parallel rank.
 None means all of every tensor."""
 
 _BOXES = 'boxes by tensor name: {"w": penstock.Box((0, 0), (2, 4))} or {"w": numpy.s_[0:2, :]}'
@@ -33,91 +33,58 @@ class Wanted(NamedTuple):
 
     table: TensorTable
     boxes: tuple[Box | None, ...]
-    num_boxes: tuple[int, ...] | None
-    """Number of boxes for each tensor. None means one box for each tensor."""
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """Return, for each tensor with several boxes, the dim along which they are joined."""
-        dims: dict[str, int] = {}
-        row = 0
-        for count in self.num_boxes or ():
-            one, other = self.boxes[row], self.boxes[row + count - 1]
-            if count > 1 and one is not None and other is not None:
-                differ = [dim for dim, (a, b) in enumerate(zip(one.start, other.start, strict=True)) if a != b]
-                dims[self.table.names[row]] = differ[0]
-            row += count
-        return dims
 
     def of_several(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return the parts `(dim, start, length)` of each tensor with several boxes, which are joined along the dim."""
-        dims = self.dims
-        parts: dict[str, list[tuple[int, int, int]]] = {}
+        boxes: dict[str, list[Box]] = {}
         for name, box in zip(self.table.names, self.boxes, strict=True):
-            if name in dims and box is not None:
-                dim = dims[name]
-                parts.setdefault(name, []).append((dim, box.start[dim], box.shape[dim]))
+            if box is not None:
+                boxes.setdefault(name, []).append(box)
+        parts = {}
+        for name, several in boxes.items():
+            if len(several) > 1:
+                dim = next(dim for dim, start in enumerate(several[0].start) if start != several[-1].start[dim])
+                parts[name] = [(dim, box.start[dim], box.shape[dim]) for box in several]
         return parts
 
 
 def wanted_regions(
     boxes: Boxes, table: TensorTable, uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> Wanted:
-    """Return the rows of a table with the requested regions.
+    """Return the rows of a table, which is in file order, with the regions that `penstock.load(boxes=)` requests.
 
-    Args:
-        boxes: see `penstock.load`.
-        table: the requested rows, in file order.
-        uri: URI of the weights. The numbers of heads are read from the configuration next to it.
-        settings, storage_options: for reading that configuration.
+    The numbers of attention heads are read from the configuration next to `uri`.
 
     Raises:
         ConfigError: a region has the wrong type.
         PlanError: a box names a tensor that does not exist or does not fit its tensor, or a tensor cannot be split.
     """
     if boxes is None:
-        return Wanted(table, (None,) * len(table), None)
+        return Wanted(table, (None,) * len(table))
     if isinstance(boxes, TensorParallelRank):
-        return _of_rank(boxes, table, uri, settings, storage_options)
-    if callable(boxes):
-        pairs = zip(table.names, table.shapes, strict=True)
-        return Wanted(table, tuple(_box(name, boxes(name, shape), shape) for name, shape in pairs), None)
-    require_type("boxes", boxes, Mapping, _BOXES)
-    unknown = sorted(map(str, set(boxes) - set(table.names)))
-    if unknown:
-        raise PlanError(f"boxes= names tensors that the weights do not have: {', '.join(unknown[:5])}")
-    pairs = zip(table.names, table.shapes, strict=True)
-    return Wanted(table, tuple(_box(name, boxes.get(name), shape) for name, shape in pairs), None)
-
-
-def _of_rank(
-    rank: TensorParallelRank,
-    table: TensorTable,
-    uri: str,
-    settings: Settings,
-    storage_options: Mapping[str, str] | None,
-) -> Wanted:
-    heads: tuple[int, ...] = ()
-    if rank.heads is None:
-        raw = read_sibling(uri, "config.json", settings, storage_options)
-        if raw is not None:
+        heads: tuple[int, ...] = ()
+        if boxes.heads is None and (raw := read_sibling(uri, "config.json", settings, storage_options)) is not None:
             heads = heads_of(read_object(raw, uri, hint="repair config.json, or give tensor_parallel(heads=)"))
+        return _of_rank(boxes, heads, table)
+    if not callable(boxes):
+        require_type("boxes", boxes, Mapping, _BOXES)
+        if unknown := sorted(map(str, set(boxes) - set(table.names))):
+            raise PlanError(f"boxes= names tensors that the weights do not have: {', '.join(unknown[:5])}")
+    pairs = zip(table.names, table.shapes, strict=True)
+    regions = ((n, boxes(n, shape) if callable(boxes) else boxes.get(n), shape) for n, shape in pairs)
+    return Wanted(table, tuple(_box(*region) for region in regions))
+
+
+def _of_rank(rank: TensorParallelRank, heads: tuple[int, ...], table: TensorTable) -> Wanted:
     found = rank.boxes(dict(zip(table.names, table.shapes, strict=True)), heads)
     rows = [row for row, name in enumerate(table.names) for _ in found[name]]
-    shapes = table.shapes
-    # A whole tensor is not treated as a region, so its digests are compared without widening.
-    boxes = tuple(
-        None if box == Box.full(shapes[row]) else box for row, name in enumerate(table.names) for box in found[name]
-    )
-    counts = tuple(len(found[name]) for name in table.names)
-    return Wanted(table.take(rows), boxes, counts) if max(counts, default=1) > 1 else Wanted(table, boxes, None)
+    # A box of the whole tensor is not a region, so its digests are compared without widening.
+    pairs = zip(rows, (box for name in table.names for box in found[name]), strict=True)
+    boxes = tuple(None if box == Box.full(table.shapes[row]) else box for row, box in pairs)
+    return Wanted(table.take(rows), boxes)
 
 
 def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
-    """Return a region as a box.
-
-    Raise ConfigError for a wrong type, and PlanError if the region does not fit the shape.
-    """
     if region is None or isinstance(region, Box):
         return region
     parts = region if isinstance(region, tuple) else (region,)
@@ -147,6 +114,6 @@ def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Join the boxes of one tensor into one tensor."""
     dtype = parts[0].dtype
-    # View elements of one byte as bytes, because torch cannot join all of these dtypes.
+    # View one-byte elements as uint8, because torch cannot concatenate all one-byte dtypes.
     plain = [part.view(torch.uint8) if dtype.itemsize == 1 else part for part in parts]
     return torch.cat(plain, dim).view(dtype)

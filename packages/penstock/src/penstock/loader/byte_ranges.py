@@ -1,4 +1,4 @@
-"""Sets of bytes and blocks of a file, in file order. Queries use bisection."""
+"""Sorted byte ranges and blocks of a file, which are searched by bisection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RangeSet:
 
     def add(self, start: int, stop: int) -> None:
         """Add `[start, stop)`."""
-        # Merge all ranges that it overlaps or touches.
+        # Merge the new range with all ranges that overlap or touch it.
         first = bisect.bisect_left(self._stops, start)
         last = bisect.bisect_right(self._starts, stop)
         if first < last:
@@ -36,7 +36,7 @@ class RangeSet:
 
 
 class ByteBlock(Protocol):
-    """A range of a file with additional data."""
+    """A byte range of a file with additional data."""
 
     start: int
     stop: int
@@ -46,11 +46,7 @@ B = TypeVar("B", bound=ByteBlock)
 
 
 class ByteBlocks(Generic[B]):
-    """The blocks of a file, in file order. They do not overlap.
-
-    Attributes:
-        nbytes: total size of the blocks in bytes.
-    """
+    """The blocks of a file, sorted by offset. Blocks do not overlap. `nbytes` is their total size."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -1,17 +1,14 @@
 """Loading with a process group: each rank reads a part of the bytes once, and the ranks exchange the parts.
 
-    round k: rank r has read its chunks -> packs them with a status word -> all_gather -> each rank unpacks the others'
-    chunks into its slabs.
-
-A rank that failed still takes part in the exchange, with its status word set, so that all ranks raise after the same
-round.
+In each round every rank packs the chunks that it has read with a status word, gathers the payloads of all ranks and
+unpacks the other ranks' chunks. A failed rank still joins the round, so that all ranks raise after the same round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,68 +25,57 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import I64, Box, TensorTable
 
 STATUS_BYTES = 512
-"""Bytes reserved for the status word after each payload. It is larger than needed, so that payloads stay aligned for
-copy engines."""
+"""Bytes reserved for the status word after each payload, so that payloads stay aligned for copy engines."""
 
 ROUND_BYTES = 32 << 20
-"""Bytes that a rank contributes to a round on CUDA. It is large, so that the fixed costs of NCCL and Python are
-small."""
+"""Bytes that a rank contributes to a round on CUDA. Large rounds amortise the fixed costs of NCCL and Python."""
 
 ROUNDS_IN_FLIGHT = 2
 """Number of rounds queued on a CUDA device. One is packed while another is gathered."""
 
 _DIGEST_BYTES = 32
-"""Length of the digest that ranks compare, in bytes. A rank that failed sends zeros instead."""
+"""Length in bytes of the digest that ranks compare. A failed rank sends zeros instead."""
 
 
 def exchange(
     session: LoadSession, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
 ) -> Iterator[Batch]:
-    """Load the whole tensors in `table` with the group. Yield names with tensors, or with this rank's boxes of them.
+    """Load the whole tensors in `table` with the group. Yield names with tensors, or with this rank's boxes.
 
-    Collective: every rank of the group calls it, in the same order as its other collectives.
+    Collective.
 
     Raises:
         PlanError: the ranks' weights or options differ. Every rank raises it.
-        PeerLost: another rank failed or fell silent. The failing rank raises its own error instead.
+        PeerLost: another rank failed or is silent. The failed rank raises its own error.
     """
     ranks = LoadGroup(group, session.options.device, session.settings.stall_s)
-    # The ranks on one host share its cores, page cache and link, so each of them makes fewer reads at a time.
+    # The ranks on one host share its cores, page cache and link, so each rank makes fewer concurrent reads.
     session.intake.local_world_size = ranks.world_size
     with ranks.reports_failure():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     ranks.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
-    # On the CPU a round has one chunk, because the host waits for each round and a larger one would only use more
-    # memory.
+    # On the CPU the host waits for each round, so a larger round would only use more memory.
     per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.intake.chunk_bytes)
     turns = np.arange(plan.num_reads) // per_round % ranks.world_size
-    # Assign runs of adjacent chunks, so that a rank reads long stretches of a file.
+    # Assign runs of adjacent chunks, so that a rank reads long ranges of a file.
     mine = [] if failed is not None else np.flatnonzero(turns == ranks.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
     session.enter_move()
     is_ours = np.repeat(turns == ranks.rank, np.diff(plan.seg_first))
     session.group_bytes = int((plan.seg_run * plan.seg_rows)[~is_ours].sum())
     _Rounds(run, place, ranks, per_round, failed).carry_out()
-    # Wait for the digests of the last chunks.
     run.ticket.wait(stall_s=session.settings.stall_s)
-    # Cut the boxes after the exchange. Ranks may request different boxes, but the exchange needs the same plan on all
-    # ranks.
+    # Cut the boxes after the exchange, because the exchange needs the same plan on all ranks.
     region = dict(zip(table.names, boxes, strict=True))
     for names, tensors in session.batches(plan, run.slabs(), place.take):
-        yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, tensors, strict=True)]
-
-
-def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    """Return a copy of this rank's box of a whole tensor."""
-    if box is None:
-        return tensor
-    return tensor[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))].clone()
+        cuts = ((tensor, region[name]) for name, tensor in zip(names, tensors, strict=True))
+        yield names, [tensor if box is None else tensor[box.slices].clone() for tensor, box in cuts]
 
 
 def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """Return the slabs, and an error that the other ranks must learn of before this rank raises it."""
+    """Return the slabs, and an error that this rank raises after it has reported it to the other ranks."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -105,7 +91,7 @@ class LoadGroup(GroupCollectives):
     """The collectives of a load's ranks, and their agreement on a plan before they read."""
 
     poll_s = 1e-3
-    """Seconds between checks, about half the time of a round. Each check takes the GIL from the reading thread."""
+    """Seconds between checks, about half of a round. Each check takes the GIL from the reading thread."""
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
@@ -113,7 +99,7 @@ class LoadGroup(GroupCollectives):
         try:
             yield
         except PenstockError:
-            # Send zeros instead of the digest that `agree` gathers, so that every rank makes the same collective calls.
+            # Send zeros instead of a digest, so that every rank makes the same collective calls.
             self.gather_bytes(bytes(_DIGEST_BYTES))
             raise
 
@@ -124,7 +110,6 @@ class LoadGroup(GroupCollectives):
             PlanError: the plans differ. Every rank raises it.
             PeerLost: a rank failed before it had a plan. Every other rank raises it.
         """
-        # Compare one digest of the whole plan, because the ranks only need to know whether their plans differ.
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
@@ -143,7 +128,7 @@ class LoadGroup(GroupCollectives):
 
 
 class _Rounds:
-    """The exchange in one run, round by round. On CUDA the host waits only to limit the number of rounds in flight."""
+    """The exchange in one run. On CUDA the host waits only to limit the number of rounds in flight."""
 
     def __init__(
         self, run: LoadRun, place: Any, ranks: LoadGroup, per_round: int, failed: PenstockError | None
@@ -154,38 +139,34 @@ class _Rounds:
         self._per_round = per_round
         self._is_host = ranks.device.type == "cpu"
         self._failed: PenstockError | RuntimeError | None = failed
-        # Join the segments of all rounds now. Python code for each read of each rank would delay the reading thread.
+        # Join the segments of all rounds now, because Python code in each round would delay the reading thread.
         self._pieces = _pieces(self._plan, per_round)
-        self._copies: _RoundCopies | None = None
+        self._copies: _HostCopies | _DeviceCopies | None = None
         if failed is None:
             try:
                 self._copies = self._copies_of(place)
             except (PenstockError, RuntimeError) as error:
-                # The other ranks learn of the error in the first round, so they do not wait for a rank that has left.
+                # Report the error in the first round, so that the other ranks do not wait for this rank.
                 self._failed = error
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
         # `all_gather` requires the same width on all ranks. The last round is padded.
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
-        # On the CPU the host waits for each round, so a second round in flight would only use memory.
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(ranks, self._width) for _ in range(depth)]
 
-    def _copies_of(self, place: Any) -> _RoundCopies:
+    def _copies_of(self, place: Any) -> _HostCopies | _DeviceCopies:
         if self._is_host:
             return _HostCopies(self._pieces, place.slab)
         world_size = self._ranks.world_size
         starts = range(0, len(self._pieces), world_size)
         most = max((sum(map(len, self._pieces[at : at + world_size])) for at in starts), default=0)
-        # Limit the copies to half of what a stream accepts, because gathers, events and status copies are queued on it
-        # too.
+        # A stream also accepts gathers, events and status copies, so let copies fill only half of its queue.
         may_wait = ROUNDS_IN_FLIGHT * most > QUEUE_DEPTH // 2
         return _DeviceCopies(self._pieces, place.slab, self._ranks.device, may_wait=may_wait)
 
     def carry_out(self) -> None:
-        """Run every round, and then raise this rank's error if there is one."""
         per_turn = self._ranks.world_size * self._per_round
         num_rounds = -(-self._plan.num_reads // per_turn)
-        # The additional iterations only finish the rounds in flight.
         for k in range(num_rounds + len(self._slots)):
             slot = self._slots[k % len(self._slots)]
             if slot.round is not None:
@@ -195,17 +176,14 @@ class _Rounds:
         if self._failed is not None:
             raise self._failed
 
-    def _reads(self, k: int, rank: int) -> range:
-        first = (k * self._ranks.world_size + rank) * self._per_round
-        return range(min(first, self._plan.num_reads), min(first + self._per_round, self._plan.num_reads))
-
     def _begin(self, slot: _Slot, k: int) -> None:
-        """Pack the chunks that this rank read, gather, and on CUDA also unpack, all queued on the current stream."""
+        """Pack this rank's chunks and gather. On CUDA also queue the unpacking on the current stream."""
         ranks = self._ranks
         slot.round = k
+        first = (k * ranks.world_size + ranks.rank) * self._per_round
         try:
             if self._failed is None:
-                self._run.wait_reads(self._reads(k, ranks.rank))
+                self._run.wait_reads(range(first, min(first + self._per_round, self._plan.num_reads)))
         except (PenstockError, RuntimeError) as error:
             self._failed = error
         # A rank that failed continues with the rounds, because leaving a collective would block the other ranks.
@@ -218,13 +196,12 @@ class _Rounds:
             # This orders the stream after the gather, while the host continues.
             slot.work.wait()
             self._unpack(slot)
-            # Copy the status words to pinned memory after the other work. Reading them on the device would wait for the
-            # round.
+            # Copy the status words to pinned memory last, because reading them on the device would wait for the round.
             slot.status.copy_(slot.received[:, -1], non_blocking=True)
             slot.done.record()
 
     def _end(self, slot: _Slot) -> None:
-        """Wait for the round and count its chunks as arrived. If a rank failed in it, raise on all ranks."""
+        """Wait for the round and record its chunks as arrived. Raise on all ranks if a rank failed."""
         ranks, k = self._ranks, slot.round
         assert k is not None
         if self._is_host:
@@ -232,13 +209,13 @@ class _Rounds:
             self._unpack(slot)
             slot.status.copy_(slot.received[:, -1])
         else:
-            # Poll with a deadline, which a synchronize would not have. A rank that hangs never enters its collective.
+            # Poll with a deadline, because a rank that hangs never enters its collective.
             ranks.wait(slot.done.query)
         slot.round = None
         lost = [rank for rank, word in enumerate(slot.status.tolist()) if word]
         if lost:
             raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see the errors of these ranks")
-        # Call this once for all ranks, because it takes locks that the reading thread needs.
+        # Call `arrived` once for all ranks, because it acquires locks that the reading thread needs.
         others = [self._pieces[turn : turn + 1] for rank, turn in enumerate(self._turns(k)) if rank != ranks.rank]
         self._run.arrived([piece for turns in others for pieces in turns for piece in pieces])
 
@@ -248,43 +225,27 @@ class _Rounds:
             self._copies.unpack(self._turns(slot.round), self._ranks.rank, slot.received)
 
     def _turns(self, k: int) -> range:
-        """Return the turn of each rank in round k. The last round may have turns without a piece."""
         return range(k * self._ranks.world_size, (k + 1) * self._ranks.world_size)
 
 
-class _RoundCopies(Protocol):
-    """Copies between slabs and payloads of rounds."""
-
-    def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """Copy the pieces of a turn into a payload, one after the other."""
-        ...
-
-    def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """Copy the pieces of these turns out of their payloads, except for the turn of rank `own`."""
-        ...
-
-
 class _HostCopies:
-    """Copies in host memory. They are complete when the call returns."""
+    """Copies between host slabs and payloads of rounds. They are complete when the call returns."""
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any]) -> None:
         self._pieces = pieces
         self._slab = slab
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """See `_RoundCopies.pack`."""
         for piece, at in self._placed(turn):
             payload[at : at + len(piece)].copy_(piece)
 
     def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """See `_RoundCopies.unpack`."""
         for rank, turn in enumerate(turns):
             if rank != own:
                 for piece, at in self._placed(turn):
                     piece.copy_(payloads[rank, at : at + len(piece)])
 
     def _placed(self, turn: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the memory of each piece in a turn, and its offset in the payload."""
         at = 0
         for _, slab, dst, nbytes, _, _ in self._pieces[turn] if turn < len(self._pieces) else ():
             yield torch.from_numpy(self._slab(slab)[dst : dst + nbytes]), at
@@ -292,25 +253,16 @@ class _HostCopies:
 
 
 class _DeviceCopies:
-    """Copies in a device's memory, queued on the stream that is current when this object is created.
+    """Copies between device slabs and payloads, queued on the stream that is current at construction.
 
-    They use calls of the driver, which take one or two microseconds. Torch's calls would release the GIL, which the
-    reading thread then holds. Tables for all turns are made once.
+    They call the CUDA driver, because torch's calls would release the GIL to the reading thread.
 
     Args:
-        pieces: pieces of each turn.
-        slab: returns the memory of a slab.
-        device: device of the slabs and payloads.
-        may_wait: whether the rounds in flight may have more copies than the stream accepts. See `CudaDriver.copy`.
+        may_wait: see `CudaDriver.copy`.
     """
 
     def __init__(
-        self,
-        pieces: Sequence[Sequence[Segment]],
-        slab: Callable[[int], Any],
-        device: torch.device,
-        *,
-        may_wait: bool,
+        self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any], device: torch.device, *, may_wait: bool
     ) -> None:
         self._may_wait = may_wait
         self._driver = load_driver()
@@ -322,23 +274,20 @@ class _DeviceCopies:
         self._nbytes = np.array([piece.run for piece in rows], np.int64)
         counts = np.array([len(turn) for turn in pieces], np.int64)
         self._first = np.concatenate(([0], np.cumsum(counts)))
-        # The offset of each piece in its payload.
         begin = np.concatenate(([0], np.cumsum(self._nbytes)))
         self._at = begin[:-1] - np.repeat(begin[self._first[:-1]], counts)
         self._turn = np.repeat(np.arange(len(pieces)), counts)
 
     def _rows(self, start: int, stop: int) -> slice:
-        """Return the pieces of turns `[start, stop)`. The last turn may not exist."""
+        """Return the pieces of turns `[start, stop)`, of which the last ones may not exist."""
         last = len(self._first) - 1
         return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """See `_RoundCopies.pack`."""
         rows = self._rows(turn, turn + 1)
         self._queue(payload.data_ptr() + self._at[rows], self._address[rows], self._nbytes[rows])
 
     def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """See `_RoundCopies.unpack`."""
         rows = self._rows(turns.start, turns.stop)
         rank = self._turn[rows] - turns.start
         source = payloads.data_ptr() + rank * payloads.stride(0) + self._at[rows]
@@ -346,15 +295,13 @@ class _DeviceCopies:
         self._queue(self._address[rows][others], source[others], self._nbytes[rows][others])
 
     def _queue(self, dst: I64, src: I64, nbytes: I64) -> None:
-        # A different device may be current in the calling thread.
+        # The calling thread may have a different current device.
         with self._driver.entered(self._device):
             to, of, length = (column.astype(np.uint64) for column in (dst, src, nbytes))
             self._driver.copy(to, of, length, self._stream, may_wait=self._may_wait)
 
 
 class _Slot:
-    """The buffers for one round in flight."""
-
     def __init__(self, ranks: LoadGroup, width: int) -> None:
         cuda = ranks.device.type == "cuda"
         self.send = torch.zeros(width, dtype=torch.uint8, device=ranks.device)
@@ -366,11 +313,11 @@ class _Slot:
 
 
 def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
-    """Return the segments for each turn of `per_turn` reads, in order. Adjacent segments in one slab are joined."""
+    """Return the segments of each turn of `per_turn` reads. Adjacent segments in one slab are joined."""
     num_turns = -(-plan.num_reads // per_turn)
     turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
     starts = np.ones(len(turn), bool)
-    # Comparing offsets suffices, because the plan has whole tensors, whose segments are contiguous.
+    # Comparing offsets suffices, because whole tensors have contiguous segments.
     goes_on = (plan.seg_slab[1:] == plan.seg_slab[:-1]) & (plan.seg_dst[1:] == plan.seg_dst[:-1] + plan.seg_run[:-1])
     starts[1:] = ~goes_on | (turn[1:] != turn[:-1])
     first = np.flatnonzero(starts)

@@ -1,8 +1,6 @@
 """Reduces an index to the bounding box that must be read and the index to apply to that box.
 
-    shape (8, 6), index [2:7:2, -1]  ->  box rows 2..7, column 5..6, remaining index [::2, 0]
-
-Torch decides which indices it allows. The rules for numpy are in this module.
+For shape (8, 6), the index [2:7:2, -1] needs rows 2 to 6 of column 5, and leaves the index [::2, 0].
 """
 
 from __future__ import annotations
@@ -19,34 +17,29 @@ from penstock.types import Box
 
 
 class IndexRefused(PlanError, IndexError):
-    """An index has a form that cannot be read, or lies outside the tensor."""
+    """An index has an unsupported form, or lies outside the tensor."""
 
 
 class StepRefused(IndexRefused, OverflowError):
-    """A slice for numpy steps backwards. safetensors cannot convert such a step to its unsigned numbers."""
+    """A slice for numpy steps backwards, which safetensors does not support."""
 
 
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """Return the smallest box that contains everything that `index` selects, and the index to apply to that box.
 
-    Integers, slices with a positive step, `...` and `None` narrow the box. From the first other entry on (lists,
-    arrays, masks, booleans, a second `...`) dims are taken whole. An index that does not fit the shape yields some box
-    inside it.
+    Integers, slices with a positive step, `...` and `None` narrow the box. From the first other entry on, dims are
+    whole. An index that does not fit the shape yields some box inside the tensor, and raises when it is applied.
     """
-    # An index that does not fit raises no error here. The caller applies the index to a tensor, and the framework
-    # raises its usual error.
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)
     rest: list[Any] = []
     dim = 0
     for at, entry in enumerate(entries):
         if entry is None:
-            # None adds a dim to the result and selects nothing.
             rest.append(None)
             continue
         if isinstance(entry, EllipsisType):
-            # The entries after the ellipsis count from the last dim. For masks and booleans the number of their dims is
-            # unknown.
+            # Count the entries after the ellipsis from the last dim. Masks have an unknown number of dims.
             after = entries[at + 1 :]
             rest.append(entry)
             if not all(_is_basic(e) for e in after) or any(e is Ellipsis for e in after):
@@ -60,10 +53,9 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
         size = shape[dim]
         if isinstance(entry, slice):
             first, last, step = entry.indices(size)
-            # The framework refuses a negative step.
+            # Torch rejects a negative step later.
             count = len(range(first, last, step)) if step > 0 else 0
-            # End the box at the last selected element and not at the slice's stop. For example, [0:8:3] needs no byte
-            # after row 6.
+            # End the box after the last selected element, so that [0:8:3] needs no byte after row 6.
             start[dim], stop[dim] = (first, first + (count - 1) * step + 1) if count else (0, 0)
             rest.append(slice(None, None, step))
         else:
@@ -86,27 +78,23 @@ def is_basic(index: Any) -> bool:
 def _is_basic(entry: Any) -> bool:
     if entry is None or isinstance(entry, slice | EllipsisType):
         return True
-    # For Python a bool is an int, but for torch and numpy it is a mask that adds a dim.
+    # In Python a bool is an int, but torch and numpy treat it as a mask that adds a dim.
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
 
 
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """Check `index` by the rules of safetensors' numpy framework. Return one int or slice for each dim.
 
-    Allowed are integers (and objects with `__index__`, booleans too), slices with a positive step, one `...`, a tuple
-    of these, and an empty list, which selects nothing. Negative, reversed and overlong slices mean the same as in
-    numpy.
+    Supported are integers, slices with a positive step, one `...`, a tuple of these, and an empty list.
 
     Raises:
-        IndexRefused: the index has a different form, an integer is out of bounds, or there are more entries than dims.
+        IndexRefused: the index has a different form, is out of bounds, or has more entries than dims.
     """
     if isinstance(index, list):
         if index:
             raise IndexRefused("an index by a list is not supported", hint='use framework="pt"')
         index = slice(0, 0)
-    # Use `isinstance` and not `in`, because an entry may be an array, which compares element by element.
     given = index if isinstance(index, tuple) else (index,)
-    # Check slices first, as safetensors does, because its errors describe them.
     entries = [_numpy_slice(entry) if isinstance(entry, slice) else entry for entry in given]
     if sum(isinstance(entry, EllipsisType) for entry in entries) > 1:
         raise IndexRefused("only one ellipsis (...) is allowed in an index")
@@ -123,7 +111,6 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
 
 
 def _numpy_slice(entry: slice) -> slice:
-    """Return a slice with integers. Raise TypeError for other bounds, and StepRefused if it steps backwards."""
     bounds = [None if b is None else operator.index(b) for b in (entry.start, entry.stop, entry.step)]
     if bounds[2] is not None and bounds[2] <= 0:
         raise StepRefused(f"a slice's step must be positive, not {bounds[2]}")
@@ -133,7 +120,7 @@ def _numpy_slice(entry: slice) -> slice:
 def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:
     if isinstance(entry, slice):
         return entry
-    # Check this here and not in numpy, because the box must be known before anything is read.
+    # Check the bounds before numpy would, because the box must be known before anything is read.
     try:
         number = operator.index(entry)
     except TypeError:

@@ -50,28 +50,24 @@ def load_into(
     """Fill live parameters and buffers in place from a weight set.
 
     The target's memory stays where it is, so `data_ptr`s, optimizer references and CUDA graphs stay valid. With
-    `settings.arena` it moves once. The parameters stay the same objects, and the arena is alive as long as any of them.
+    `settings.arena` the memory moves once, and the parameters stay the same objects.
 
     Args:
-        target: a module (its parameters and persistent buffers, tied ones filled once), or tensors by name. For a
-            DTensor, this rank's part is filled. An empty dict receives new tensors on the CPU, either all or none.
-        uri: the weight set. See `load`.
-        names: the tensors to load. See `load`.
-        verify: whether to compare bytes with digests. See `load`.
-        group: ranks that each read a part and exchange the parts. See `load`.
-        progress: a bar, nothing, or a function. See `load`.
+        target: a module (its parameters and persistent buffers, tied weights filled once), or tensors by name. For a
+            DTensor, this rank's shard is filled. An empty dict receives new tensors on the CPU.
+        uri, names, verify, group, progress: see `load`.
         settings: memory limit, an arena for the target, and more. See `ReadSettings`.
         strict: if True, every tensor needs a target and every target a tensor. If False, fill those that match.
         rename: maps a checkpoint name to a target name.
-        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. With None, a
-            tensor whose dtype differs from its target's is an error.
+        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. With None,
+            different dtypes are an error.
 
     Raises:
         PlanError: names, shapes or dtypes do not match, the target has no tensors, or its tensors overlap. Nothing was
             touched.
         PenstockError: with `mutated=True` the target was touched and must be filled again before use.
     """
-    # Check the target before anything is opened, so that a bad target causes no request to a store.
+    # Check the target first, so that an invalid target causes no request to a store.
     require_cast(dtype)
     settings = ReadSettings.of(settings)
     if isinstance(target, MutableMapping) and not target:
@@ -82,7 +78,8 @@ def load_into(
     device = device_of(targets)
     options = ReadOptions(device=device, names=names, verify=verify, progress=progress, settings=settings)
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
-        report = _load_into(target, targets, uri, options, group, journey, strict=strict, rename=rename, dtype=dtype)
+        match = partial(match_targets, rename=rename, strict=strict, cast=dtype)
+        report = _load_into(target, targets, uri, options, group, journey, strict=strict, match=match)
         journey.outcome = outcome_of(report)
         return report
 
@@ -96,40 +93,33 @@ def _load_into(
     journey: Journey,
     *,
     strict: bool,
-    rename: Rename,
-    dtype: Cast,
+    match: Callable[[LoadSession, Mapping[str, torch.Tensor]], Matched],
 ) -> LoadReport:
-    """Run `load_into`.
-
-    As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C.
-    """
+    """Run `load_into`. A separate function releases its locals inside the block that defers Ctrl-C."""
     # The load creates small objects for each tensor, and all of them live until its end.
     with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
-            # Tensors without a target, and second names of tied targets, are not read.
-            matched = match_targets(session, targets, rename, strict, cast=dtype)
+            matched = match(session, targets)
             if not strict and isinstance(target, torch.nn.Module):
                 require_no_copies(target, filled_of(targets, matched))
             if options.settings.arena:
-                # Move the target only after the match, so that a target that does not match stays where it is.
+                # Move the target only after the match, so that an unmatched target stays where it is.
                 rehome(target)
-                matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)
-        report = _fill(session, matched) if group is None else _from_group(session, group, matched)
+                matched = match(session, targets_of(target))
+        with marks_target(session):
+            nbytes = fill(session, matched) if group is None else _exchange_into(session, group, matched)
+            report = session.finish(num_tensors=len(matched.table), nbytes=nbytes)
         if isinstance(target, torch.nn.Module):
             put_back(target)
         return report
 
 
 def _into_empty(
-    target: MutableMapping[str, torch.Tensor],
-    rename: Rename,
-    dtype: Cast,
-    arena: bool,
-    load_all: Callable[[], Weights],
+    target: MutableMapping[str, torch.Tensor], rename: Rename, dtype: Cast, arena: bool, load_all: Callable[[], Weights]
 ) -> LoadReport:
-    """Fill an empty mapping with new tensors under the target's names, either all or none."""
+    """Fill an empty mapping with new tensors under the target's names. Fill all of them or none."""
     weights = load_all()
     made: dict[str, torch.Tensor] = {}
     for name in list(weights):
@@ -152,9 +142,8 @@ def targets_of(
     """Return a module's parameters and persistent buffers, or tensors by name, detached but with the same memory.
 
     Args:
-        target: a module, or tensors by name.
         whole: see `own_state`.
-        written: whether the caller writes to their memory, so the module must use that very memory.
+        written: whether the caller writes to the memory, so the state dict must not hold copies.
 
     Raises:
         ConfigError: the target is neither a module nor a mapping, or the module is being loaded.
@@ -168,25 +157,23 @@ def targets_of(
         require_tensors("the target", target)
         tensors = target
     for name, tensor in tensors.items():
-        # Check this before detaching, which torch refuses for a parameter without a shape.
+        # Torch cannot detach a parameter without a shape.
         require_initialised(name, tensor)
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers themselves, even after a load that failed.
+    """Return a module's parameters and persistent buffers, even after a load that failed.
 
-    When this returns, a failed or closed load into the module has ended its last write.
+    The last write of a failed or closed load into the module has ended when this function returns.
 
     Args:
-        module: the module.
-        whole: the caller reads the values, so raise the error of a load that failed.
+        whole: whether the caller reads the values, so that the error of a failed load is raised.
 
     Raises:
         ConfigError: the module is being loaded (`load_in_background`), or with `whole` its memory was released.
     """
-    # Use the state dict instead of the parameters, because it excludes buffers that a checkpoint never contains. The
-    # result of `get_extra_state` is a copy or not a tensor, so it cannot be filled.
+    # Use the state dict, because it excludes non-persistent buffers.
     with own_tensors(whole):
         state = module.state_dict(keep_vars=True)
     return {
@@ -197,17 +184,10 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
 
 
 def require_no_copies(module: torch.nn.Module, written: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanError if the state dict has copies, made by a hook or an override.
+    """Raise PlanError if a state dict hook or override returns copies of tensors that will be written.
 
-    The module never sees writes to copies.
-
-    Views of the module's memory are not copies, and neither are tensors that the module keeps as plain attributes.
-
-    Args:
-        module: the module.
-        written: tensors in its state dict that will be written.
+    Views of the module's memory are not copies, and neither are tensors in plain attributes of the module.
     """
-    # Parameters belong to the module. Most modules have only buffers besides, or no other tensors.
     others = {name: tensor for name, tensor in written.items() if not isinstance(tensor, torch.nn.Parameter)}
     if not others:
         return
@@ -231,21 +211,17 @@ def filled_of(targets: Mapping[str, torch.Tensor], matched: Matched) -> dict[str
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, or of this rank's part for a DTensor. Return 0 if it has none."""
+    """Return the address of the storage of a tensor or of a DTensor's shard. Return 0 if there is no storage."""
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
     except (RuntimeError, ValueError):
-        # The tensor is sparse, nested, fake or not initialised.
         return 0
 
 
 def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], verb: str) -> dict[int, Member]:
     """Return the parameters and buffers that use the memory of these tensors, with their places, by their id.
 
-    Args:
-        module: the module. Pending tensors from a failed load count as the module's tensors.
-        tensors: tensors in the module's state dict, by name.
-        verb: name of the verb, for the error.
+    Pending tensors from a failed load count as the module's tensors. `verb` appears in the error.
 
     Raises:
         PlanError: no parameter or buffer uses a tensor's memory, so no pending tensor can replace it.
@@ -280,7 +256,7 @@ def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
         raise PlanError(
             "some targets are on the meta device", hint="first allocate them with module.to_empty(device=...)"
         )
-    # A load uses one device for staging, streams and the checker. A target without elements does not count.
+    # A load uses one device for staging, streams and the checker. An empty target may be on any device.
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     if devices:
         raise PlanError("the targets are on several devices", hint="call load_into once for the targets on each device")
@@ -288,14 +264,14 @@ def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
 
 
 Place = tuple[dict[str, torch.Tensor | None], str]
-"""The place of a tensor in a module: its dict of parameters or buffers, and the name in that dict."""
+"""The place of a tensor in a module, as its dict of parameters or buffers and its name in that dict."""
 
 Member = tuple[torch.Tensor, list[Place]]
 """A module's parameter or buffer, and its places."""
 
 
 def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
-    """Return the places of each parameter and buffer by its id. A tied tensor has several."""
+    """Return the places of each parameter and buffer by its id. A tied tensor has several places."""
     places: dict[int, list[Place]] = {}
     for submodule in module.modules():
         for members in (submodule._parameters, submodule._buffers):
@@ -314,12 +290,6 @@ def require_tensors(what: str, tensors: object) -> None:
         require_type(f"{what}[{name!r}]", tensor, torch.Tensor, expected)
 
 
-def _fill(session: LoadSession, matched: Matched) -> LoadReport:
-    with marks_target(session):
-        nbytes = fill(session, matched)
-        return session.finish(num_tensors=len(matched.table), nbytes=nbytes)
-
-
 def fill(
     session: LoadSession,
     matched: Matched,
@@ -329,11 +299,8 @@ def fill(
     """Read every row into its tensors, and return the number of bytes.
 
     Args:
-        session: an open session, which the caller finishes.
-        matched: the rows and their tensors.
-        order: the order in which tensors are wanted, as indices among the tensors that have bytes. None means file
-            order. Not allowed with parts of tensors.
-        on_filled: called with such an index when the tensor is complete and verified.
+        order: indices, in the order of filling, among the tensors that have bytes. None means file order.
+        on_filled: called with the index of each tensor that is complete and verified.
     """
     lines = matched.lines()
     device = session.options.device
@@ -344,14 +311,14 @@ def fill(
     rows: list[int] = np.flatnonzero(plan.row_slab >= 0).tolist()
     if order is not None:
         plan = session.plan = plan.in_order_of(order)
-    # The targets are the slabs, so no second copy of the weights is needed. A target that is not contiguous, is cast,
-    # or is cut from leaves is filled through a slab, which is copied when it is complete.
+    # Use the targets as slabs, so that no second copy of the weights is needed. A slab that is copied on completion
+    # fills a target that is not contiguous, is cast, or is cut from leaves.
     by_itself = [row if regions is None else regions.line_of(row) for row in rows]
     direct = [None if line is None else lines.memory(line) for line in by_itself]
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
     checker = session.checker(plan, place, None if regions is None else regions.leaves)
     window_bytes = session.settings.memory_bytes if any(memory is None for memory in direct) else 0
-    # With an order, set a window that is never reached. The run then checks slabs one by one as they are awaited.
+    # With an order, set an unreachable window limit. The run then checks slabs one by one as they are awaited.
     window_bytes = window_bytes if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
     session.enter_move()
@@ -359,16 +326,15 @@ def fill(
     cut_bytes = {} if regions is None else regions.cut_bytes()
 
     def memory(line: int) -> torch.Tensor:
-        """Return the memory for a box that is cut: the target's memory if it can take the bytes unchanged."""
         own = lines.memory(line)
         return torch.as_tensor(place_on(device, [cut_bytes[line]]).take(0)) if own is None else own
 
     try:
         for slab in run.slabs():
-            # The slab is verified by now, so a damaged slab is never copied.
+            # The slab is verified by now, so corrupted bytes are never copied.
             line = by_itself[slab]
             if direct[slab] is not None and line is not None:
-                # Copy all at the end in one call, unless the tensor can be used from now on.
+                # Without a callback, the versions of all tensors are incremented in one call at the end.
                 if on_filled is not None:
                     note_written([lines.tensors[line]])
                     not_noted.discard(line)
@@ -379,18 +345,16 @@ def fill(
                 for line, tensor in [(row, stored)] if regions is None else regions.arrived(row, stored, memory):
                     session.is_touched = True
                     target = lines.tensors[line]
-                    # A box that was cut into the target needs no copy.
                     if tensor.data_ptr() != target.data_ptr():
                         target.copy_(tensor)
                         not_noted.discard(line)
                 if order is not None and device.type == "cuda":
-                    # The copy is queued on the stream that was current at the start of the load, but the tensor's user
-                    # may use a different one.
+                    # The copy is on the stream of the load's start, but the user may use a different stream.
                     torch.cuda.current_stream(device).synchronize()
             if on_filled is not None:
                 on_filled(slab)
     except BaseException:
-        # End the running reads first, because only then is it known whether a target was written.
+        # End the running reads first, because a running read may still write to a target.
         run.close()
         if run.is_touched:
             note_written(lines.tensors[line] for line in not_noted)
@@ -401,20 +365,18 @@ def fill(
     return sum(tensor.nbytes for tensor in lines.tensors)
 
 
-def _from_group(session: LoadSession, group: ProcessGroup, matched: Matched) -> LoadReport:
+def _exchange_into(session: LoadSession, group: ProcessGroup, matched: Matched) -> int:
     from penstock.loader.group import exchange
 
     nbytes = 0
-    # The ranks exchange through separate slabs, because a parameter's memory has a different layout from a round.
-    # Tensors arrive whole, so that all ranks have the same rows.
-    with marks_target(session):
-        parts = iter(matched.parts)
-        for _, tensors in exchange(session, group, matched.table, [None] * len(matched.table)):
-            for tensor in tensors:
-                for box, target in next(parts):
-                    target.copy_(tensor if box is None else tensor[box.slices])
-                    nbytes += target.nbytes
-        return session.finish(num_tensors=len(matched.table), nbytes=nbytes)
+    # Exchange whole tensors through separate slabs, so that all ranks have the same rows.
+    parts = iter(matched.parts)
+    for _, tensors in exchange(session, group, matched.table, [None] * len(matched.table)):
+        for tensor in tensors:
+            for box, target in next(parts):
+                target.copy_(tensor if box is None else tensor[box.slices])
+                nbytes += target.nbytes
+    return nbytes
 
 
 @contextmanager
@@ -424,7 +386,7 @@ def marks_target(session: LoadSession) -> Iterator[None]:
         yield
     except PenstockError as error:
         session.phases.fail(error)
-        # Close the session first, because a running read could still write to the target after this check.
+        # Close the session first, because a running read could still write to the target.
         session.close()
         run = session.run
         error.mutated = error.mutated or session.is_touched or (run is not None and run.is_touched)

@@ -1,8 +1,4 @@
-"""The verbs `load` and `stream`.
-
-open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, while their bytes arrive
-                                                           stream: tensor after tensor, as slabs are complete
-"""
+"""The verbs `load` and `stream`."""
 
 from __future__ import annotations
 
@@ -39,19 +35,18 @@ if TYPE_CHECKING:
 
 
 SHOWN_ROWS = 20
-"""Number of tensors that a notebook shows. A model with experts has 30,000."""
+"""Number of tensors that a notebook shows."""
 
 MANY_TENSORS = 10_000
-"""With more tensors than this, create the views before reading. Otherwise create them during reading. Views of 60,000
-tensors take as long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
+"""With more tensors than this, create the views before reading and not during reading. Views of 60,000 tensors take as
+long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
 
 READY_BYTES = 1 << 30
-"""Step size for a mapped file that is already in memory. A step only counts bytes there, and each step costs Python
-time."""
+"""Step size for a mapped file in the page cache, where a step costs only Python time."""
 
 
 class Weights(dict[str, torch.Tensor]):
-    """Tensors by name, in file order. This is a dict that also has the report and the manifest of the load.
+    """A dict of tensors by name, in file order.
 
     Attributes:
         report: the result of the load.
@@ -79,8 +74,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     """An iterator over `(name, tensor)` in file order. Each tensor is complete, verified and owned by the caller.
 
     Use it as a context manager. Leaving the block early, or dropping the stream, ends the running reads and releases
-    all tensors that were not yielded. Several threads may read one stream. Each tensor goes to one of them, and `close`
-    ends all of them with Cancelled.
+    all tensors that were not yielded. Several threads may iterate over one stream, and each tensor goes to one thread.
 
     Attributes:
         manifest: the manifest of the requested tensors.
@@ -93,8 +87,8 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         journey.received = session.received
         self._group = group
         self._report: LoadReport | None = None
-        # Two threads cannot advance a generator at the same time. The lock is re-entrant, because a failing `next`
-        # closes the stream.
+        # Only one thread at a time can advance a generator. The lock is re-entrant, because a failing `next` closes
+        # the stream.
         self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
@@ -117,7 +111,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
-            # Ctrl-C during the wait was only noted. At this point nothing is half done.
+            # Ctrl-C during the wait was only noted. Raise it here, where nothing is half done.
             interrupts.raise_if_noted()
         except StopIteration:
             self._end()
@@ -130,8 +124,6 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         return name, tensor
 
     def _end(self) -> None:
-        """Create the report after the last tensor. Raise Cancelled if the stream was closed before."""
-        # Iterating again after the end is allowed and stops at once.
         if self._report is not None:
             return
         if self._session is None:
@@ -145,9 +137,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         self.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Close the stream because of an error, which ends its journey."""
         self._journey.end(error)
-        # None means that another thread has closed the stream.
         if self._session is not None:
             self._session.phases.fail(error)
         self.close()
@@ -159,18 +149,17 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
 
     def _close(self) -> None:
         session = self._session
-        # A forked child does not have the reading threads, and their locks may stay locked.
+        # A forked child has no reading threads, and their locks may stay locked.
         if session is None or lifecycle.is_ending() or self._pid != os.getpid():
             return
-        # Cancel before taking the lock. A thread that waits for a tensor holds the lock and releases it only when the
-        # run is cancelled.
+        # Cancel before acquiring the lock, because a thread that waits for a tensor holds the lock.
         if (run := session.run) is not None and not run.ticket.done:
             run.ticket.cancel()
         with self._turn:
             self._tensors.close()
             session.close()
             self._journey.end()
-            # This releases the session's files and memory, inside the block that defers Ctrl-C.
+            # Release the session's files and memory inside the block that defers Ctrl-C.
             self._session = None
 
     def __del__(self) -> None:
@@ -203,9 +192,8 @@ def load(
         names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or a
             predicate on the name. None means all.
         boxes: the regions to load: a `Box` or slices (`numpy.s_[0:4, :]`) for each name, a function from name and shape
-            to a region, or `tensor_parallel(rank=, size=)`. If there are digests, whole leaves of 256 KiB are read and
-            compared, and the regions are cut from them. Otherwise, or with `verify=False`, only the regions and small
-            gaps between them are read.
+            to a region, or `tensor_parallel(rank=, size=)`. If digests are compared, the leaves of 256 KiB that contain
+            a region are read. Otherwise the regions and small gaps between them are read.
         verify: whether to compare bytes with the manifest's leaf digests. None compares if there are digests, True
             fails if there are none, and False never compares.
         group: a torch.distributed group. All its ranks call this, each reads a part once, and all receive everything.
@@ -219,20 +207,14 @@ def load(
     Raises:
         PenstockError: see `penstock.errors`. No memory stays allocated.
     """
-    options = ReadOptions(
-        device=resolve_device(device),
-        names=names,
-        boxes=boxes,
-        verify=verify,
-        progress=progress,
-        settings=settings_without_arena(settings, "load"),
-    )
+    place, read = resolve_device(device), settings_without_arena(settings, "load")
+    options = ReadOptions(device=place, names=names, boxes=boxes, verify=verify, progress=progress, settings=read)
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(options.device)) as journey:
         return _load(uri, options, group, journey)
 
 
 def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: Journey) -> Weights:
-    """Run `load`. As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C."""
+    """Run `load`. A separate function releases its locals inside the block that defers Ctrl-C."""
     with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
@@ -254,25 +236,19 @@ def stream(
 ) -> TensorStream:
     """Yield each tensor as soon as its bytes have arrived. Reads run at most `settings.memory_bytes` ahead.
 
-    The arguments are the same as for `load`.
+    The arguments are those of `load`.
 
     Raises:
         PenstockError: opening and planning fail in this call, moving and verifying fail in the iteration.
     """
-    options = ReadOptions(
-        device=resolve_device(device),
-        names=names,
-        boxes=boxes,
-        verify=verify,
-        progress=progress,
-        settings=settings_without_arena(settings, "stream"),
-    )
+    place, read = resolve_device(device), settings_without_arena(settings, "stream")
+    options = ReadOptions(device=place, names=names, boxes=boxes, verify=verify, progress=progress, settings=read)
     with deferred_interrupts(group):
         return open_stream(uri, options, group, lambda: open_session(uri, options, group))
 
 
 def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSettings:
-    """Return the settings that an argument stands for. ConfigError: they ask for an arena, and the verb makes none."""
+    """Return the settings of an argument. Raise ConfigError if they request an arena, which `verb` cannot make."""
     settings = ReadSettings.of(settings)
     if settings.arena:
         raise ConfigError(f"{verb} moves nothing into an arena", hint="leave out arena=True, or use load_into")
@@ -292,8 +268,10 @@ def open_stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Return a block that delays Ctrl-C until nothing would be left behind. With a group, return an empty block."""
-    # A group's collectives do not check for a noted signal, so a deferred signal would never take effect.
+    """Return a block that delays Ctrl-C until nothing would be left behind.
+
+    With a group the block does nothing, because the group's collectives do not check for a noted signal.
+    """
     return interrupts.deferred() if group is None else nullcontext()
 
 
@@ -321,14 +299,12 @@ def reports_failure(group: ProcessGroup | None, options: ReadOptions, stall_s: f
     """Return a block that reports errors to the other ranks of the group, which are waiting to agree on a plan."""
     if group is None:
         return nullcontext()
-    # Import this only here, because most loads have no group.
     from penstock.loader.group import LoadGroup
 
     return LoadGroup(group, options.device, stall_s).reports_failure()
 
 
 def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
-    """Return all tensors, complete and verified, and their size in bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, some in batches for name, tensor in zip(names, some, strict=True)}
@@ -340,12 +316,10 @@ def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str,
     plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=True)
     session.phases.enter("allocate")
     is_on_host = isinstance(place, HostPlace)
-    # Host memory is allocated slab by slab, when the first bytes arrive.
     if is_on_host:
         run = begin(0)
     else:
-        # Allocate while the first reads wait in staging. The driver takes about 0.7 ms per GB, and all memory is
-        # requested at once.
+        # Allocate while the first reads wait in staging, because the driver takes about 0.7 ms per GB.
         with place.allocating():
             run = begin(0)
             run.prepare_checker()
@@ -355,14 +329,13 @@ def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str,
     with session.progress() as progress:
         if not is_on_host and len(plan.table) < MANY_TENSORS:
             progress.follow(run.ticket, stall_s=stall_s, reached=run.is_under_way)
-        # Create the views while the bytes arrive. A view takes some microseconds, and a large model has 60,000 tensors.
-        tensors = _views(session, plan, place)
+        views = session.batches(plan, range(len(plan.slab_nbytes)), place.slab)
+        tensors = {name: tensor for names, some in views for name, tensor in zip(names, some, strict=True)}
         progress.follow(run.ticket, stall_s=stall_s)
     return tensors, plan.nbytes
 
 
 def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield each tensor when its bytes have arrived. This is a generator, so nothing starts before the first `next`."""
     if group is not None:
         for names, tensors in _exchanged(session, group):
             yield from zip(names, tensors, strict=True)
@@ -377,7 +350,7 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
-            # Keep no reference here, so that a tensor that the caller drops releases its memory at once.
+            # Hold no reference here, so that a tensor that the caller drops releases its memory at once.
             pairs = deque(zip(names, batch, strict=True))
             del batch
             while pairs:
@@ -385,23 +358,22 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
 
 
 def _wanted(session: LoadSession) -> Wanted:
-    """Enter the phase `plan`. Return the wanted rows with their boxes."""
     session.phases.enter("plan")
     return session.wanted(session.table())
 
 
 def _regions_of(session: LoadSession, wanted: Wanted) -> TensorRegions | None:
-    """Return the rows to read if boxes are cut from leaves or joined. Return None if the boxes are read directly."""
+    """Return the rows to read if boxes are cut from leaves or joined, or None if the boxes are read directly."""
     regions = session.regions(wanted.table, wanted.boxes)
-    return TensorRegions(wanted.table, wanted.boxes) if regions is None and wanted.num_boxes is not None else regions
+    return TensorRegions(*wanted) if regions is None and wanted.of_several() else regions
 
 
 def _yielding_regions(
     session: LoadSession, wanted: Wanted, regions: TensorRegions
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield each tensor when its bytes have arrived, and each region when the leaves that contain it are verified."""
+    """Yield each tensor when its bytes have arrived, and each region when its leaves are verified."""
     device = session.options.device
-    # Whole rows on the CPU are read directly into their places. Boxes pass through staging, where reads may cross gaps.
+    # Read whole rows on the CPU directly into their places. Boxes pass through staging, where reads may cross gaps.
     is_exact = device.type == "cpu" and regions.boxes.count(None) == len(regions.boxes)
     plan = session.make_plan(regions.table, regions.boxes, pack=True, exact=is_exact)
     place: Any = place_on(device, plan.slab_nbytes.tolist())
@@ -411,13 +383,13 @@ def _yielding_regions(
     cut: Any = place_on(device, list(cut_bytes.values()))
     run = session.begin(plan, place, checker=checker, window_bytes=session.settings.memory_bytes)
     session.enter_move()
-    row, names, dims = 0, wanted.table.names, wanted.dims
+    row, names, several = 0, wanted.table.names, wanted.of_several()
     open_parts: list[torch.Tensor] = []
     with session.progress() as progress:
         for _, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
             arrived = deque(batch)
-            # Keep no reference here, so that a tensor that the caller drops releases its memory at once.
+            # Hold no reference here, so that a tensor that the caller drops releases its memory at once.
             del batch
             while arrived:
                 done = deque(
@@ -426,26 +398,25 @@ def _yielding_regions(
                 row += 1
                 while done:
                     line, tensor = done.popleft()
-                    if names[line] in dims:
+                    if names[line] in several:
                         open_parts.append(tensor)
                         del tensor
                         if line + 1 < len(names) and names[line + 1] == names[line]:
                             continue
-                        tensor = joined(open_parts, dims[names[line]])
+                        tensor = joined(open_parts, several[names[line]][0][0])
                         open_parts.clear()
                     yield names[line], tensor
                     del tensor
 
 
 def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
-    """Plan on this rank. Return the group's exchange of all tensors."""
     from penstock.loader.group import exchange
 
     with reports_failure(group, session.options, session.settings.stall_s):
         wanted = _wanted(session)
         table, boxes, several = wanted.table, wanted.boxes, wanted.of_several()
         if several:
-            # Use whole tensors, so that every rank has the same rows. The boxes are cut and joined afterwards.
+            # Exchange whole tensors, so that every rank has the same rows. Cut and join the boxes afterwards.
             table = session.table()
             single = dict(zip(wanted.table.names, wanted.boxes, strict=True))
             boxes = tuple(None if name in several else single[name] for name in table.names)
@@ -454,7 +425,7 @@ def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Batch]:
-    """Yield batches of whole tensors. For some tensors, join the given parts `(dim, start, length)` along the dim."""
+    """Yield batches of whole tensors. Replace the `several` tensors by their joined parts `(dim, start, length)`."""
     for names, tensors in batches:
         for at, name in enumerate(names):
             if parts := several.get(name):
@@ -462,39 +433,28 @@ def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int,
         yield names, tensors
 
 
-def _views(session: LoadSession, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor as a view of its slab. The bytes may not have arrived yet."""
-    tensors: dict[str, torch.Tensor] = {}
-    for names, batch in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
-        tensors.update(zip(names, batch, strict=True))
-    return tensors
-
-
 def _prepare(
     session: LoadSession, table: TensorTable, boxes: Sequence[Box | None], *, all_at_once: bool
 ) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 
-    Args:
-        session: an open session.
-        table, boxes: the result of `_wanted`.
-        all_at_once: whether the caller receives nothing before all bytes have arrived.
+    The function's argument limits how many bytes the reads may be ahead of the caller. 0 means no limit.
 
-    Returns:
-        The function's argument is the maximum number of bytes that reads may be ahead of the caller. 0 means no limit.
+    Args:
+        all_at_once: whether the caller receives nothing before all bytes have arrived.
     """
     place: Any
     sources: Sequence[Source] | None = None
     if session.maps_files(boxes):
-        # Bring pages in step by step if they are touched before the end, by a consumer or for digests. A file that was
-        # truncated meanwhile then raises an error instead of SIGBUS.
+        # Fault in pages in steps if they are touched before the end, by a consumer or for digests. A truncated file
+        # then raises an error instead of SIGBUS.
         mappings = session.open_mappings()
         is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
         plan = session.make_plan(table, boxes, pack=True, exact=True, chunk_bytes=READY_BYTES if is_ready else 0)
         place, sources = mappings.place(plan, is_ready=is_ready)
     else:
-        # Whole tensors on the CPU are read directly into their places. With boxes or a device the bytes pass through
-        # staging, where reads may be aligned and may cross gaps.
+        # Read whole tensors on the CPU directly into their places. Other bytes pass through staging, where reads may
+        # be aligned and may cross gaps.
         is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
         plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
         place = place_on(session.options.device, plan.slab_nbytes.tolist())

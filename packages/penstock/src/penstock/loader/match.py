@@ -1,4 +1,4 @@
-"""Decides which tensor in a weight set fills which target. A PlanError lists every mismatch before anything is read."""
+"""Decides which tensor of a weight set fills which target. One PlanError lists all mismatches before any read."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ from penstock.memory.targets import require_memory, sources_differ, tied_targets
 from penstock.types import Box, DType, TensorTable
 
 Rename = Callable[[str], str | None] | Mapping[str, str] | None
-"""Maps a checkpoint name to a target name, or to None to leave the tensor out. A mapping leaves out the names that it
-does not contain."""
+"""Maps a checkpoint name to a target name, or to None to skip the tensor. A mapping skips the names that it lacks."""
 
 Cast = torch.dtype | Literal["target"] | None
-"""The dtype to which tensors with a different dtype are cast. `"target"` means the dtype of each target. None means
-that nothing is cast."""
+"""The dtype of the target tensors if it differs from the stored one. `"target"` means the dtype of each target. None
+means no cast."""
 
 _CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Dtypes whose elements are plain numbers. FP8 and FP4 are codes, and casting them without their scales would give
-wrong values."""
+"""Dtypes whose elements are plain numbers. FP8 and FP4 codes have no value without their scales."""
 
 _RENAME = "give the weights for this target, or map their names to the target's names with rename="
 _SHOWN = 3
-"""Number of names that a message lists for each kind of mismatch. A wrong dtype or prefix affects all tensors of a
-model."""
+"""Number of names that a message lists for each kind of mismatch."""
 
 Part = tuple[Box | None, torch.Tensor]
-"""A box of a tensor, or None for the whole tensor, and the memory that it fills."""
+"""A box of a tensor, or None for the whole tensor, and the memory that the box fills."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RenameLines:
-    """The parts that this process fills, in file order, with the row, box and memory of each."""
+class MatchedLines:
+    """The parts that this process fills, in file order, with the row, box and memory of each part."""
 
     table: TensorTable
     boxes: tuple[Box | None, ...]
@@ -55,7 +52,7 @@ class RenameLines:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Matched:
-    """The rows to load in file order, and the parts of each row that this process fills.
+    """The rows to load in file order, and for each row the parts that this process fills.
 
     A sharded tensor may have several parts.
     """
@@ -63,21 +60,19 @@ class Matched:
     table: TensorTable
     parts: list[list[Part]]
 
-    def lines(self) -> RenameLines:
-        """Return the parts, without rows of which this process has none."""
+    def lines(self) -> MatchedLines:
+        """Return the parts, without the rows that have no part in this process."""
         rows = [row for row, parts in enumerate(self.parts) for _ in parts]
         flat = [part for parts in self.parts for part in parts]
         table = self.table if len(rows) == len(self.parts) == len(self.table) else self.table.take(rows)
-        return RenameLines(table=table, boxes=tuple(box for box, _ in flat), tensors=[tensor for _, tensor in flat])
+        return MatchedLines(table=table, boxes=tuple(box for box, _ in flat), tensors=[tensor for _, tensor in flat])
 
 
 def require_cast(dtype: object) -> Cast:
-    """Check the argument `dtype` of a verb. Raise ConfigError if it is not a dtype of plain floating-point numbers."""
+    """Check the argument `dtype` of a verb. Raise ConfigError unless it is a plain floating-point dtype."""
     if dtype is None or dtype == "target" or (isinstance(dtype, torch.dtype) and dtype in _CASTABLE):
         return dtype
-    hint = (
-        'give torch.bfloat16, torch.float16, torch.float32 or torch.float64, or "target" for the dtype of each target'
-    )
+    hint = 'give torch.bfloat16, torch.float16, torch.float32, torch.float64, or "target" for the dtype of each target'
     raise ConfigError(f"weights cannot be cast to dtype={dtype!r}", hint=hint)
 
 
@@ -93,15 +88,15 @@ def match_targets(
     """Return the rows to load, and the targets that each row fills.
 
     Args:
-        session: an open session. It compares tensors without digests that fill the same memory.
-        targets: tensors by name. For a DTensor, this rank's part is filled.
+        session: an open session. It reads tensors without digests that fill the same memory, to compare them.
+        targets: tensors by name. For a DTensor, this rank's shard is filled.
         rename, strict: see `load_into`.
         cast: see `Cast`.
-        whole: name of the verb, if it fills whole tensors only and refuses DTensors.
+        whole: name of the verb if it rejects DTensors.
 
     Raises:
         PlanError: names, shapes or dtypes do not match, targets share memory and would overwrite each other, or a
-            target has no memory. With `strict=False`: no name matches.
+            target has no memory. With `strict=False`, also if no name matches.
     """
     table = session.table()
     rows: list[int] = []
@@ -126,7 +121,7 @@ def match_targets(
             faults.shapes.append(
                 f"{name} has shape {list(shape)} in the weight set and {list(tensor.shape)} in the target"
             )
-        elif tensor.dtype != dtype and not _is_cast(dtype, tensor.dtype, cast):
+        elif tensor.dtype != dtype and not (can_cast(dtype, tensor.dtype) and cast in ("target", tensor.dtype)):
             faults.dtypes.setdefault((dtype, tensor.dtype), []).append(name)
         else:
             rows.append(row)
@@ -137,7 +132,7 @@ def match_targets(
     elif not used and targets and len(table):
         message = f"no name matches: the weight set has {_some(table.names)}, and the target has {_some(list(targets))}"
         raise PlanError(message, hint=_RENAME)
-    # Report all mismatches in one error, so that a wrong `rename` shows in a single run.
+    # Report all mismatches in one error, so that one run shows everything that `rename` must fix.
     faults.check(any_used=bool(used))
     return _once(session, table, rows, parts)
 
@@ -148,14 +143,13 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return `place_of`. For a DTensor use this rank's part. For other wrappers return a unique value."""
+    """Return `place_of`. Use the shard of a DTensor. For other wrappers return a unique value."""
     if is_sharded(tensor):
         tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return place_of(tensor) if type(tensor) in {torch.Tensor, torch.nn.Parameter} else (id(tensor), -1)
 
 
 def _parts_of(name: str, tensor: torch.Tensor, dtype: DType, whole: str) -> list[Part]:
-    """Return the parts of a target in this process. Raise PlanError if the verb fills whole tensors only."""
     if not is_sharded(tensor):
         return [(None, tensor)]
     if whole or dtype is DType.F4:
@@ -171,12 +165,8 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
     return {stored, target} <= _CASTABLE
 
 
-def _is_cast(stored: torch.dtype, target: torch.dtype, cast: Cast) -> bool:
-    return cast is not None and can_cast(stored, target) and (cast == "target" or cast == target)
-
-
 def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
-    """Return rows and parts with each memory only once, because a module lists a tied weight under all its names.
+    """Return rows and parts without the second names of tied weights.
 
     Raises:
         PlanError: two tensors share a part of their memory, or share all of it but their rows have different bytes.
@@ -188,15 +178,13 @@ def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list
             raise sources_differ(*(table.names[row] for row in pair))
         second = {flat[one] for group in groups for one in group[1:]}
         parts = [[p for n, p in enumerate(some) if (at, n) not in second] for at, some in enumerate(parts)]
-        # Keep rows of DTensors, because a rank without a part of them cannot know that they are tied.
+        # Keep rows of DTensors, because a rank without a shard cannot detect that they are tied.
         dropped = {at for at, _ in second if not parts[at]}
         rows, parts = ([one for at, one in enumerate(both) if at not in dropped] for both in (rows, parts))  # type: ignore[assignment]
     return Matched(table=table.take(rows), parts=parts)
 
 
 class _Faults:
-    """The mismatches, by kind."""
-
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
         self.missing: list[str] = []
@@ -206,10 +194,8 @@ class _Faults:
         self.dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
 
     def check(self, *, any_used: bool) -> None:
-        """Raise PlanError if there is a mismatch."""
         words = []
-        # Report missing tensors first. A large checkpoint may have many surplus tensors, but the few missing ones are
-        # the reason.
+        # Report missing tensors first, because a large checkpoint may have many surplus tensors.
         if self.missing:
             words.append(f"the weight set has no tensor for {_some(self.missing)}")
         for (stored, target), names in self.dtypes.items():
@@ -241,7 +227,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def require_whole(targets: Mapping[str, torch.Tensor], verb: str) -> None:
-    """Raise PlanError if a target is a wrapper such as a DTensor, because the verb fills whole tensors only."""
+    """Raise PlanError if a target is a wrapper such as a DTensor, for a verb that fills whole tensors only."""
     for name, tensor in targets.items():
         if is_sharded(tensor):
             _parts_of(name, tensor, DType.F32, verb)

@@ -1,9 +1,7 @@
-"""Tensors that replace a module's parameters until their bytes have arrived.
+"""Tensors that replace a module's parameters until their bytes have arrived. Any use waits for the bytes.
 
-Any use of such a tensor waits for its bytes.
-
-A `LazyParameter` is a tensor on the meta device and has no memory of the parameter. Code that bypasses torch's Python
-functions, such as a C++ extension, fails on it, and so cannot read bytes that have not arrived.
+A `LazyParameter` is on the meta device, so a C++ extension, which bypasses torch's Python functions, fails on it
+instead of reading bytes that have not arrived.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _DESCRIBES = frozenset(
 
 
 class _OwnTensorsState(threading.local):
-    """Whether the calling thread is inside `own_tensors`, and the argument of that call."""
+    """The argument of `own_tensors` while the calling thread is inside its block."""
 
     whole: bool | None = None
 
@@ -48,7 +46,7 @@ _block = _OwnTensorsState()
 def own_tensors(whole: bool) -> Iterator[None]:
     """Let torch's functions act on the module's tensors inside the block, as `own_tensor` returns them.
 
-    A module may return views of its parameters as its state dict. Creating a view reads no bytes.
+    A state dict may contain views of parameters. Creating a view reads no bytes.
     """
     _block.whole = whole
     try:
@@ -75,12 +73,10 @@ class LazyParameter(torch.Tensor):
         """Create a pending tensor for a parameter or buffer.
 
         Args:
-            parameter: the tensor that it replaces. Do not move or resize it before its bytes have arrived.
+            parameter: the tensor to replace. Do not move or resize it before its bytes have arrived.
             wait: returns when the bytes have arrived, or raises the error of the load.
-            lets_go: returns whether another load may fill the parameter. It waits for the last write of a load that
-                failed or was closed.
-            hold: called when the tensor is pickled after its bytes arrived. It keeps the pending tensor in its places
-                in the module.
+            lets_go: returns whether another load may fill the parameter, after the last write of a failed load.
+            hold: keeps the pending tensor in the module while it is pickled. It is called after the bytes arrived.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(LazyParameter)
@@ -89,7 +85,7 @@ class LazyParameter(torch.Tensor):
         pending._lets_go = lets_go
         pending._hold = hold
         if isinstance(parameter, torch.nn.Parameter):
-            # Torch recognises a parameter of a different class by this attribute.
+            # Torch recognises a parameter of another class by this attribute.
             pending._is_param = True
         return pending
 
@@ -101,33 +97,27 @@ class LazyParameter(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a torch function with the parameters instead of the pending tensors, once their bytes have arrived."""
-        resolve = _parameter_of if func in _DESCRIBES else _arrived
+        """Wait for the bytes of the pending tensors, then call a torch function with their parameters."""
+        resolve = (lambda pending: pending._parameter) if func in _DESCRIBES else _arrived
         return func(*_replaced(tuple(args), resolve), **_replaced(dict(kwargs or {}), resolve))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parameter."""
         parameter = _arrived(self)
         self._hold()
         return parameter.__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
-        """Copy the parameter."""
         return copy.copy(_arrived(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameter."""
         return _arrived(self).__deepcopy__(memo)
 
 
 def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-    """Return a module's tensor. For a pending tensor, return the parameter behind it, to fill it again.
+    """Return a module's tensor. For a pending tensor, return the parameter that it replaces.
 
-    If its load failed or was closed, this first waits until that load has ended its last write.
-
-    Args:
-        tensor: the tensor in the module.
-        whole: the caller reads the values, so raise the error of a load that failed.
+    Wait until a failed or closed load has ended its last write. With `whole` the caller reads the values, so raise the
+    error of a failed load.
 
     Raises:
         ConfigError: the load is still running.
@@ -141,10 +131,6 @@ def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     return tensor._parameter
 
 
-def _parameter_of(pending: LazyParameter) -> torch.Tensor:
-    return pending._parameter
-
-
 def _arrived(pending: LazyParameter) -> torch.Tensor:
     if _block.whole is not None:
         return own_tensor(pending, whole=_block.whole)
@@ -153,7 +139,6 @@ def _arrived(pending: LazyParameter) -> torch.Tensor:
 
 
 def _replaced(value: Any, resolve: Callable[[LazyParameter], torch.Tensor]) -> Any:
-    """Replace each pending tensor in the arguments, also inside lists, tuples and dicts."""
     if isinstance(value, LazyParameter):
         return resolve(value)
     if type(value) in {list, tuple}:

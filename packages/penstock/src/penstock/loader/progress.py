@@ -25,17 +25,16 @@ if TYPE_CHECKING:
 
 ProgressOption = bool | Callable[[int, int], object] | None
 """True shows a bar on stderr, and False shows nothing. None follows `PENSTOCK_PROGRESS`, or shows a bar if stderr is a
-terminal. A function is called with the number of finished bytes and the total. A conversion counts tasks instead of
-bytes."""
+terminal. A function is called with the finished and the total number of bytes, or of tasks for a conversion."""
 
 _REDRAW_S = 0.1
-"""Seconds between redraws. The bar looks continuous, and drawing costs little."""
+"""Seconds between redraws."""
 _RATE_S = 10.0
-"""Seconds over which the rate is averaged. The rate is steady, but follows a link that slows down."""
+"""Seconds over which the rate is averaged."""
 _LEAST_S = 0.02
-"""Minimum number of seconds for which a rate is computed."""
+"""Minimum duration in seconds for which a rate is shown."""
 _BAR_COLUMNS = 72
-"""Minimum width for the bar. A narrower terminal shows only the numbers and a shortened label."""
+"""Minimum terminal width for the bar. Narrower terminals show only the numbers and a shortened label."""
 
 
 class Progress:
@@ -43,9 +42,9 @@ class Progress:
 
     Args:
         wanted: see `ProgressOption`.
-        label: name next to the bar. For a path or URI, its last part is shown.
+        label: name next to the bar. For a path or URI, its last component is shown.
         unit: `bytes`, or the noun for the counted things.
-        is_live: if False, redraw only when called, so that no thread runs next to a measurement.
+        is_live: if False, redraw only when called, so that no thread runs during a measurement.
     """
 
     def __init__(self, wanted: ProgressOption, label: str, *, unit: str = "bytes", is_live: bool = True) -> None:
@@ -56,41 +55,34 @@ class Progress:
             wanted = Settings.read().progress
         # In a log file every redraw would add a line, so by default only a terminal shows a bar.
         self._draws = self._call is None and (sys.stderr.isatty() if wanted is None else bool(wanted))
-        # The whole URI would leave no space for the numbers.
         self._label = printable(label.rstrip("/").rpartition("/")[2] or label)
         self._unit = unit
         self._is_live = is_live
         self._bar: Bar | None = None
         self._begun = (0.0, 0)
-        """Time and count at the start."""
         self._recent: deque[tuple[float, int]] = deque()
         self._count = (0, 0)
 
     @property
     def enabled(self) -> bool:
-        """Return whether anything is drawn or called."""
+        """Return whether the progress is drawn or passed to a function."""
         return self._draws or self._call is not None
 
     def __enter__(self) -> Progress:
         if self._draws:
-            # Import rich only here, because a load without a bar does not need it.
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
             from rich.table import Column
 
             def cut(format: str) -> TextColumn:
-                """Return a text column without markup, which ends in an ellipsis if it is too long."""
                 return TextColumn(format, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
 
-            # Draw on stderr, because stdout carries the data of commands.
             console = Console(stderr=True)
             wide = (cut("{task.description}"), BarColumn(), cut("{task.fields[text]}"))
             narrow = (cut("{task.fields[text]}  {task.description}"),)
             columns = wide if console.width >= _BAR_COLUMNS else narrow
-            # Do not redirect stdout to this console, because the program prints data there.
             self._bar = Bar(*columns, console=console, redirect_stdout=False, auto_refresh=self._is_live)
-            # The first call sets the total. The bar starts while headers are still being read.
             self._bar.add_task(self._label, total=None, text="")
             self._bar.start()
         self._begun = (time.monotonic(), 0)
@@ -98,7 +90,7 @@ class Progress:
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        """Show progress: draw it, or pass both numbers to the user's function."""
+        """Draw the progress, or pass both numbers to the user's function."""
         if self._call is not None:
             self._call(done, total)
         elif self._bar is not None:
@@ -112,9 +104,7 @@ class Progress:
     def state(self, text: str, done: int = 0, total: int = 0) -> None:
         """Show a text instead of the numbers until the next count.
 
-        Args:
-            text: what the call is waiting for.
-            done, total: counts from an earlier run, which do not affect the rate.
+        `done` and `total` are counts from an earlier run, which do not affect the rate.
         """
         if self._bar is not None:
             if total:
@@ -125,60 +115,51 @@ class Progress:
 
     def _draw(self, text: str, done: int, total: int) -> None:
         assert self._bar is not None
-        # Without a total, rich moves the bar back and forth.
         self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, text=printable(text))
         if not self._is_live:
             self._bar.refresh()
 
     def _numbers(self, now: float) -> str:
-        """Return the percentage, the total, the rate, and the remaining time, or at the end the time taken."""
+        """Return the percentage, total, rate and remaining time. At the end, return the mean rate and elapsed time."""
         done, total = self._count
         is_over = done >= total
-        # At the end, show the mean rate.
         since, before = self._begun if is_over else self._recent[0]
         per_s = (done - before) / (now - since) if now > since else 0.0
         in_bytes = self._unit == "bytes"
         # Round down, so that 100 % means complete.
         text = f"{100 * done // max(1, total)} % of {bytes_text(total) if in_bytes else f'{total} {self._unit}'}"
-        # Do not show a rate over an instant. A mapped file that is already in memory has none.
+        # A rate over a very short time is meaningless, for example for a mapped file in the page cache.
         if per_s > 0 and now - since > _LEAST_S:
             text += f", {bytes_text(per_s)}/s" if in_bytes else f", {per_s:.1f} {self._unit}/s"
             text += f", in {_clock(now - since)}" if is_over else f", {_clock((total - done) / per_s)} left"
         return text
 
     def show(self, ticket: RunState) -> None:
-        """Show the bytes of a ticket."""
+        """Show the progress of a run."""
         if self.enabled:
             self(ticket.moved_bytes, ticket.nbytes)
 
     def follow(self, ticket: RunState, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
-        """Wait for the ticket or until `reached()` is true, and show the ticket's bytes.
-
-        Raises the same errors as `RunState.wait_until`.
-        """
+        """Show the progress of a run until it finishes or `reached()` is true. Raise like `RunState.wait_until`."""
         is_over = reached or (lambda: ticket.is_finished)
-        # `look` returns the seconds without progress. At the deadline this loop ends, and the wait below raises the
-        # error.
+        # This loop ends when the run has stalled. The wait below then raises the error.
         while self.enabled and not ticket.done and not is_over() and ticket.look() <= stall_s:
             self.show(ticket)
-            # Wait on the condition and do not sleep, because a load may take only a few milliseconds.
+            # Wait on the condition, because a load may take only a few milliseconds.
             with ticket.changed:
                 ticket.changed.wait_for(lambda: ticket.done or is_over(), _REDRAW_S)
             # Inside a load Ctrl-C is only noted. Without this check it would take effect after the last byte.
             interrupts.raise_if_noted()
         ticket.wait_until(is_over, stall_s=stall_s)
         if reached is None:
-            # Show the end, so that the bar reaches 100 % and the function receives the total.
+            # Show the final count, so that the bar reaches 100 % and the function receives the total.
             self.show(ticket)
 
     @contextmanager
     def watching(self, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Show the result of `look`, which returns the count and the total, until the block ends.
+        """Show the count and total that `look` returns until the block ends, from a separate thread.
 
-        This uses a thread that sleeps, or no thread if nothing is shown.
-
-        Raises:
-            Exception: an error of the user's function, at the end of the block.
+        An error of the user's function is raised at the end of the block.
         """
         if not self.enabled:
             yield
@@ -189,8 +170,7 @@ class Progress:
             while not over.wait(_REDRAW_S):
                 self(*look())
 
-        # Use a pool with one thread, because its future keeps an error of the user's function until the end of the
-        # block.
+        # The future of a pool stores an error of the user's function until the end of the block.
         with Threads(1, "penstock-progress") as pool:
             drawing = pool.submit(draw)
             try:
@@ -198,23 +178,22 @@ class Progress:
             finally:
                 over.set()
         drawing.result()
-        # Show the end, so that the bar reaches 100 % and the function receives the total. Skip this after an error.
         self(*look())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # While the interpreter shuts down, the drawing thread has stopped, perhaps while it held its lock.
+        # At interpreter shutdown the drawing thread has stopped, perhaps while holding its lock.
         if self._bar is None or lifecycle.is_ending():
             return
         done, total = self._count
         is_over = kind is None and done >= total > 0
         if is_over:
-            # This replaces a text that was shown after the last count.
+            # Replace a text that was shown after the last count.
             self._draw(self._numbers(self._recent[-1][0]), done, total)
-        # Remove a bar that stops halfway, because it would look as if it were still moving.
+        # Erase an incomplete bar, because it would look as if the call were still running.
         self._bar.live.transient = not is_over
-        # Rich's `stop` also ends the line, which must not happen if nothing is left of the bar.
+        # Rich's `stop` also ends the line, which must not happen for an erased bar.
         (self._bar if is_over else self._bar.live).stop()
 
 
@@ -228,7 +207,7 @@ def _clock(seconds: float) -> str:
 
 
 class Counter:
-    """A count of finished bytes, for `Progress.watching`. One thread adds, and others read."""
+    """A count of finished bytes for `Progress.watching`, which one thread increments."""
 
     def __init__(self, total: int = 0) -> None:
         self.done = 0

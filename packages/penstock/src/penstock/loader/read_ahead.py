@@ -1,32 +1,11 @@
-"""Bounded read-ahead for a file that is read tensor by tensor, where every single read costs a round trip.
+"""Bounded read-ahead for a file that is read tensor by tensor, where every read costs a round trip.
 
-    readv(offset, buffers) -> blocks in memory: copied
-                           -> blocks being read: awaited, then copied
-                           -> everything else: read directly into the buffers, in several reads if it is large
+Requests that follow the file in order start the read-ahead once they are dense. It reads at most twice as many bytes
+ahead as the requests covered. `expect` announces ranges in a different order, and the first request after it starts
+those reads. The blocks of all files in the process together stay within `Settings.memory_bytes`.
 
-A `ReadAhead` is a `Source`. It decides in two ways what to read ahead:
-
-- In file order, once a run of requests is dense: at least three consecutive requests (two from 4 MiB on) that covered
-  at least half of the bytes that they passed. It then reads at most twice as many bytes ahead as the run has requested,
-  so a few slices of a large file cause few extra reads. Several runs may exist at once, for example in a file whose
-  dtypes are stored separately.
-- By a hint. `expect(ranges)` announces the bytes that will be requested, in order. An integration that knows the order
-  of its tensors calls `safe_open.expect(names)`. Reads begin with the first request after it, so a program may open and
-  announce all files of a checkpoint at once. Ranges that are adjacent both in the file and in the hint share a read.
-  Requests in a different order are answered too. The hint only wastes bytes for ranges that are never requested.
-  Several threads may request the tensors, and the request that is furthest ahead advances the reads.
-
-Memory: the blocks of all open files in this process together stay within `Settings.memory_bytes`. A block is released
-when all of its bytes were requested, or as the least recently used one. Delivered bytes are not read ahead again.
-
-Threads: `readv` is thread-safe. Threads of the process make the reads, at most `num_reads` for each file, and end when
-nothing is queued.
-
-Errors: the first request that needs the bytes of a failed read raises the error of the source. A later request reads
-them again. A failed read that no request needed raises nothing.
-
-Fork: a child starts without blocks and threads and makes its own reads. `close` returns at once, and the source is
-closed when the last running read has ended.
+The first request that needs the bytes of a failed read raises the error, and a later request reads the bytes again. A
+forked child starts without blocks and threads.
 """
 
 from __future__ import annotations
@@ -53,27 +32,26 @@ from penstock.types import MIB
 from penstock.waits import start_thread
 
 _FIRST_BYTES = MIB
-"""Size of a run's first blocks. Blocks grow with the bytes that the run has requested, up to `chunk_bytes`."""
+"""Size of a run's first blocks. Blocks grow with the run, up to `chunk_bytes`."""
 
 _MIN_REQUESTS = 3
-"""Number of requests that form a run. With two, a single pair of neighbours (a weight and its bias) would count as a
-run."""
+"""Number of requests that form a run. Two requests are often only a weight and its bias."""
 
 _MIN_RUN_BYTES = 4 * MIB
-"""Total size from which two requests form a run. Reading as much again in vain would cost little more than they did."""
+"""Total size from which two requests form a run. An unnecessary read of this size costs little."""
 
 _MAX_RUNS = 4
-"""Maximum number of runs per file. More dtypes than that are never interleaved by name."""
+"""Maximum number of runs per file. Files that store their dtypes separately have one run for each dtype."""
 
 _GAP_BYTES = 64 << 10
-"""Largest hole between delivered ranges that is not worth a separate read. Source: `safe_open._GAP_BYTES`."""
+"""Largest gap between delivered ranges that is not read separately. Source: `safe_open._GAP_BYTES`."""
 
 _SLOW_S = 5.0
-"""Seconds after which a read no longer counts towards the maximum number of threads. A server that does not answer must
-not keep other files from being read."""
+"""Seconds after which a read no longer counts towards the maximum number of threads, so that a server that does not
+respond cannot block the reads of other files."""
 
 _SMALL_BYTES = 256 << 10
-"""Largest request that is copied without releasing the GIL, because releasing it would take longer."""
+"""Largest request that is copied without releasing the GIL, because releasing the GIL would take longer."""
 
 _LOOK_S = 1.0
 """Longest wait between two checks for progress, in seconds."""
@@ -92,7 +70,7 @@ class _ReadBlock:
     Attributes:
         target: the bytes. None until they are read. A direct block uses the caller's buffer from the start.
         left: number of bytes that no call has requested yet.
-        users: number of requests that are copying from it. It is not released before they are done.
+        users: number of requests that copy from the block, which is not released before they are done.
     """
 
     __slots__ = ("error", "is_direct", "left", "owner", "start", "state", "stop", "target", "users")
@@ -120,17 +98,16 @@ class _SharedBlocks:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.queue: deque[_ReadBlock] = deque()
-        # Blocks that are being read, with the start time of each read.
         self.reading: dict[_ReadBlock, float] = {}
         self.num_threads = 0
         self.nbytes = 0
-        # Ready blocks. The least recently used block is first.
+        # The ready blocks, in the order of their last use.
         self.ready: OrderedDict[_ReadBlock, None] = OrderedDict()
         self.closing: deque[ReadAhead] = deque()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Acquire the lock. After releasing it, close the files whose `close` could not acquire it."""
+        """Hold the lock. After releasing it, close the files whose `close` could not acquire the lock."""
         with self.lock:
             yield
         if self.closing:
@@ -138,7 +115,7 @@ class _SharedBlocks:
 
     def close_files(self) -> None:
         """Close the files in `closing`, unless another thread holds the lock. That thread then closes them."""
-        # Never wait for the lock, because a finalizer may run in the thread that holds it.
+        # Never wait for the lock, because a finalizer may run in the thread that holds the lock.
         while self.closing and self.lock.acquire(blocking=False):
             idle = []
             try:
@@ -153,7 +130,6 @@ class _SharedBlocks:
                 source.close()
 
     def forget(self, block: _ReadBlock) -> None:
-        """Release a block."""
         block.owner.blocks.remove(block)
         self.ready.pop(block, None)
         self.nbytes -= block.nbytes
@@ -163,10 +139,7 @@ class _SharedBlocks:
     def make_room(self, nbytes: int, limit: int, owner: ReadAhead, spared_from: int) -> bool:
         """Release the least recently used blocks until `nbytes` more fit. Return False if they do not fit.
 
-        Args:
-            nbytes: size of the new block.
-            limit: maximum total size of all blocks in bytes.
-            owner, spared_from: blocks of this file from that offset on are kept, because they will still be requested.
+        Keep the blocks of `owner` from offset `spared_from` on, because they will still be requested.
         """
         if self.nbytes + nbytes <= limit:
             return True
@@ -179,27 +152,22 @@ class _SharedBlocks:
         return False
 
     def start_threads(self, num_reads: int) -> None:
-        """Start a thread for each queued block, up to `num_reads` in total.
-
-        Raise DestinationError if none can start.
-        """
+        """Start a thread for each queued block, up to `num_reads` threads. Raise DestinationError if none can start."""
         slow_before = time.monotonic() - _SLOW_S
         num_slow = sum(since < slow_before for since in self.reading.values())
         for _ in range(min(num_reads + num_slow - self.num_threads, len(self.queue))):
-            # Daemon threads do not keep an ending program waiting for bytes that it does not need.
             thread = threading.Thread(target=self._work, name="penstock-read-ahead", daemon=True)
             if not start_thread(thread, is_needed=not self.num_threads):
                 return
             self.num_threads += 1
 
     def _work(self) -> None:
-        """Read queued blocks until there are none. This is the body of a thread."""
         while True:
             with self.locked():
                 block = next((each for each in self.queue if each.owner.under_way < each.owner.num_reads), None)
                 if block is None:
                     # The remaining blocks belong to files that have reached their maximum number of reads. The threads
-                    # of these reads continue with them.
+                    # that make these reads then read the remaining blocks.
                     self.num_threads -= 1
                     return
                 self.queue.remove(block)
@@ -219,8 +187,7 @@ class _SharedBlocks:
         except (PenstockError, MemoryError) as raised:
             error = raised
         finally:
-            # This also runs after an unexpected error, which ends this thread, because the waiting threads must not
-            # wait for ever.
+            # An unexpected error ends this thread, so wake the waiting threads in that case too.
             with self.locked():
                 del self.reading[block]
                 owner.under_way -= 1
@@ -258,7 +225,7 @@ class _SequentialRun:
     """Consecutive requests through the file.
 
     Attributes:
-        origin, position: start of the first request, and end of the furthest one.
+        origin, position: start of the first request, and end of the furthest request.
         nbytes: number of requested bytes.
         next_look_nbytes: value of `nbytes` at which another block may be due.
     """
@@ -271,25 +238,21 @@ class _SequentialRun:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether it requests enough of the bytes that it passes, so that reading ahead pays."""
+        """Return whether the run requests at least half of the bytes that it passes."""
         enough = self.num_requests >= (2 if self.nbytes >= _MIN_RUN_BYTES else _MIN_REQUESTS)
         return enough and 2 * self.nbytes >= self.position - self.origin
 
 
 class ReadAhead:
-    """A source that reads bytes before they are requested. The module's docstring describes it.
+    """A source that reads bytes before they are requested. Thread-safe.
 
     Args:
         source: the file. This object closes it.
         settings: `memory_bytes` limits the blocks of all files together, and `chunk_bytes` limits each block.
         num_reads: maximum number of concurrent reads.
-        stall_s: seconds without a byte after which a wait raises SourceStalled. For sources that have no deadlines and
-            count their bytes (`Counting`). All reads are then made by other threads, because a read that hangs in the
-            kernel cannot be interrupted.
-
-    Attributes:
-        uri, nbytes, identity: see `Source`.
-        source, num_reads: as given.
+        stall_s: seconds without a byte after which a wait raises SourceStalled. Set it for a source that has no
+            deadlines and counts its bytes (`Counting`). Other threads then make all reads, because a read that hangs
+            in the kernel cannot be interrupted.
     """
 
     def __init__(self, source: Source, settings: Settings, *, num_reads: int, stall_s: float | None = None) -> None:
@@ -301,20 +264,17 @@ class ReadAhead:
         self._stall_s = stall_s
         self._limit = settings.memory_bytes
         self._block_bytes = max(1, min(settings.chunk_bytes, settings.memory_bytes // 4))
-        # The pool uses this under its lock.
+        # The pool accesses these three fields under its lock.
         self.blocks = ByteBlocks[_ReadBlock]()
         self.under_way = 0
         self.is_closed = False
         self._given = RangeSet()
         self._runs: list[_SequentialRun] = []
-        # The expected ranges, each at most as large as a block, in order. Then the next range to queue, and the ranges
-        # by position.
+        # The expected ranges in order, at most as large as a block, the next range to queue, and the ranges by offset.
         self._expected: list[tuple[int, int]] = []
         self._next_expected = 0
         self._places: list[tuple[int, int]] = []
         _alive.add(self)
-
-    # -- Source
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. The path is `read-ahead`. With `stall_s` it may also raise SourceStalled."""
@@ -325,19 +285,15 @@ class ReadAhead:
         return "read-ahead"
 
     def close(self) -> None:
-        """Drop all blocks, and close the source when none of its reads is running. Returns at once. Idempotent."""
+        """Drop all blocks, and close the source after its last running read. Return at once. Idempotent."""
         shared_pool.closing.append(self)
         shared_pool.close_files()
 
-    # -- hints
-
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Announce the ranges `[start, stop)` that will be requested, in order. Replaces the previous announcement.
+        """Announce the ranges `[start, stop)` that will be requested, in order. Replace the previous announcement.
 
-        This makes no reads yet. See the module's docstring.
-
-        Args:
-            ranges: ranges within the file. A range may be requested in parts.
+        The first request after this call starts the reads. Adjacent ranges share a read, a range may be requested in
+        parts, and requests in a different order are served too.
         """
         planned: list[tuple[int, int]] = []
         for start, stop in ranges:
@@ -364,8 +320,6 @@ class ReadAhead:
         with shared_pool.locked():
             return bool(self.blocks.within(start, stop)) or self._index_of(start, stop) is not None
 
-    # -- one request
-
     def _fill(self, start: int, buffer: memoryview) -> None:
         stop = start + buffer.nbytes
         if (found := self.small(start, stop)) is not None:
@@ -380,11 +334,10 @@ class ReadAhead:
                 if block.state is _State.READY:
                     shared_pool.ready.move_to_end(block)
                 elif block.state is _State.QUEUED and len(shared_pool.queue) > 1:
-                    # A request waits for this block, so read it before blocks that no request waits for.
                     shared_pool.queue.remove(block)
                     shared_pool.queue.appendleft(block)
             pieces = self._pieces(start, stop, blocks)
-            # Read one piece in this thread, if that cannot hang and avoids handing a small read to another thread.
+            # Read one piece in this thread if the read cannot hang, which avoids a thread switch for a small read.
             own = pieces.pop(0) if pieces and self._stall_s is None else None
             direct = [_ReadBlock(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
             shared_pool.queue.extendleft(reversed(direct))
@@ -404,17 +357,15 @@ class ReadAhead:
             with shared_pool.locked():
                 self._release(blocks, start, stop)
                 for block in direct:
-                    # After an error no request wants these blocks any more. A block that is being read keeps its memory
-                    # alive.
+                    # Remove direct blocks that an error left in the queue, because no request waits for them.
                     if block.state is _State.QUEUED:
                         shared_pool.queue.remove(block)
 
     def small(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes of a small request if one block contains all of them. Otherwise return None and do nothing.
+        """Return the bytes of a small request if one block contains all of them. Otherwise return None.
 
-        Nearly every small tensor takes this path, and a file may have tens of thousands. It takes 5 us instead of 30.
-
-        Other requests read the same memory, so the caller must copy it.
+        The caller must copy the bytes, because other requests read the same memory. Nearly every small tensor takes
+        this path, which takes 5 us instead of 30.
         """
         if stop - start > _SMALL_BYTES:
             return None
@@ -423,7 +374,7 @@ class ReadAhead:
             run = self._runs[-1] if self._runs else None
             if block is None or block.stop < stop or block.target is None or run is None:
                 return None
-            # If the run continues as before, the next block is not due before more bytes were requested.
+            # If the run continues, no new block is due before more bytes were requested.
             is_expected = self._next_expected < len(self._expected)
             if start != run.position or is_expected or run.nbytes >= run.next_look_nbytes:
                 return None
@@ -440,10 +391,7 @@ class ReadAhead:
         return found
 
     def _read_here(self, offset: int, buffer: memoryview) -> None:
-        """Read in this thread.
-
-        Keep the source open during the read, because its descriptor may be reused once it is closed.
-        """
+        """Read in this thread. Keep the source open meanwhile, because a closed descriptor may be reused."""
         with shared_pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
@@ -458,7 +406,6 @@ class ReadAhead:
                 self.source.close()
 
     def _pieces(self, start: int, stop: int, blocks: list[_ReadBlock]) -> list[tuple[int, int]]:
-        """Return the ranges in `[start, stop)` that no block contains. Each is at most as large as a block."""
         gaps, at = [], start
         for block in blocks:
             if at < block.start:
@@ -470,13 +417,12 @@ class ReadAhead:
         return [(at, min(at + step, end)) for first, end in gaps for at in range(first, end, step)]
 
     def _copy(self, block: _ReadBlock, start: int, buffer: memoryview) -> None:
-        """Wait for the block, and copy its part of the request into the buffer."""
         begin, end = max(start, block.start), min(start + buffer.nbytes, block.stop)
         self._wait(block)
         part = buffer[begin - start : end - start]
         source = block.target
         if source is None:
-            # Another request has raised the error of the block, so read again here.
+            # Another request has raised the error of the block, so read the bytes again.
             self._read_here(begin, part)
             return
         # Copy with numpy, which releases the GIL.
@@ -485,7 +431,7 @@ class ReadAhead:
         )
 
     def _wait(self, block: _ReadBlock) -> None:
-        """Wait until the block is read. The first waiter raises its error. Raises SourceStalled."""
+        """Wait until the block is read. The first waiter raises the block's error. Raise SourceStalled at a stall."""
         if block.state is _State.READY:
             return
         received, since = -1, time.monotonic()
@@ -493,7 +439,7 @@ class ReadAhead:
         with shared_pool.changed:
             while block.state in {_State.QUEUED, _State.READING}:
                 if not shared_pool.changed.wait(interrupts.longest_wait_s(look_s)) and block.state is _State.QUEUED:
-                    # The running reads may have become slow ones, so start more threads.
+                    # The running reads may have become slow, so more threads may start.
                     shared_pool.start_threads(self.num_reads)
                 interrupts.raise_if_noted()
                 now_received = getattr(self.source, "received_bytes", 0)
@@ -513,17 +459,13 @@ class ReadAhead:
             self._read_here(block.start, block.target)
 
     def _release(self, blocks: list[_ReadBlock], start: int, stop: int) -> None:
-        """Release blocks after a request for `[start, stop)`. Blocks that were requested completely are dropped."""
         for block in blocks:
             block.users -= 1
             block.left -= min(stop, block.stop) - max(start, block.start)
             if block.left <= 0 and not block.users and block.state is _State.READY and block in self.blocks:
                 shared_pool.forget(block)
 
-    # -- what is read ahead
-
     def _note(self, start: int, stop: int) -> None:
-        """Add a request to the run that it continues, or begin a new run."""
         nbytes = stop - start
         for index, run in enumerate(self._runs):
             if run.origin - self._block_bytes <= start <= run.position + self._block_bytes:
@@ -556,7 +498,7 @@ class ReadAhead:
     def _queue_expected(self, start: int, stop: int) -> None:
         index = self._index_of(start, stop)
         if index is not None and index > self._next_expected:
-            # The program is ahead of the reads. Ranges that it passed are read when they are requested.
+            # The program is ahead of the reads. Skipped ranges are read when they are requested.
             self._next_expected = index
             self._drop_skipped(index)
         while self._next_expected < len(self._expected):
@@ -569,7 +511,7 @@ class ReadAhead:
             self._next_expected += 1
 
     def _drop_skipped(self, index: int) -> None:
-        """Release blocks for expected ranges before `index`, if they use half of the memory for blocks."""
+        """Release blocks for expected ranges before `index`, if the blocks use half of their memory limit."""
         for block in list(self.blocks):
             if self.blocks.nbytes <= self._limit // 4:
                 return
@@ -578,7 +520,6 @@ class ReadAhead:
                 shared_pool.forget(block)
 
     def _index_of(self, start: int, stop: int) -> int | None:
-        """Return the index of the expected range that overlaps `[start, stop)`, or None."""
         place = bisect.bisect_right(self._places, (start, len(self._expected))) - 1
         for first, index in self._places[max(place, 0) : place + 2]:
             if first < stop and self._expected[index][1] > start:
@@ -595,14 +536,13 @@ class ReadAhead:
             at = end
 
     def _end_of_free(self, at: int, stop: int) -> int:
-        """Return the end of the free bytes that begin at `at`, at most `stop`."""
         for taken in (self.blocks.next_start(at), self._given.next_start(at)):
             if taken is not None and taken < stop:
                 stop = taken
         return stop
 
     def _queue(self, start: int, stop: int, *, spared_from: int) -> bool:
-        """Queue a block, or skip a small hole. Return False at the memory limit. See `_SharedBlocks.make_room`."""
+        """Queue a block, or skip a small gap. Return False at the memory limit. See `_SharedBlocks.make_room`."""
         if stop - start < _GAP_BYTES and self._given.next_start(start) == stop:
             return True
         if not shared_pool.make_room(stop - start, self._limit, self, spared_from):
@@ -613,19 +553,17 @@ class ReadAhead:
         shared_pool.queue.append(block)
         return True
 
-    # -- for the pool, under its lock
-
     def stop_ahead(self) -> None:
-        """Stop reading ahead until new requests form a run, because a read has failed."""
+        """After a failed read, stop reading ahead until new requests form a run."""
         self._runs.clear()
         self._next_expected = len(self._expected)
 
     def drop_all(self) -> None:
-        """Refuse further requests, and drop every block and the queue."""
+        """Reject further requests, and drop every block and the queue. Call it with the pool's lock."""
         self.is_closed = True
         for block in [each for each in shared_pool.queue if each.owner is self]:
             shared_pool.queue.remove(block)
-            # A request in another thread may be waiting for it.
+            # A request in another thread may be waiting for this block.
             block.error = ConfigError("file is closed", uri=self.uri)
             block.state = _State.FAILED
         shared_pool.changed.notify_all()

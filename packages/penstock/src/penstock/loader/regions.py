@@ -1,8 +1,6 @@
 """Verified regions of tensors. Whole leaves are read and compared with their digests, and then the region is cut out.
 
-    row [a][b][c][d], box in b and d   --> plan rows [b] [d], compared like any row   --> box, cut from both
-
-Without digests only the box is read.
+Without digests only the region is read.
 """
 
 from __future__ import annotations
@@ -21,12 +19,10 @@ from penstock.plan.layout import Runs, box_runs
 from penstock.types import I64, U64, Box, DType, TensorTable
 
 Memory = Callable[[int], torch.Tensor]
-"""Returns the memory for a box that is cut, as flat uint8, by its line."""
+"""Returns flat uint8 memory for the box of a line."""
 
 
 class _Cut(NamedTuple):
-    """A box that is cut from pieces of its row."""
-
     line: int
     runs: Runs
 
@@ -41,7 +37,7 @@ class _RowPieces:
         leaves = np.stack([ranges[:, 0] // leaf_bytes, -(-ranges[:, 1] // leaf_bytes)], axis=1)
         leaves = leaves[np.argsort(leaves[:, 0], kind="stable")]
         reach = np.maximum.accumulate(leaves[:, 1])
-        # A new piece begins where no earlier range reaches.
+        # A piece begins where no earlier range overlaps.
         first = np.flatnonzero(np.concatenate([[True], leaves[1:, 0] > reach[:-1]]))
         self.first_leaf: I64 = leaves[first, 0]
         self.stop_leaf: I64 = reach[np.concatenate([first[1:], [len(reach)]]) - 1]
@@ -50,12 +46,10 @@ class _RowPieces:
         self._pieces: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> bool:
-        """Add the next piece, flat uint8. Return whether all pieces arrived."""
         self._pieces.append(piece)
         return len(self._pieces) == len(self.start)
 
     def copy(self, cut: _Cut, into: torch.Tensor) -> None:
-        """Copy the bytes of a box into flat uint8 memory."""
         runs, at = cut.runs, 0
         run = runs.run_bytes
         for first, stop, begin in _rectangles(runs, self._leaf_bytes, self.start):
@@ -67,7 +61,6 @@ class _RowPieces:
             at += rows * run
 
     def drop(self) -> None:
-        """Drop the pieces, which are views of a staging slab."""
         self._pieces.clear()
 
 
@@ -97,13 +90,13 @@ class TensorRegions:
     """The rows that a plan reads for rows with boxes, and the tensors that are built from them.
 
     Args:
-        table: the wanted rows, in file order. A row may appear several times, each time with a different box.
+        table: the wanted rows, in file order. A row may appear several times with different boxes.
         boxes: the region of each row. None means the whole row.
         leaves: digests of the rows, in order. None means that boxes are read directly and not verified.
         leaf_bytes: size of a leaf in bytes.
 
     Attributes:
-        table, boxes, leaves: those of the plan's rows, in the order that the plan keeps.
+        table, boxes, leaves: the table, boxes and digests of the plan's rows.
 
     Raises:
         PlanError: a box lies outside its tensor.
@@ -114,53 +107,42 @@ class TensorRegions:
     ) -> None:
         self._wanted = table
         self._boxes = boxes
-        self._rows: list[int | _RowPieces] = []
-        """For each plan row, the line that it is, or the group of lines that are cut from it."""
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
-        lines: list[int] = []
-        offset, nbytes, kept = [], [], list[U64]()
+        # Each plan row has its line, or the lines that are cut from it, and its line, offset and size in the table.
+        rows: list[tuple[int | _RowPieces, int, int, int]] = []
+        kept = [np.zeros(0, np.uint64)]
         keys = list(zip(table.file_index.tolist(), table.offset.tolist(), table.names, strict=True))
         for _, same in groupby(range(len(table)), key=keys.__getitem__):
             group = list(same)
             start, size = int(table.offset[group[0]]), int(table.nbytes[group[0]])
             mine = None if leaves is None else leaves[first_leaf[group[0]] :][: -(-size // leaf_bytes)]
             cuts = [] if mine is None else self._cuts(group)
-            # Whole rows, empty boxes and boxes without digests are rows of the plan without changes.
+            # Whole rows, empty boxes and boxes without digests stay unchanged.
             for line in sorted(set(group) - {cut.line for cut in cuts}):
-                self._rows.append(line)
-                lines.append(line)
-                offset.append(start)
-                nbytes.append(size)
+                rows.append((line, line, start, size))
                 kept += [] if mine is None else [mine]
             if cuts and mine is not None:
                 pieces = _RowPieces(cuts, size, leaf_bytes)
-                for low, high, a, b in np.stack(
-                    [pieces.start, pieces.stop, pieces.first_leaf, pieces.stop_leaf], axis=1
-                ).tolist():
-                    self._rows.append(pieces)
-                    lines.append(group[0])
-                    offset.append(start + low)
-                    nbytes.append(high - low)
-                    kept.append(mine[a:b])
+                columns = [pieces.start, pieces.stop, pieces.first_leaf, pieces.stop_leaf]
+                for low, high, first, stop in np.stack(columns, axis=1).tolist():
+                    rows.append((pieces, group[0], start + low, high - low))
+                    kept.append(mine[first:stop])
+        self._rows = [row for row, *_ in rows]
         is_piece = [isinstance(row, _RowPieces) for row in self._rows]
+        lines = [line for _, line, _, _ in rows]
+        flags = list(zip(is_piece, rows, strict=True))
         self.table = TensorTable(
             names=tuple(table.names[line] for line in lines),
-            dtypes=tuple(
-                DType.U8 if piece else table.dtypes[line] for piece, line in zip(is_piece, lines, strict=True)
-            ),
-            shapes=tuple(
-                (size,) if piece else table.shapes[line]
-                for piece, line, size in zip(is_piece, lines, nbytes, strict=True)
-            ),
-            file_index=table.file_index[lines] if lines else table.file_index[:0],
-            offset=np.array(offset, np.int64),
-            nbytes=np.array(nbytes, np.int64),
+            dtypes=tuple(DType.U8 if piece else table.dtypes[line] for piece, (_, line, _, _) in flags),
+            shapes=tuple((size,) if piece else table.shapes[line] for piece, (_, line, _, size) in flags),
+            file_index=table.file_index[np.array(lines, np.int64)],
+            offset=np.array([offset for _, _, offset, _ in rows], np.int64),
+            nbytes=np.array([nbytes for *_, nbytes in rows], np.int64),
         )
-        self.boxes = [None if piece else boxes[line] for piece, line in zip(is_piece, lines, strict=True)]
-        self.leaves: U64 | None = None if leaves is None else np.concatenate([np.zeros(0, np.uint64), *kept])
+        self.boxes = [None if piece else boxes[line] for piece, (_, line, _, _) in flags]
+        self.leaves: U64 | None = None if leaves is None else np.concatenate(kept)
 
     def _cuts(self, group: Sequence[int]) -> list[_Cut]:
-        """Return the boxes of a row that have bytes."""
         cuts = []
         for line in group:
             box = self._boxes[line]
@@ -176,7 +158,7 @@ class TensorRegions:
         return cuts
 
     def line_of(self, row: int) -> int | None:
-        """Return the line that is exactly a plan row, or None if lines are cut from it."""
+        """Return the line that equals a plan row, or None if lines are cut from the row."""
         found = self._rows[row]
         return None if isinstance(found, _RowPieces) else found
 
@@ -186,12 +168,9 @@ class TensorRegions:
         return {cut.line: cut.runs.nbytes for group in groups.values() for cut in group.cuts}
 
     def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
-        """Add the next complete and verified row of the plan. Yield the lines that are complete now.
+        """Add the next complete and verified row of the plan. Yield the lines that are now complete.
 
-        Args:
-            row: row of the plan. Every row comes once, in order within each row of the table.
-            tensor: tensor of the row.
-            memory: returns the memory for a box that is cut.
+        Add every row once, in order within each row of the table.
         """
         found = self._rows[row]
         if not isinstance(found, _RowPieces):

@@ -12,11 +12,11 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePath:
-    """A path that bytes of a file took. A file that was read by two paths has two of these."""
+    """The number of bytes of a file that were read by one path."""
 
     uri: str
     nbytes: int
-    """Bytes that this path read, including gaps that were read instead of skipped."""
+    """Bytes read by this path, including gaps that were read instead of skipped."""
     path: str
     """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `obstore`, `cache`, `memory`, `group` (another rank)."""
     why: str
@@ -41,8 +41,7 @@ class LoadReport(Summarised):
     """Seconds that each executor spent in steps, summed over its threads. Executors overlap."""
     peak_staging_bytes: int
     peak_rss_bytes: int
-    """Peak resident set size of the process in bytes. It includes the time before the load, because the system has no
-    other maximum."""
+    """Peak resident set size of the process in bytes, including the time before the load."""
     peak_device_bytes: int
     """Peak memory of torch's allocator on the device in bytes. 0 on the CPU."""
     files: tuple[FilePath, ...]
@@ -53,13 +52,11 @@ class LoadReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in GB/s: decimal GB at the destination per second of wall time."""
-        # An empty weight set may take no measurable time.
+        """Return the rate in decimal GB at the destination per second of wall time."""
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def paths(self) -> str:
         """Return the paths with their bytes, and why no faster path was taken."""
-        # Group by path and not by file, because a model has hundreds of files with one or two paths.
         by_path: dict[str, int] = {}
         for file in self.files:
             key = f"{file.path} ({file.why})" if file.why else file.path

@@ -1,13 +1,8 @@
 """safetensors' reading interface, `safe_open` and `load_file`, over any source that Penstock can open.
 
-Errors are also instances of the classes that safetensors raises.
-
-A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay in the process. Every
-tensor has a separate mapping, so dropping the tensor releases it. A remote file, or a file on a network file system
-outside the page cache, is read through `read_ahead`. In all other cases the bytes are read into new memory. The engine
-makes large reads, and the calling thread makes the others one by one. The engine starts threads and pins staging for a
-GPU. That costs 0.3 ms for a tensor of 4 KiB, which takes 0.02 ms in this thread, and 17 ms for 64 MiB to a GPU, which
-take 11.
+Local files on the CPU are mapped privately, one mapping for each tensor. Remote files are read through `read_ahead`.
+Other bytes are read into new memory by the engine if they are large, and by the calling thread if they are small,
+because the engine takes 0.3 ms to start its threads and 17 ms to pin 64 MiB for a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, MissingExtra, NotFound, PenstockError, PlanError, SourceError, also
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read_ahead import ReadAhead
-from penstock.loader.run import LoadRun
+from penstock.loader.run import LoadRun, Readers
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -44,12 +39,12 @@ from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 
 ENGINE_BYTES = 16 * MIB
-"""Size from which the engine reads local files to the CPU. Source: two cores, files in memory: 32 MiB take 20 ms in
-this thread and 6 in the engine, 256 MiB 150 and 31, because several threads fault the new pages."""
+"""Size from which the engine reads local files to the CPU. On two cores with cached files, 32 MiB take 20 ms in this
+thread and 6 ms in the engine."""
 
 ENGINE_CUDA_BYTES = 96 * MIB
-"""The same size for a GPU. Source: one H200, files in memory: 64 MiB take 11 ms in this thread and 17 in the engine, 96
-MiB 16 and 17, 128 MiB 22 and 15, 256 MiB 41 and 21."""
+"""The same size for a GPU. On an H200 with cached files, 96 MiB take 16 ms in this thread and 17 ms in the engine, and
+128 MiB take 22 ms and 15 ms."""
 
 NETWORK_READS = 8
 """Number of concurrent reads of a file on a network file system."""
@@ -58,10 +53,7 @@ NETWORK_READS = 8
 class FileReader:
     """Reads one file into new memory. Thread-safe. Its staging, at most `memory_bytes`, stays until `close`.
 
-    Args:
-        source: the file. Its owner closes it after the reader.
-        device: the usual device of the slabs. Staging is pinned for it.
-        settings: memory limit and deadlines.
+    Staging is pinned for `device`. The owner of `source` closes it after the reader.
     """
 
     def __init__(self, source: Source, device: torch.device, settings: Settings) -> None:
@@ -69,37 +61,29 @@ class FileReader:
         self._device = device
         self._settings = settings
         self._intake = Intake(settings, device)
-        # A file on a network file system is as slow to reach as an object.
+        # A file on a network file system has round trips like an object.
         self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
-        # Allow one read in the engine at a time, because the staging is one pool and a run uses all of it.
+        # Allow one engine read at a time, because a run uses the whole staging pool.
         self._turn = threading.Lock()
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the largest read that a plan may have. Raise BudgetTooSmall like `Intake.chunk_bytes`."""
+        """Return the largest read that a plan may have."""
         return self._intake.chunk_bytes
 
     def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Read `[offset, offset + nbytes)` with one read. Return `[nbytes]` uint8 on `device`. Raises like `read`."""
+        """Read `[offset, offset + nbytes)` with one read. Return `[nbytes]` uint8 on `device`."""
         run = _empty(nbytes, device)
         is_host = device.type == "cpu"
-        # Pin the memory, so that the copy to the device is one transfer instead of two.
+        # Pinned memory needs only one transfer to the device.
         staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         if nbytes:
             self._source.readv(offset, [staging.numpy().data])
         return run if is_host else run.copy_(staging)
 
     def read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Read every range in `plan` into the plan's slabs.
-
-        Returns:
-            A `[nbytes]` uint8 tensor on `device` for each slab, filled.
-
-        Raises:
-            SourceError: the bytes could not be read.
-            DestinationError: there is too little memory.
-        """
-        # The engine makes any two reads from a remote source, because each costs a round trip and they overlap there.
+        """Read every range in `plan`. Return a filled `[nbytes]` uint8 tensor on `device` for each slab."""
+        # Even two reads from a remote source use the engine, because their round trips overlap there.
         enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
         if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self._source, device)
@@ -113,28 +97,25 @@ class FileReader:
         nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
         is_cuda = device.type == "cuda"
         if is_cuda:
-            # Give the device an index, because the current device in the engine's threads may differ from the caller's.
+            # Resolve the current device here, because the engine's threads may have a different current device.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
-        # For other devices the bytes pass through host memory, like bytes that cannot be read into their places.
+        # For other devices the bytes pass through host memory.
         staged = is_cuda or not bool(plan.covered().all())
         pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
-        # The engine makes concurrent reads and requests each byte once, so it bypasses the read-ahead.
+        # Bypass the read-ahead, because the engine reads concurrently and requests each byte once.
         source = self._source.source if isinstance(self._source, ReadAhead) else self._source
+        readers = Readers(
+            pool=pool,
+            num_threads=min(self._intake.num_reads, plan.num_reads),
+            ring=self._intake.open_ring() if staged else None,
+        )
+        sources, trace = [source] * (int(plan.read_file.max()) + 1), Trace(enabled=False)
         try:
-            with LoadRun(
-                plan,
-                [source] * (int(plan.read_file.max()) + 1),
-                place,
-                pool=pool,
-                num_fetch_threads=min(self._intake.num_reads, plan.num_reads),
-                ring=self._intake.open_ring() if staged else None,
-                stall_s=stall_s,
-                trace=Trace(enabled=False),
-            ) as run:
+            with LoadRun(plan, sources, place, readers, stall_s=stall_s, trace=trace) as run:
                 run.start().wait(stall_s=stall_s)
         except BaseException:
-            # A run that stops cancels its pool. The next run opens a new one.
+            # A stopped run cancels its pool, so the next run opens a new pool.
             self.close()
             raise
         slabs = map(place.take, range(len(nbytes)))
@@ -146,7 +127,7 @@ class FileReader:
 
 
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
-    """Make the plan's reads in this thread. They use one staging buffer if they cannot go directly to the slabs."""
+    """Make the plan's reads in this thread, through one staging buffer if a read cannot go directly to its slab."""
     slabs = [_empty(nbytes, device) for nbytes in plan.slab_nbytes.tolist()]
     is_host = device.type == "cpu"
     direct = plan.covered().tolist() if is_host else [False] * plan.num_reads
@@ -168,10 +149,9 @@ def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[tor
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory as `[nbytes]` uint8."""
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # Numpy asks the kernel for huge pages from 4 MiB on. Torch's memory takes a page fault every 4 KiB.
+    # Numpy requests huge pages from 4 MiB on. Torch's memory takes a page fault every 4 KiB.
     return torch.from_numpy(np.empty(nbytes, np.uint8))
 
 
@@ -185,8 +165,8 @@ _NUMPY = {"np", "numpy"}
 _BACKENDS = {"mmap", "pread"}
 
 _GAP_BYTES = 64 * 1024
-"""Largest number of unwanted bytes between two runs of a slice that are read instead of skipped. Source: at 1 GB/s they
-take 65 us, less than a round trip to an object store in the same region."""
+"""Largest gap in bytes between two runs of a slice that is read instead of skipped. At 1 GB/s it takes 65 us, less than
+a round trip to an object store."""
 
 
 class safe_open:
@@ -205,11 +185,11 @@ class safe_open:
         NotFound, PermissionDenied, SourceError: the file cannot be read.
         ConfigError: the framework, device or backend is unknown, or the object is used after its `with` block.
 
-    Every error is also an instance of the class that safetensors or Python raises: `SafetensorError` if the program has
-    imported safetensors, `FileNotFoundError`, `PermissionError` or `OSError`.
+    Every error is also an instance of the class that safetensors or Python raises, such as `SafetensorError`,
+    `FileNotFoundError`, `PermissionError` or `OSError`.
 
-    It supports more than safetensors: F4 can be sliced (in the packed shape of `get_tensor`), numpy slices may be
-    negative, empty or overlong, and numpy gets BF16 and F8 if `ml_dtypes` is installed.
+    Unlike in safetensors, F4 can be sliced (in the packed shape of `get_tensor`), numpy slices may be negative, empty
+    or overlong, and numpy gets BF16 and F8 if `ml_dtypes` is installed.
     """
 
     def __init__(
@@ -249,7 +229,7 @@ class safe_open:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Do not close the file. Slices that exist stay usable, and the last of them closes it.
+        # Existing slices stay usable, and the last slice closes the file.
         with interrupts.deferred():
             self._file = None
 
@@ -298,12 +278,8 @@ class safe_open:
     def expect(self, names: Iterable[str]) -> None:
         """Announce the tensors that will be requested, in order, so that a remote file is read ahead of the requests.
 
-        Without it, read-ahead follows the order of the file once the requests do (see `loader.read_ahead`). Tensors
-        that are left out, requested in parts or requested in a different order are read too. For a mapped file this
-        does nothing. Thread-safe. It makes no reads yet, because the first request begins them.
-
-        Args:
-            names: names of tensors in this file.
+        Without it, read-ahead follows requests in file order. Tensors that are skipped, requested in parts or in a
+        different order are read too. The first request starts the reads. Thread-safe.
 
         Raises:
             NotFound: the file has no tensor with one of these names.
@@ -321,11 +297,9 @@ class safe_open:
 class SafeSlice:
     """A handle for one tensor in an open file, which is indexed like a tensor.
 
-    It stays usable after the file's `with` block.
-
-    For `pt`, `s[index]` equals `get_tensor(name)[index]` for every index that torch accepts. For `np` an index consists
-    of integers, slices with a positive step and `...`. The caller owns the result. On the CPU it is a view of the
-    mapping.
+    It stays usable after the file's `with` block. For `pt`, `s[index]` equals `get_tensor(name)[index]` for every
+    index that torch accepts. For `np` an index consists of integers, slices with a positive step and `...`. The caller
+    owns the result. On the CPU it is a view of the mapping.
     """
 
     def __init__(self, file: _OpenFile, row: int, *, is_numpy: bool) -> None:
@@ -334,10 +308,7 @@ class SafeSlice:
         self._numpy = is_numpy
 
     def get_shape(self) -> list[int]:
-        """Return the shape from the header, in elements of the format.
-
-        The last dim of an F4 tensor is twice torch's.
-        """
+        """Return the shape in elements of the format. The last dim of an F4 tensor is twice torch's."""
         return list(self._file.table.shapes[self._row])
 
     def get_dtype(self) -> str:
@@ -374,7 +345,7 @@ def load_file(
 
 
 class _OpenFile:
-    """An open file with its header and source, which reads rows and boxes. Its last reference closes it."""
+    """An open file with its header and source. Dropping the last reference closes it."""
 
     def __init__(
         self, source: Source, reader: FileReader, header: Header, device: torch.device, mapping: MappedFile | None
@@ -398,18 +369,17 @@ class _OpenFile:
         mapped: bool,
         storage_options: Mapping[str, str] | None,
     ) -> _OpenFile:
-        """Open a file and read its header; errors as `safe_open`."""
         with ExitStack() as opened:
-            # Ctrl-C takes effect at once here, because a library opens remote files and may take until its deadlines.
+            # Let Ctrl-C act at once, because opening a remote file may take until its deadlines.
             with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
                 source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
                 opened.callback(source.close)
                 if isinstance(source, ReadAhead):
-                    # The engine makes the same number of reads for a whole file.
+                    # Let the engine make the same number of reads.
                     settings = replace(settings, fetch_threads=source.num_reads)
                 reader = FileReader(source, device, settings)
                 opened.callback(reader.close)
-                # Bypass the read-ahead, which would take the header for the beginning of a run.
+                # Bypass the read-ahead, which would count the header as the first request of a run.
                 file = source.source if isinstance(source, ReadAhead) else source
                 header = read_header(timed(file, path, settings))
             mapping = None
@@ -419,23 +389,18 @@ class _OpenFile:
         return cls(source, reader, header, device, mapping)
 
     def __del__(self) -> None:
-        # Postponed: Ctrl-C between two of these calls would leave the source open.
+        # Ctrl-C between two of these calls would leave the source open.
         if hasattr(self, "_mapping") and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
 
     def close(self) -> None:
-        """Close the reader, the source and the mapping. Tensors of a mapping stay valid. Idempotent."""
         self._reader.close()
         self.source.close()
         if self._mapping is not None:
             self._mapping.close()
 
     def row(self, name: str) -> int:
-        """Return the row of a tensor.
-
-        Raise NotFound if there is no such tensor, and TypeError if `name` is not a str.
-        """
         if not isinstance(name, str):
             raise TypeError(f"argument 'name': expected str, not {type(name).__name__}")
         try:
@@ -444,10 +409,7 @@ class _OpenFile:
             raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
 
     def tensor(self, row: int, index: Any) -> torch.Tensor:
-        """Return the part of a row that torch's `index` selects, on the device.
-
-        An empty tuple selects the whole row.
-        """
+        """Return the part of a row that torch's `index` selects. An empty tuple selects the whole row."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if isinstance(index, tuple) and not index:
@@ -462,23 +424,20 @@ class _OpenFile:
             return as_tensor(self._whole(row), dtype, shape)[index]
         basic = is_basic(index)
         if basic:
-            # This raises torch's error for an index that does not fit, before anything is read.
+            # Raise torch's error for an invalid index before anything is read.
             torch.empty((), dtype=kind).expand(extent)[index]
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
-            # Torch packs two elements of F4 into one, but the file's table counts single elements.
+            # Torch packs two elements of F4 into one element.
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
         if box == Box.full(shape) and basic:
             return as_tensor(self._whole(row), dtype, shape)[rest]
-        # Gathers run on the CPU, as in safetensors, because devices lack them for some dtypes and fewer bytes are
-        # moved.
+        # Gather on the CPU, because devices lack gathers for some dtypes.
         slabs = self._slabs(self._plan([row], box), self.device if basic else torch.device("cpu"))
         return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
 
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
-        """Return the part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
-        # Check the dtype before anything is read.
         _require_numpy(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
         whole = box == Box.full(shape)
@@ -488,20 +447,18 @@ class _OpenFile:
         return part[(*rest, ...)]
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Pass the positions of rows to the read-ahead, if there is one, in the order in which they will be read."""
         if isinstance(self.source, ReadAhead):
             starts, stops = self.table.offset[rows], self.table.offset[rows] + self.table.nbytes[rows]
             self.source.expect(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor in the order of the file. Small neighbours share one allocation."""
         plan = self._plan(range(len(self.table)))
         slabs = self._slabs(plan, self.device)
         # Create the tensors slab by slab, because one call creates all tensors in a slab.
         rows: dict[int, list[int]] = {}
         for row, slab in enumerate(plan.row_slab.tolist()):
             rows.setdefault(slab, []).append(row)
-        # Insert all names first, so that the result is in the order of the file and not of the slabs.
+        # Insert all names first, so that the result is in the order of the file.
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         tensors: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
         for slab, members in rows.items():
@@ -512,18 +469,16 @@ class _OpenFile:
         return tensors
 
     def _whole(self, row: int) -> torch.Tensor:
-        """Return the bytes of a row."""
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
-        # A single read needs no plan, which would take ten times as long as the rest. The read-ahead splits large
-        # reads.
+        # A single read needs no plan. The read-ahead splits large reads.
         if nbytes <= self._reader.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
             return self._reader.read_run(offset, nbytes, self.device)
         return self._slabs(self._plan([row]), self.device)[0]
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
-        # The plan needs a size for each file number in the table, and all numbers refer to this file.
+        # The plan needs a size for each file index in the table, and all indices refer to this file.
         sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
         boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
         table = self.table.take(rows)
@@ -532,20 +487,16 @@ class _OpenFile:
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Return the plan's slabs, at least one.
-
-        They are views of the mapping if there is one, and otherwise they are read.
-        """
+        """Return at least one slab of the plan, from the mapping or from reads."""
         if self._mapping is None:
             slabs = self._reader.read(plan, device)
         else:
-            # A slab is one run in the file. It starts at a row's offset in the file minus the row's offset in the slab.
+            # A slab starts at a row's offset in the file minus the row's offset in the slab.
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
             has_bytes = plan.row_slab >= 0
             starts[plan.row_slab[has_bytes]] = plan.table.offset[has_bytes] - plan.row_offset[has_bytes]
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
-        # A tensor without bytes needs no slab.
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
@@ -553,11 +504,10 @@ def _open_source(path: str, settings: Settings, storage_options: Mapping[str, st
     """Open a file. Use read-ahead if each read is a round trip to a server."""
     if not is_remote(path) and network_file_system(local_path(path)):
         file = NetworkFile.open(local_path(path))
-        # A file in the page cache is as fast as a local file, and mapping it costs nothing.
+        # A file in the page cache is as fast as a local file.
         if not (can_map and file.is_cached()):
-            return ReadAhead(
-                file, settings, num_reads=settings.fetch_threads or NETWORK_READS, stall_s=settings.stall_s
-            )
+            num_reads = settings.fetch_threads or NETWORK_READS
+            return ReadAhead(file, settings, num_reads=num_reads, stall_s=settings.stall_s)
         file.close()
     source = open_source(path, settings=settings, storage_options=storage_options)
     if not is_remote(source.uri):
@@ -566,10 +516,7 @@ def _open_source(path: str, settings: Settings, storage_options: Mapping[str, st
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
-    """Return the device for an argument in safetensors' notation.
-
-    Raise ConfigError if it is unknown or has no memory.
-    """
+    """Return the device for safetensors' argument. Raise ConfigError if the device is unknown or has no memory."""
     if device is None:
         return torch.device("cpu")
     try:
@@ -587,7 +534,6 @@ def _device(device: str | int | torch.device | None) -> torch.device:
 
 
 def _require_numpy(dtype: DType) -> None:
-    """Raise for a dtype that numpy lacks, with the class that safetensors raises."""
     try:
         numpy_dtype(dtype)
     except MissingExtra as error:
@@ -611,7 +557,7 @@ def _as_safetensors_raises() -> Iterator[None]:
 def _compatible(error: PenstockError) -> PenstockError:
     """Return `error` as an instance of its class and of safetensors' class for the same fault."""
     others: list[type[Exception]] = []
-    # This matters only if the program has imported safetensors, because otherwise no caller can name the class.
+    # Callers can catch safetensors' class only if the program has imported safetensors.
     theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     if theirs is not None:
         others.append(theirs)

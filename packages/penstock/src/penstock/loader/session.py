@@ -1,9 +1,4 @@
-"""A load from URI to tensors: open, plan, choose places and threads, run, report.
-
-    open_weights -> rows, boxes -> LoadPlan -> (place, intake, checker) -> LoadRun -> slabs -> tensors
-
-`Intake` is the input side: the number and size of concurrent reads, the staging memory that they use, and the ring.
-"""
+"""A load from URI to tensors: open, plan, choose places and threads, run, report."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ from penstock.loader.boxes import Boxes, Wanted, wanted_regions
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.regions import TensorRegions
 from penstock.loader.report import FilePath, LoadReport
-from penstock.loader.run import LoadRun
+from penstock.loader.run import LoadRun, Readers
 from penstock.loader.tensor import TensorMappings, as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.phases import Phases
@@ -46,40 +41,34 @@ from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 from penstock.waits import start_thread
 
 MIN_CHUNK_BYTES = 64 << 10
-"""Smallest chunk. Below this size a read costs more in system calls and Python code than in bytes. Source:
-docs/tuning.md."""
+"""Smallest chunk. Smaller reads cost more in system calls and Python code than in bytes. Source: docs/tuning.md."""
 
 PAGE_BYTES = 4096
 """Alignment of reads for direct I/O. Source: statx(2) STATX_DIOALIGN is at most this on current devices."""
 
 MAX_LOCAL_READS = 11
-"""Maximum number of concurrent reads of local files into staging for a device. On hosts with 16 cores and busy
-neighbours, first loads took a fifth longer with 14 reads (and 4 spare buffers), and equally long on a quiet host.
-Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""Maximum number of concurrent reads of local files into staging for a device. With 14 reads, first loads on busy hosts
+took a fifth longer. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 MAX_GROUP_READS = 12
-"""The same number if several ranks on one host read at the same time. Source:
-benchmarks/results/h200x4_202611/load.md."""
+"""The same number if several ranks on one host read together. Source: benchmarks/results/h200x4_202611/load.md."""
 
 MAX_DIRECT_READS = 16
-"""The same number for a disk. 16 x 1 MiB in flight read 3.7 to 4.1 GB/s, while 12 x 1 MiB read 3.4 to 3.9 and 12 x 8
-MiB 3.0 to 3.7. Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
+"""The same number for a disk, which read 3.7 to 4.1 GB/s with 16 x 1 MiB in flight and 3.4 to 3.9 GB/s with 12 x 1 MiB.
+Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
 
 DEVICE_CHUNKS = 2
-"""Divisor of the chunk size for local files and a device. Staged bytes should stay in the CPU cache, because otherwise
-every byte crosses host memory three times. Smaller chunks cost more Python time than that saves. Source: the same
-page."""
+"""Divisor of the chunk size for local files and a device, so that staged bytes stay in the CPU cache. Smaller chunks
+cost more Python time than they save. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 SPARE_BUFFERS = 6
-"""Number of staging buffers for copies, in addition to one for each reader and for each read that waits for a
-worker."""
+"""Number of staging buffers for copies, in addition to the buffers of readers and of reads that wait for a worker."""
 
 WARM_ABOVE_BYTES = 1 << 30
 """Size from which staging for local files is touched and pinned ahead, which takes some 10 ms."""
 
 WARM_THREADS = 2
-"""Number of threads that touch and pin staging ahead of its first use. A third thread made no measurable difference.
-Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""Number of threads that touch and pin staging ahead of its first use. A third thread does not help."""
 
 
 class Intake:
@@ -87,9 +76,8 @@ class Intake:
 
     Attributes:
         is_remote: whether a source is on the network. Set it before the first read.
-        local_world_size: number of processes on this host that read at the same time for the same load.
+        local_world_size: number of processes on this host that read for the same load.
         ring_refusal: why the kernel refused a ring to `open_ring`.
-        pool: the staging, if there is any.
     """
 
     def __init__(self, settings: Settings, device: torch.device, local_world_size: int = 1) -> None:
@@ -114,26 +102,23 @@ class Intake:
             return min(4, max(2, cores))
         if self.local_world_size > 1:
             return max(2, min(MAX_GROUP_READS, cores * 3 // 4 // self.local_world_size))
-        # Leave two cores to the thread that places chunks and to the program.
+        # Leave two cores to the program and to the thread that places chunks.
         return max(2, min(MAX_LOCAL_READS, cores - 2))
 
     @property
     def num_direct_reads(self) -> int:
-        """Return the number of concurrent reads for bytes outside the page cache."""
+        """Return the number of concurrent reads of bytes outside the page cache."""
         if self._settings.fetch_threads or self.is_remote or self._device.type == "cpu" or self.local_world_size > 1:
             return self.num_reads
         return max(self.num_reads, min(MAX_DIRECT_READS, len(os.sched_getaffinity(0))))
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of the largest read and of a staging buffer.
-
-        Raise BudgetTooSmall unless `memory_bytes` holds four.
-        """
+        """Return the size of the largest read. Raise BudgetTooSmall unless `memory_bytes` holds four."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self._device.type == "cuda" and (self.local_world_size > 1 or not self.is_remote):
             wanted //= DEVICE_CHUNKS
-        # With fewer than four buffers, reading and copying wait for each other.
+        # With fewer than four buffers, reads and copies wait for each other.
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
@@ -147,70 +132,56 @@ class Intake:
         return self._peak_bytes if self.pool is None else self.pool.peak_bytes
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
-        """Create the pool, just large enough to keep readers and device busy. The intake closes it."""
+        """Create the pool, just large enough to saturate readers and device. The intake closes it."""
         enough = (self.num_reads + READS_AHEAD + SPARE_BUFFERS) * self.chunk_bytes
         self.pool = StagingPool.map(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         return self.pool
 
     def warm(self, uri: Uris) -> None:
-        """For large local files and a GPU, create the pool now. It is touched and pinned while headers are read."""
+        """For large local files and a GPU, touch and pin the pool while headers are read."""
         if self._device.type == "cuda" and _local_nbytes(uri) > WARM_ABOVE_BYTES:
             self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
-        """Open a ring for files in the page cache, which the caller closes.
-
-        Return None if it is not wanted or refused.
-        """
+        """Open a ring for files in the page cache, which the caller closes. Return None if unwanted or refused."""
         if self.is_remote or not self._settings.io_uring:
             return None
         self.ring_refusal = refusal()
-        if self.ring_refusal:
-            return None
         try:
-            return Uring.open(2 * (self.num_reads + READS_AHEAD), self.num_reads)
+            return None if self.ring_refusal else Uring.open(2 * (self.num_reads + READS_AHEAD), self.num_reads)
         except OSError as error:
             self.ring_refusal = f"io_uring: {error.strerror}"
             return None
 
     def close(self, *, wait: bool = False) -> None:
-        """Release the pool. Every run that uses it must be closed. Idempotent.
+        """Release the pool after its runs are closed. Idempotent.
 
-        Args:
-            wait: return after the memory is unpinned, which takes milliseconds. Otherwise a thread unpins it, and the
-                interpreter joins that thread at exit.
+        With `wait`, return after the memory is unpinned, which takes milliseconds. Otherwise a thread unpins it.
         """
         pool, self.pool = self.pool, None
         if pool is None:
             return
         self._peak_bytes = pool.peak_bytes
         pool.cancel()
-        # The thread is not a daemon, because the process must not end while the driver unpins memory.
+        # The thread is not a daemon, because the process must not exit while the driver unpins memory.
         unpin = threading.Thread(target=pool.close, name="penstock-unpin")
-        # Unpin in this thread if no other thread can start.
         if wait or not start_thread(unpin, is_needed=False):
             pool.close()
 
 
 def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
-    """Download a model into the local cache of its hub. Return its pinned URI.
-
-    Raise ConfigError like `fill_weights`.
-    """
+    """Download a model into the local cache of its hub. Return its pinned URI."""
     if not isinstance(uri, str | os.PathLike):
         raise ConfigError("cache=True takes one URI, not a list", hint="give org/name or hf://")
-    # Import this only here, because most loads write no cache.
     from penstock.storage.fill import fill_weights
 
+    stored = options.settings.storage_options
     with Progress(options.progress, str(uri)) as progress:
-        filled = fill_weights(
-            uri, settings=settings, storage_options=options.settings.storage_options, on_bytes=progress
-        )
-    return filled.uri
+        return fill_weights(uri, settings=settings, storage_options=stored, on_bytes=progress).uri
 
 
 def _local_nbytes(uri: Uris) -> int:
-    """Return the approximate size of the weight files at a local path, or 0 if only their headers could tell."""
+    """Return the approximate size of the weight files at a local path, or 0 for other URIs."""
     uris = texts_of(uri)
     if len(uris) != 1 or is_remote(uris[0]):
         return 0
@@ -225,11 +196,11 @@ def _local_nbytes(uri: Uris) -> int:
 
 
 MAX_GAP_BYTES = 64 << 10
-"""Largest number of unwanted bytes between two wanted ranges of a local file that are read instead of skipped. Reading
-them costs about as much as one more call."""
+"""Largest gap in bytes between two wanted ranges of a local file that is read instead of skipped. Reading the gap costs
+about as much as one more call."""
 
 MAX_GAP_REMOTE_BYTES = MIB
-"""The same number for an object store, where a request costs a round trip."""
+"""The same size for an object store, where a request costs a round trip."""
 
 _DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
@@ -256,14 +227,14 @@ class LoadSession(Closeable):
     Args:
         uri, options, settings: the weights, the caller's options, and the limits.
         in_group: whether other ranks may send the bytes. Staging is then created when a read needs it.
-        local_world_size: number of processes on this host that read at the same time for the same load.
+        local_world_size: number of processes on this host that read for the same load.
         journey: name of the journey in the record of phases. Empty if the load is part of another journey.
         weights: open files of `uri`. The caller closes them.
 
     Attributes:
         group_bytes: number of bytes that other ranks sent.
-        paths: number of bytes read for each (file index, path name). If there is a run, these are the run's.
-        is_touched: whether a target may have been written without a run.
+        paths: number of bytes read for each (file index, path name).
+        is_touched: whether a target may have been written outside a run.
     """
 
     def __init__(
@@ -292,8 +263,7 @@ class LoadSession(Closeable):
             # Start this before reading the headers, so that both overlap.
             if not in_group:
                 self.intake.warm(uri)
-            # A library reads listings and headers of remote places and may take until its deadlines, so an interrupt
-            # must end it.
+            # Let Ctrl-C act at once, because listings and headers of remote files may take until their deadlines.
             opening = interrupts.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
             self._is_owner = weights is None
             with opening:
@@ -354,15 +324,10 @@ class LoadSession(Closeable):
             self.phases.fail(error)
         super().__exit__(*raised)
 
-    # -- planning
-
     def table(self) -> TensorTable:
-        """Return the requested tensors in file order, as the plan needs them.
-
-        Raise PlanError if torch cannot hold one of them.
-        """
+        """Return the requested tensors in file order. Raise PlanError if torch cannot represent one of them."""
         table = self.manifest.tensors
-        # Reads move forward through the files, but a header may list its tensors in any order.
+        # Read forward through the files, even if a header lists its tensors in a different order.
         order = np.lexsort((table.offset, table.file_index))
         if not (order == np.arange(len(order))).all():
             table = table.take(order.tolist())
@@ -374,8 +339,8 @@ class LoadSession(Closeable):
         return table
 
     def wanted(self, table: TensorTable) -> Wanted:
-        """Return the rows of a table with the regions that the caller wants. See `wanted_regions`."""
-        # Use the first file and not the URI, because configurations are stored next to the files.
+        """Return the rows of a table with the requested regions. See `wanted_regions`."""
+        # Use the first file, because configurations are stored next to the files.
         uri = self.weights.sources[0].uri if self.weights.sources else self.weights.uri
         return wanted_regions(self.options.boxes, table, uri, self.settings, self.options.settings.storage_options)
 
@@ -393,18 +358,14 @@ class LoadSession(Closeable):
         """Plan the rows of `table`, which are in file order.
 
         Args:
-            table: wanted rows.
             boxes: region of each row, or None.
             pack: see `plan_load`.
             exact: read no unwanted byte, because the reads go directly into the destination.
-            aligned: start and end reads at page boundaries. If False, reads without a gap can go directly to the
-                destination.
+            aligned: start and end reads at page boundaries.
             chunk_bytes: size of the largest read, at least the intake's.
-            max_gap_bytes: number of unwanted bytes that are read instead of skipped, within the limit for this kind of
-                source.
+            max_gap_bytes: largest gap that is read instead of skipped, within the limit for this kind of source.
         """
         max_read = self.intake.chunk_bytes
-        # If reads go directly into the destination, it has no space for the rest of a page or a gap.
         gap = MAX_GAP_REMOTE_BYTES if self.intake.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
@@ -417,23 +378,16 @@ class LoadSession(Closeable):
         )
         return self.plan
 
-    # -- running
-
     def maps_files(self, boxes: Sequence[Box | None]) -> bool:
         """Return whether the tensors can be views of mapped files: local, whole, on the CPU, and without `copy`."""
-        local = all(isinstance(source, FileSource) for source in self.weights.sources)
-        return (
-            self.options.device.type == "cpu"
-            and not self.options.settings.copy
-            and local
-            and boxes.count(None) == len(boxes)
-        )
+        is_host = self.options.device.type == "cpu" and not self.options.settings.copy
+        is_local = all(isinstance(source, FileSource) for source in self.weights.sources)
+        return is_host and is_local and boxes.count(None) == len(boxes)
 
     def open_mappings(self) -> TensorMappings:
         """Map the files. The session closes them."""
-        self._mappings = TensorMappings.open(
-            [source for source in self.weights.sources if isinstance(source, FileSource)]
-        )
+        files = [source for source in self.weights.sources if isinstance(source, FileSource)]
+        self._mappings = TensorMappings.open(files)
         return self._mappings
 
     def begin(
@@ -448,7 +402,7 @@ class LoadSession(Closeable):
         order: Sequence[int] | None = None,
     ) -> LoadRun:
         """Start the run of `plan` into `place`. The session closes it. See `LoadRun` for the arguments."""
-        # No staging is needed if every read can go directly to its slabs: host memory without gaps between the bytes.
+        # No staging is needed if every read can go directly to its slabs.
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
         if self.intake.pool is None and not (direct and bool(plan.covered().all())):
             self.intake.open_pool(place.registrar)
@@ -456,10 +410,12 @@ class LoadSession(Closeable):
             plan,
             self.weights.sources if sources is None else sources,
             place,
-            pool=self.intake.pool,
-            num_fetch_threads=self.intake.num_reads,
-            num_direct_threads=self.intake.num_direct_reads,
-            ring=self.intake.open_ring() if self.intake.pool is not None else None,
+            Readers(
+                pool=self.intake.pool,
+                num_threads=self.intake.num_reads,
+                num_direct_threads=self.intake.num_direct_reads,
+                ring=self.intake.open_ring() if self.intake.pool is not None else None,
+            ),
             stall_s=self.settings.stall_s,
             trace=self.trace,
             checker=checker,
@@ -474,22 +430,18 @@ class LoadSession(Closeable):
     def enter_move(self) -> None:
         """Enter the phase `move`, which shows the bytes of the run."""
         assert self.run is not None
-        # Refer to the ticket only, because the record of phases must not keep the run and the weights alive.
+        # Refer to the ticket only, because the record of phases must not keep the weights alive.
         ticket = self.run.ticket
         self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
     def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> TensorRegions | None:
-        """Return the rows to read for boxes, widened to whole leaves.
-
-        Return None if there are no boxes or no digests.
-        """
+        """Return the rows to read for boxes, widened to whole leaves. Return None without boxes or digests."""
         manifest = self.manifest
         if self.options.verify is False or manifest.leaves is None or boxes.count(None) == len(boxes):
             return None
         return TensorRegions(table, boxes, self._leaves_of(table), manifest.leaf_bytes)
 
     def _leaves_of(self, table: TensorTable) -> U64 | None:
-        """Return the manifest's digests for these rows, in order."""
         manifest = self.manifest
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         return leaves_of(manifest, np.fromiter(map(row_of.__getitem__, table.names), np.int64, len(table)))
@@ -497,10 +449,7 @@ class LoadSession(Closeable):
     def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
         """Return a checker for the slabs of `place`. Otherwise return None and set the reason in `why`.
 
-        Args:
-            plan: plan of the rows.
-            place: place of the slabs.
-            leaves: digests for the plan's rows, if these are parts of the manifest's rows.
+        `leaves` are the digests of the plan's rows if these are parts of the manifest's rows.
 
         Raises:
             NotFound: `verify=True` was given, but there are no digests.
@@ -516,7 +465,7 @@ class LoadSession(Closeable):
             if requested:
                 raise nothing_to_verify(self.why)
             return None
-        # These regions are not widened to leaves. An empty region needs no digest.
+        # Regions in the plan are not widened to leaves. An empty region needs no digest.
         regions = sum(box is not None and box.num_elements > 0 for box in plan.boxes)
         leaves = self._leaves_of(plan.table) if leaves is None else leaves
         assert leaves is not None
@@ -531,14 +480,9 @@ class LoadSession(Closeable):
         return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
 
     def _check_files(self, plan: LoadPlan) -> bool:
-        """Compare files with digests from their storage while they are read.
-
-        Return False if not all files can be compared.
-
-        This works only if the process reads every byte, because a part of a file has no digest.
-        """
+        """Compare whole files with digests from their storage while they are read. Return False if impossible."""
         sources = self.weights.sources
-        # Compare the number of bytes, because `load_into(strict=False)` skips tensors and boxes skip parts.
+        # Compare the sizes, because `load_into(strict=False)` and boxes may skip bytes.
         is_whole = self.options.names is None and plan.nbytes == self.manifest.nbytes
         if not self._reads_all or not is_whole or not sources or not fills_files(self.manifest):
             return False
@@ -546,22 +490,16 @@ class LoadSession(Closeable):
         return len(self._digested) == len(sources)
 
     def _conclude_files(self) -> None:
-        """Set the result of the comparison of whole files.
-
-        Raise IntegrityError if `verify=True` and a file was not compared.
-        """
         num_files = len(self.weights.sources)
         num_equal = sum(source.is_checked for source in self._digested)
         self.why = f"the SHA-256 of {num_equal} of {num_files} files equals the storage's"
         self.verified = num_equal == num_files
-        # Raise only if there are no other digests. A part that is late for more than `stall_s` ends a comparison.
+        # Raise only if there are no other digests. A comparison stops if a chunk is late for more than `stall_s`.
         if self.options.verify and not self.verified and len(self._digested) == num_files:
             raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or raise stall_s")
 
-    # -- results
-
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
-        """Yield names and tensors for the rows of each slab, with the empty rows before them, in file order.
+        """Yield names and tensors for the rows of each slab, with the preceding empty rows, in file order.
 
         The caller owns the tensors.
 
@@ -577,16 +515,18 @@ class LoadSession(Closeable):
             shapes = [shape if box is None else box.shape for shape, box in both]
         with_bytes = np.flatnonzero(plan.row_slab >= 0)
         first, last = np.zeros((2, len(plan.slab_nbytes)), np.int64)
-        # Numpy keeps the last of several writes to one index. A forward pass yields a slab's last row, and a backward
-        # pass its first.
+        # Numpy stores the last of several writes to one index, which is a slab's last row in a forward pass and its
+        # first row in a backward pass.
         last[plan.row_slab[with_bytes]] = with_bytes + 1
         first[plan.row_slab[with_bytes[::-1]]] = with_bytes[::-1]
         starts, stops = first.tolist(), last.tolist()
         offsets: list[int] = plan.row_offset.tolist()
-        num_rows = len(table)
 
         def empties(begin: int, end: int) -> Batch:
-            return table.names[begin:end], [self.empty(table.dtypes[i], shapes[i]) for i in range(begin, end)]
+            types = zip(table.dtypes[begin:end], shapes[begin:end], strict=True)
+            device = self.options.device
+            empty = [torch.empty(torch_shape(d, shape), dtype=torch_dtype(d), device=device) for d, shape in types]
+            return table.names[begin:end], empty
 
         for slab in indices:
             start, stop = starts[slab], stops[slab]
@@ -598,24 +538,19 @@ class LoadSession(Closeable):
             if stop - start == 1:
                 yield table.names[at], [as_tensor(raw, table.dtypes[start], shapes[start])]
             else:
-                # Empty rows between these become empty tensors.
+                # Empty rows in this range become empty tensors.
                 yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
-            # Keep no reference while the caller has the batch, so that dropped tensors release their slab at once.
+            # Hold no reference while the caller has the batch, so that dropped tensors release their slab at once.
             del raw
             row = stop
-        if row < num_rows:
-            yield empties(row, num_rows)
-
-    def empty(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an empty tensor."""
-        return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
+        if row < len(table):
+            yield empties(row, len(table))
 
     def progress(self) -> Progress:
-        """Return the progress bar or the calls that the caller asked for."""
+        """Return the progress bar or callback of the caller's options."""
         return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:
-        """Return why a file's bytes took no faster path, or "" for the fastest path."""
         if path in {"mmap", "direct"}:
             return ""
         if path == "page-cache" and self.intake.ring_refusal:
@@ -632,25 +567,20 @@ class LoadSession(Closeable):
     def finish(self, *, num_tensors: int, nbytes: int) -> LoadReport:
         """Check that no source changed, end every thread, save the trace, and return the report."""
         self.phases.enter("finish")
-        # Check before reporting, because the bytes of a changed file may belong to two versions.
+        # The bytes of a changed file may belong to two versions.
         self.check_unchanged()
         if self._mappings is not None:
             self._mappings.check_unchanged()
-        # End the threads before saving the trace, so that it contains every span.
-        run = self.run
-        if run is not None:
-            run.close()
+        # End the threads first, so that the trace contains every span.
+        if self.run is not None:
+            self.run.close()
         if self.options.settings.trace is not None:
             self.trace.save(self.options.settings.trace)
         if self._digested:
             self._conclude_files()
+        uris = [source.uri for source in self.weights.sources]
         files = [
-            FilePath(
-                uri=self.weights.sources[file].uri,
-                nbytes=nbytes_read,
-                path=path,
-                why=self._why_not_faster(file, path),
-            )
+            FilePath(uri=uris[file], nbytes=nbytes_read, path=path, why=self._why_not_faster(file, path))
             for (file, path), nbytes_read in sorted(self.paths.items())
         ]
         if self.group_bytes:
@@ -677,13 +607,13 @@ class LoadSession(Closeable):
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:
-    """Return a device with its index. `"cuda"` gets the current one.
+    """Return a device with its index. `"cuda"` means the current CUDA device.
 
     Raises:
         ConfigError: torch does not know the device, or the host does not have it.
     """
     if isinstance(device, int) and not isinstance(device, bool):
-        # For torch a number means the current accelerator, and it fails with an unclear error if there is none.
+        # For torch a bare number means the current accelerator.
         device = f"cuda:{device}"
     try:
         resolved = torch.device(device)

@@ -1,7 +1,6 @@
 """safetensors files that all ranks in a group open, so that storage is read once for all of them.
 
-The files have the interface of `safetensors.safe_open`. Their tensors come from a `SharedRead` over the files that were
-opened before the first request for a tensor.
+Their tensors come from a `SharedRead` over the files that were opened before the first request for a tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -30,20 +30,19 @@ from penstock.waits import start_thread
 _logger = log_named(__name__)
 
 MAX_PAUSE_S = 600.0
-"""Seconds that a rank waits for another rank that is alive but makes no load. Source: the timeout of NCCL's groups."""
+"""Seconds that a rank waits for a live rank that makes no load. Source: the timeout of NCCL's groups."""
 
 
 class SharedFiles:
     """The files that the ranks in a group read together, one weight set at a time.
 
-    `__init__`, the first tensor of a weight set, and `end` are collective. A separate group with the same ranks is
-    created, so the program's collectives in other threads do not matter.
+    `__init__`, the first tensor of a weight set, and `end` are collective. They use a separate group with the same
+    ranks, so the program's collectives in other threads do not matter.
 
     Args:
         group: the group. All ranks make the same calls in the same order.
-        order: sorts names of tensors into the order in which the program requests them. A wrong order only costs extra
-            reads.
-        memory_bytes: host memory for bytes that were read ahead or gathered and not taken yet.
+        order: sorts tensor names into the order of the program's requests. A wrong order only costs extra reads.
+        memory_bytes: host memory for bytes that were read ahead or gathered and not requested yet.
         verify: see `penstock.load`.
     """
 
@@ -64,12 +63,12 @@ class SharedFiles:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._ranks = RankWords(self._group, self.device, self._settings.stall_s)
         self._open: list[SharedFile] = []
-        # Files opened since the last reading began.
+        # The files that were opened since the last shared read began.
         self._new: list[SharedFile] = []
         self._read: SharedRead | None = None
         self._members: list[SharedFile] = []
         self._is_broken = False
-        # Threads of the program request tensors. The first of them begins the reading for all.
+        # Several threads may request tensors. The first request begins the shared read.
         self._lock = threading.RLock()
         self.reports: list[SharedReadReport] = []
         self._intents: queue.SimpleQueue[_Intent] = queue.SimpleQueue()
@@ -80,10 +79,7 @@ class SharedFiles:
     def open(
         self, uri: str, storage_options: Mapping[str, str] | None = None, *, device: str | int | torch.device = "cpu"
     ) -> SharedFile:
-        """Open one file and read only its header.
-
-        Whole tensors are returned on `device`, and parts on the group's device.
-        """
+        """Open one file and read only its header. Whole tensors are returned on `device`."""
         return SharedFile(self, uri, self._settings, storage_options, device)
 
     def take(self, file: SharedFile, name: str, index: Any) -> torch.Tensor:
@@ -91,13 +87,13 @@ class SharedFiles:
         return self._reading(file).take(name, index)
 
     def opened(self, file: SharedFile) -> None:
-        """Count a file as open."""
+        """Record a file as open."""
         with self._lock:
             self._open.append(file)
             self._new.append(file)
 
     def closed(self, file: SharedFile) -> None:
-        """Count a file as closed. After the last file of a weight set, this rank wants nothing more of the set."""
+        """Record a file as closed. After the last file of a weight set, this rank discards the rest of the set."""
         with self._lock:
             for files in (self._open, self._new):
                 if file in files:
@@ -106,7 +102,7 @@ class SharedFiles:
                 self._read.discard()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks finish and agree that none failed. With `error`, tell them about the error instead.
+        """Let the other ranks finish and agree that no rank failed. With `error`, report the error to them instead.
 
         Raises:
             PeerLost: another rank failed. Otherwise raises like `SharedRead.close`.
@@ -119,16 +115,13 @@ class SharedFiles:
         try:
             with self._lock:
                 self._finish_read()
-            self._say(_Intent(END))
+            self._say(_Intent(word=END))
         except PenstockError as failed:
             self._leave(failed)
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the other ranks about an error.
-
-        The group is not used again, because ranks may be at different points.
-        """
+        """Report an error to the other ranks. The group is not used again, because ranks may be at different points."""
         self._is_broken = True
         forget_group(self._group)
         known = (
@@ -141,28 +134,24 @@ class SharedFiles:
                 read.fail(known)
                 read.close()
         with contextlib.suppress(PenstockError):
-            # An exchange that had ended, or that failed in its last round, told no other rank about the error.
-            self._say(_Intent(FAILED, error=known))
+            # Report the error separately, because a finished exchange has not reported it.
+            self._say(_Intent(word=FAILED, error=known))
 
     def _say(self, intent: _Intent) -> None:
-        """Let the thread send this intent to the other ranks. Wait until all of them sent the same.
-
-        Raises like `agree`.
-        """
         self._intents.put(intent)
-        # The thread has deadlines for all its waits. Once it has ended, its error is the answer to every intent.
+        # All waits of the thread have deadlines. The error of an ended thread is the result for every intent.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
             pass
         if not intent.is_agreed.is_set():
             raise self._error or Cancelled("the exchange thread has ended")
 
     def _conduct(self) -> None:
-        """Make all collectives of this rank. Send what the program wants, or that it wants nothing yet."""
+        """Make all collectives of this rank, for the program's intents or to report that there is no intent yet."""
         try:
             with contextlib.ExitStack() as ends:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
-                    # Use a separate stream. Otherwise the gathers would wait for the program's kernels.
+                    # On a separate stream the gathers do not wait for the program's kernels.
                     ends.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
                 while (intent := self._agreed()).word != END:
                     assert intent.read is not None
@@ -172,12 +161,11 @@ class SharedFiles:
             self._error = error
 
     def _agreed(self) -> _Intent:
-        """Return the program's next intent when all ranks have the same."""
         while True:
             try:
                 intent = self._intents.get(timeout=BUSY_S)
             except queue.Empty:
-                # The other ranks would take silence for the loss of this rank.
+                # Without this word the other ranks would consider this rank lost.
                 self._ranks.agree(BUSY)
                 continue
             deadline = time.monotonic() + MAX_PAUSE_S
@@ -209,21 +197,19 @@ class SharedFiles:
             return self._read
 
     def _begin_read(self, file: SharedFile) -> None:
-        """Begin to read the files that were opened since the last reading began. `file` is one of them.
+        """Begin to read the files that were opened since the last shared read began, or all open files.
 
-        Files of earlier readings may still be open, because the program dropped them without closing them. Reading them
-        again would take longer with every file, and two models may have tensors with the same name. Only if the program
-        returns to one of them are all open files read together.
+        A program may drop files without closing them, so older files are read only if `file` is one of them.
         """
         files = list(self._new if file in self._new else self._open)
-        # A file that was opened twice is read once. The files in a program's load share one storage.
+        # The set drops duplicates of a file. The files in a program's load share one storage.
         weights = open_weights(
             sorted({file.uri for file in files}), settings=self._settings, storage_options=file.storage_options
         )
         try:
             names = self._order(weights.manifest.tensors.names)
             read = SharedRead(weights, self._ranks, names, self._settings, self._verify)
-            self._say(_Intent(BEGIN, digest=read.digest, read=read))
+            self._say(_Intent(word=BEGIN, digest=read.digest, read=read))
         except PenstockError:
             weights.close()
             raise
@@ -239,15 +225,12 @@ class SharedFiles:
 
 
 _own_groups: dict[str, dist.ProcessGroup] = {}
-"""Separate groups, by the name of the group with the same ranks. They are kept, because creating one takes a second
-with NCCL. Torch also names a group by its ranks, so a new group would find the addresses of a destroyed one."""
+"""Separate groups, by the name of the group with the same ranks. They are never destroyed, because NCCL takes a second
+to create a group, and a new group with the same name would find the addresses of a destroyed one."""
 
 
 def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """Return a separate group with the same ranks for Penstock's collectives. Collective if there is none yet.
-
-    The program's collectives may then run between these, in a different order on each rank.
-    """
+    """Return a separate group with the same ranks for Penstock's collectives. The first call is collective."""
     name = group.group_name
     own = _own_groups.get(name)
     if own is not None:
@@ -262,8 +245,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
             ranks,
             backend=dist.get_backend(group),
             timeout=timedelta(seconds=max(60.0, timeout_s)),
-            # Use this if some ranks do not make this call. Torch then names the group by the number of groups in each
-            # rank, which is unreliable if all ranks call it.
+            # This is only needed if some ranks do not make this call. Otherwise torch's naming would be unreliable.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         _own_groups[name] = own
@@ -271,23 +253,20 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
 
 
 def forget_group(own: dist.ProcessGroup) -> None:
-    """Make the next load create a new group."""
-    # Do not destroy the group, because with NCCL that may wait for a lost rank.
+    """Make the next load create a new group. The old one is not destroyed, because NCCL may wait for a lost rank."""
     for name in [name for name, group in _own_groups.items() if group is own]:
         del _own_groups[name]
 
 
+@dataclass(eq=False, kw_only=True)
 class _Intent:
-    """The next step that a rank's program needs from the group: begin a reading, end, or fail."""
+    """The next step that a rank's program needs from the group: begin a shared read, end, or fail."""
 
-    def __init__(
-        self, word: int, *, digest: bytes = b"", error: BaseException | None = None, read: SharedRead | None = None
-    ) -> None:
-        self.word = word
-        self.digest = digest
-        self.error = error
-        self.read = read
-        self.is_agreed = threading.Event()
+    word: int
+    digest: bytes = b""
+    error: BaseException | None = None
+    read: SharedRead | None = None
+    is_agreed: threading.Event = field(default_factory=threading.Event)
 
 
 class SharedFile:
@@ -295,8 +274,8 @@ class SharedFile:
 
     Attributes:
         uri: URI of the file.
-        storage_options: credentials and endpoint of its storage.
-        nbytes: size of the file.
+        storage_options: credentials and endpoint of the storage.
+        nbytes: size of the file in bytes.
     """
 
     def __init__(
@@ -317,8 +296,7 @@ class SharedFile:
             self.nbytes = source.nbytes
         finally:
             source.close()
-        table = self._header.tensors
-        self._rows = {name: row for row, name in enumerate(table.names)}
+        self._rows = {name: row for row, name in enumerate(self._header.tensors.names)}
         files.opened(self)
 
     def __enter__(self) -> Self:

@@ -1,66 +1,60 @@
 """A weight set that the ranks in a group read once and exchange ahead of the requests of each rank's program.
 
-    turns: the tensors' bytes in order, cut into turns. Rank r reads every r-th run of turns, ahead, into staging
-    round k: every rank sends READY, BUSY or FAILED -> all READY: all_gather -> each rank keeps the bytes that its
-    program wants
-
-One thread in `shared_files` makes all collectives of a rank in one order, so requests of the program cannot order them
-differently on two ranks. The program may skip tensors, take parts, use a different order or request nothing. Tensors
-that were not taken wait in a bounded window. If a tensor was dropped from the window to free memory, this rank alone
-reads it when the program requests it.
+The tensors' bytes are cut into turns, which the ranks read in rotation. In each round every rank sends READY, BUSY or
+FAILED. If all ranks are READY, they gather their turns, and each rank keeps the bytes that its program wants. The
+program may skip tensors, take slices or use a different order. Tensors wait for it in a bounded window. A tensor that
+was dropped from the window is read again by this rank alone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from blake3 import blake3
 
 from penstock.config import Settings
-from penstock.digest.leaf import LEAF_BYTES, leaf_digests
-from penstock.errors import Cancelled, DestinationError, IntegrityError, NotFound, PeerLost, PenstockError, PlanError
+from penstock.digest.leaf import LEAF_BYTES
+from penstock.engine.check import TensorChecker
+from penstock.errors import Cancelled, DestinationError, NotFound, PeerLost, PenstockError, PlanError
 from penstock.loader.index import bounding_box
 from penstock.loader.shared_turns import TurnPiece, TurnRegion, cut_turns, region_of
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
-from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import WeightSet, nothing_to_verify
 from penstock.transport.collective import GroupCollectives
 from penstock.types import GB, Box, DType
 
 READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
-"""The words that a rank sends before it takes part in a step. All ranks must send the same word."""
+"""The words of a rank before a step, which continues only if all ranks send the same word."""
 
 BUSY_S = 1.0
-"""Seconds after which a rank that cannot continue yet sends BUSY, because the other ranks would take silence for its
-loss."""
+"""Seconds after which a rank that cannot continue sends BUSY, so that the other ranks do not consider it lost."""
 
 ROUND_BYTES = 64 << 20
-"""Bytes that a rank contributes to a round on CUDA. Each round costs an agreement of about 5 ms, whatever its size.
-Source: 0.7 s in 132 agreements, benchmarks/results/h100x2_202611/from_pretrained.md."""
+"""Bytes that a rank contributes to a round on CUDA. Each round costs an agreement of about 5 ms. Source: 0.7 s in 132
+agreements, benchmarks/results/h100x2_202611/from_pretrained.md."""
 
 ALIGN_BYTES = 512
-"""Payloads are padded to this for copy engines."""
+"""Alignment of payloads in bytes, for copy engines."""
 
 MAX_READS = 16
-"""Number of concurrent reads. Source: 16 reads of 8 MiB keep a link of 10 Gb/s busy over round trips of 100 ms."""
+"""Number of concurrent reads. 16 reads of 8 MiB saturate a link of 10 Gb/s with round trips of 100 ms."""
 
 _WORD_BYTES = 33
-"""Size of a word and the digest that is sent with BEGIN."""
+"""Size in bytes of a word and the digest that is sent with BEGIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedReadReport(Summarised):
-    """The result of a shared read, as one rank saw it."""
+    """The result of a shared read on one rank."""
 
     num_ranks: int
     nbytes: int
@@ -70,11 +64,11 @@ class SharedReadReport(Summarised):
     group_bytes: int
     """Bytes that other ranks sent."""
     read_again_bytes: int
-    """Bytes that this rank read again for itself, because they were requested after they had left the window."""
+    """Bytes that this rank read again, because they were requested after they had left the window."""
     peak_window_bytes: int
     """Peak size of the window, in bytes."""
     busy_s: float
-    """Seconds in which this rank waited for its program to take tensors."""
+    """Seconds in which this rank waited for its program to request tensors."""
     wall_s: float
     verified: bool
     why: str
@@ -96,26 +90,25 @@ class RankWords(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
         super().__init__(group, device, stall_s)
-        # On CUDA the interval is short, because a round has six waits below a millisecond. On the CPU, polling takes
-        # CPU time from the work.
+        # A round on CUDA has six waits below a millisecond. On the CPU, polling takes CPU time from the reads.
         self.poll_s = 5e-5 if device.type == "cuda" else 5e-4
 
     def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
         """Send `word` to the other ranks. Return whether all ranks sent the same, or False if some are BUSY.
 
         Raises:
-            PeerLost: a rank FAILED or is silent. All other ranks raise it, while that rank raises `error`.
+            PeerLost: a rank FAILED or is silent. The failed rank raises `error` instead.
             PlanError: the ranks are at different points or have different weights. Every rank raises it.
         """
         words = self.gather_bytes(bytes([word]) + digest.ljust(_WORD_BYTES - 1, b"\0"))
-        failed = [rank for rank, said in enumerate(words) if said[0] == FAILED]
+        failed = [rank for rank, received in enumerate(words) if received[0] == FAILED]
         if error is not None:
             raise error
         if failed:
             raise PeerLost(f"ranks {failed} of the group failed", hint="see the errors of these ranks")
-        if any(said[0] == BUSY for said in words):
+        if any(received[0] == BUSY for received in words):
             return False
-        odd = [rank for rank, said in enumerate(words) if said != words[0]]
+        odd = [rank for rank, received in enumerate(words) if received != words[0]]
         if odd:
             raise PlanError(
                 f"ranks {odd} load different weights from rank 0, or with different options",
@@ -124,36 +117,22 @@ class RankWords(GroupCollectives):
         return True
 
 
+@dataclass(slots=True, eq=False)
 class _Tensor:
-    """The state of a tensor: which part is kept, how much of it has arrived, and whether the program has taken it."""
-
-    __slots__ = (
-        "arrived",
-        "buffer",
-        "in_window",
-        "is_gone",
-        "is_kept_whole",
-        "is_taken",
-        "nbytes",
-        "num_waiting",
-        "region",
-    )
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.arrived = 0
-        self.in_window = 0
-        """Bytes that count towards the window."""
-        self.buffer: torch.Tensor | None = None
-        self.region: TurnRegion | None = None
-        """The part that is kept. None means the whole tensor."""
-        self.num_waiting = 0
-        self.is_kept_whole = False
-        """Whether the program receives the whole buffer, which then does not count towards the window."""
-        self.is_taken = False
-        """Whether a part was taken. The program may request other parts next."""
-        self.is_gone = False
-        """Whether the tensor was given to the program or dropped."""
+    nbytes: int
+    arrived: int = 0
+    in_window: int = 0
+    """Bytes that count towards the window."""
+    buffer: torch.Tensor | None = None
+    region: TurnRegion | None = None
+    """The region that is kept. None means the whole tensor."""
+    num_waiting: int = 0
+    is_kept_whole: bool = False
+    """Whether the program receives the whole buffer, which then does not count towards the window."""
+    is_taken: bool = False
+    """Whether the program has taken a slice. It may request other slices next."""
+    is_gone: bool = False
+    """Whether the tensor was returned to the program or dropped."""
 
     @property
     def is_complete(self) -> bool:
@@ -167,17 +146,15 @@ class _Tensor:
 class SharedRead:
     """The tensors of one weight set, on the ranks in a group, for a program that requests them from any thread.
 
-    The rank that reads a byte compares it with its digest before the other ranks receive it. It is not compared again.
+    Only the rank that reads a byte compares it with its digest.
 
     Args:
         weights: the open weight set. This object closes it.
-        ranks: the group's collectives.
-        names: all tensors in the order in which the program will probably request them. The same on all ranks.
-        settings: deadlines and the memory limit. Half of `memory_bytes` is for tensors that were not taken yet, a
-            quarter for reads ahead, and a quarter for gathered bytes. On CUDA half is for reads ahead, which are the
-            only host memory. Tensors that were not taken yet use as much memory on the device, and gathered bytes use
-            one round.
-        verify: compare bytes with the manifest's digests. None means if there are any.
+        names: all tensors in the likely order of the program's requests. The same on all ranks.
+        settings: deadlines and `memory_bytes`. Half of the memory is for the window, a quarter for reads ahead, and a
+            quarter for gathered bytes. On CUDA half of the host memory is for reads ahead, and the device holds the
+            window and one round.
+        verify: whether to compare bytes with the manifest's digests. None compares if there are digests.
 
     Attributes:
         digest: digest of everything that the ranks must agree on before `exchange`.
@@ -196,21 +173,17 @@ class SharedRead:
         self._table = weights.manifest.tensors
         self._row_of = {name: row for row, name in enumerate(self._table.names)}
         self._began = time.monotonic()
-        self._verify = verify
-        self._leaves: np.ndarray[Any, np.dtype[np.uint64]] | None = None
-        self._first_leaf: list[int] = []
         self._leaf_bytes = weights.manifest.leaf_bytes or LEAF_BYTES
-        self.why = ""
+        self._checker, self.why = self._choose_checker(verify)
         is_host = ranks.device.type == "cpu"
         budget = settings.memory_bytes
         self._window_limit = budget // 2
-        # A turn consists of whole leaves, so that the rank that reads it can compare all of it.
+        # A turn consists of whole leaves, so that its reader can compare all of them.
         share = budget // 4 // ranks.world_size if is_host else settings.chunk_bytes
         self._turn_bytes = max(
             self._leaf_bytes, min(settings.chunk_bytes, share) // self._leaf_bytes * self._leaf_bytes
         )
-        # On the CPU a round has one turn, because the host waits for each round and a larger one would only use more
-        # memory.
+        # On the CPU the host waits for each round, so a larger round would only use more memory.
         self._per_round = 1 if is_host else max(1, min(ROUND_BYTES, budget // 4) // self._turn_bytes)
         self._order = [self._row_of[name] for name in names]
         self._turns = list(cut_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
@@ -227,7 +200,6 @@ class SharedRead:
         self._read_bytes = self._group_bytes = self._again_bytes = 0
         self._busy_s = 0.0
         self._progressed = time.monotonic()
-        self._prepare_digests()
         digest = blake3(weights.manifest.revision.encode())
         digest.update("\n".join(names).encode())
         digest.update(f"{len(self._turns)} {self._turn_bytes} {self._per_round}".encode())
@@ -235,32 +207,25 @@ class SharedRead:
         self._reader = ThreadPoolExecutor(MAX_READS, thread_name_prefix="penstock-shared-read")
         self._done = threading.Event()
 
-    def _prepare_digests(self) -> None:
+    def _choose_checker(self, verify: bool | None) -> tuple[TensorChecker | None, str]:
         manifest = self._weights.manifest
-        if self._verify is False:
-            self.why = "verify=False"
-            return
-        leaves = leaves_of(manifest, np.arange(len(self._table)))
-        if leaves is None:
-            self.why = self._weights.why_unverified or "no digests"
-            if self._verify:
-                raise nothing_to_verify(self.why)
-            return
-        counts = -(-self._table.nbytes // manifest.leaf_bytes)
-        self._first_leaf = (np.cumsum(counts) - counts).tolist()
-        self._leaves = leaves
-        self.why = f"{len(leaves)} leaf digests compared, each by the rank that read it"
-
-    # -- the program's side: any thread
+        if verify is False:
+            return None, "verify=False"
+        if manifest.leaves is None:
+            why = self._weights.why_unverified or "no digests"
+            if verify:
+                raise nothing_to_verify(why)
+            return None, why
+        return TensorChecker(manifest), f"{len(manifest.leaves)} leaf digests compared, each by the rank that read it"
 
     def take(self, name: str, index: Any) -> torch.Tensor:
-        """Wait until the part of a tensor that torch's `index` selects has arrived, and return it.
+        """Return the slice of a tensor that torch's `index` selects, once it has arrived.
 
         Thread-safe, in any order. The caller owns the result, which is on the group's device.
 
         Raises:
-            PenstockError: this rank could not read its part.
-            PeerLost: another rank could not read its part.
+            PenstockError: this rank could not read its bytes.
+            PeerLost: another rank could not read its bytes.
             NotFound: no tensor has this name.
             Cancelled: the read was closed.
         """
@@ -270,7 +235,7 @@ class SharedRead:
             raise NotFound(f"the weights have no tensor {name}", uri=self._weights.uri, tensor=name) from None
         dtype, shape = self._table.dtypes[row], self._table.shapes[row]
         extent = torch_shape(dtype, shape)
-        # This raises torch's error for an index that does not fit, before any wait.
+        # Raise torch's error for an invalid index before any wait.
         torch.empty((), dtype=torch_dtype(dtype)).expand(extent)[index]
         box, rest = bounding_box(index, extent)
         is_whole = box == Box.full(extent)
@@ -293,10 +258,9 @@ class SharedRead:
         if not is_kept:
             return self._read_again(row)[index].clone()
         if buffer is None:
-            # An empty tensor needs no bytes.
             buffer = torch.empty(0, dtype=torch.uint8, device=self._ranks.device)
         if buffer.is_cuda:
-            # The caller may use a different stream. The memory must not be reused before the caller's work is done.
+            # The caller may use a different stream, whose work must finish before the memory is reused.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if kept_region is not None:
             part = buffer.view(torch_dtype(dtype)).view(box.shape)[rest]
@@ -304,8 +268,7 @@ class SharedRead:
             part = as_tensor(buffer, dtype, shape)[index]
         if is_own:
             return part
-        # Several threads may wait for the tensor, or request more of it. This thread counts as waiting until it has its
-        # copy, so no other thread receives the buffer itself, whose owner may write to it.
+        # Count this thread as waiting until it has its copy, so that no other thread owns the buffer meanwhile.
         try:
             return part.clone()
         finally:
@@ -313,7 +276,7 @@ class SharedRead:
                 self._stop_waiting(row)
 
     def _stop_waiting(self, row: int) -> None:
-        """Remove a waiting thread. The last one releases a buffer that does not count towards the window."""
+        """Remove a waiting thread. The last thread releases a buffer that does not count towards the window."""
         tensor = self._tensors[row]
         tensor.num_waiting -= 1
         if not tensor.num_waiting:
@@ -326,13 +289,13 @@ class SharedRead:
         self._changed.notify_all()
 
     def _demand(self, tensor: _Tensor, region: TurnRegion | None, *, is_whole: bool) -> None:
-        """Register a thread that will wait. If nothing of the tensor has arrived, choose the part to keep."""
+        """Register a waiting thread. If nothing of the tensor has arrived, choose the region to keep."""
         tensor.num_waiting += 1
         if is_whole and tensor.region is None and not tensor.is_kept_whole:
             self._window_bytes -= tensor.in_window
             tensor.in_window = 0
             tensor.is_kept_whole = True
-        # Keep a tensor whole if it fits, because a program that joins parts requests the next part immediately.
+        # Keep a tensor whole if it fits, because a program that joins slices requests the next slice soon.
         elif region is not None and tensor.buffer is None and not tensor.is_complete and tensor.num_waiting == 1:
             expected = sum(other.nbytes - other.in_window for other in map(self._tensors.__getitem__, self._waited))
             if self._window_bytes + expected + tensor.nbytes > self._window_limit:
@@ -347,36 +310,27 @@ class SharedRead:
                 raise Cancelled("the files were closed during a wait for one of their tensors")
             if self._done.is_set():
                 raise Cancelled("the exchange ended before this tensor arrived")
-            # The exchange thread has deadlines for all its waits, and wakes this thread with its error.
+            # All waits of the exchange thread have deadlines. It wakes this thread with its error.
             self._changed.wait(BUSY_S)
 
     def _release(self, tensor: _Tensor) -> None:
-        """Drop the reference to a tensor's buffer, and subtract it from the window."""
         self._window_bytes -= tensor.in_window
         tensor.in_window = 0
         tensor.is_gone = True
         tensor.buffer = None
 
     def _read_again(self, row: int) -> torch.Tensor:
-        """Read a tensor that has left the window again, for this rank alone."""
         nbytes = int(self._table.nbytes[row])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        at = 0
-        while at < nbytes:
+        for at in range(0, nbytes, self._turn_bytes):
             stop = min(nbytes, at + self._turn_bytes)
             self._read(row, at, stop, buffer[at:stop].numpy().data)
-            at = stop
         with self._changed:
             self._again_bytes += nbytes
         return as_tensor(buffer.to(self._ranks.device), self._table.dtypes[row], self._table.shapes[row])
 
-    # -- the end
-
     def discard(self) -> None:
-        """Keep nothing from now on, because this rank's program has finished.
-
-        The other ranks still receive their tensors.
-        """
+        """Discard what arrives from now on, because the program has finished. Other ranks still get their tensors."""
         with self._changed:
             self._discards = True
             for tensor in self._tensors:
@@ -385,23 +339,17 @@ class SharedRead:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank cannot continue."""
+        """Report to the other ranks that this rank cannot continue."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait until `exchange` has ended. All its waits have deadlines."""
+    def close(self) -> SharedReadReport:
+        """Take part until every rank has everything. Release all memory and return the report, or raise the error."""
+        self.discard()
+        # All waits of `exchange` have deadlines.
         while not self._done.wait(BUSY_S):
             pass
-
-    def close(self) -> SharedReadReport:
-        """Take part until every rank has everything.
-
-        Then release all memory and return the report, or raise the error.
-        """
-        self.discard()
-        self.wait()
         self._reader.shutdown(wait=True, cancel_futures=True)
         try:
             if self._error is not None:
@@ -420,18 +368,22 @@ class SharedRead:
             peak_window_bytes=self._peak_bytes,
             busy_s=self._busy_s,
             wall_s=time.monotonic() - self._began,
-            verified=self._leaves is not None,
+            verified=self._checker is not None,
             why=self.why,
         )
-
-    # -- reading
 
     def _turns_of(self, k: int, rank: int) -> list[list[TurnPiece]]:
         first = (k * self._ranks.world_size + rank) * self._per_round
         return self._turns[first : first + self._per_round]
 
+    def _pieces(self, k: int) -> Iterator[tuple[int, int, TurnPiece]]:
+        """Yield each piece of round k with its rank and its offset in the rank's payload."""
+        for rank in range(self._ranks.world_size):
+            for at, turn in enumerate(self._turns_of(k, rank)):
+                for piece in turn:
+                    yield rank, at * self._turn_bytes + piece.at, piece
+
     def _post_reads(self, k: int, staging: torch.Tensor) -> list[Future[None]]:
-        """Start the reads for this rank's turns in round k."""
         if k >= self._num_rounds:
             return []
         turns = self._turns_of(k, self._ranks.rank)
@@ -443,42 +395,18 @@ class SharedRead:
     def _read_turn(self, turn: list[TurnPiece], staging: torch.Tensor) -> None:
         view = staging.numpy().data
         for piece in turn:
-            self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.stop - piece.start])
+            self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.nbytes])
         with self._changed:
-            self._read_bytes += sum(piece.stop - piece.start for piece in turn)
+            self._read_bytes += sum(piece.nbytes for piece in turn)
 
     def _read(self, row: int, start: int, stop: int, into: memoryview) -> None:
-        """Read bytes of a tensor from storage and compare them with their digests."""
-        table = self._table
-        source = self._weights.sources[int(table.file_index[row])]
-        source.readv(int(table.offset[row]) + start, [into])
-        if self._leaves is None:
-            return
-        first = start // self._leaf_bytes
-        count = -(-(stop - start) // self._leaf_bytes)
-        digests = np.empty(count, np.uint64)
-        leaf_digests(into, self._leaf_bytes, digests)
-        expected = self._leaves[self._first_leaf[row] + first : self._first_leaf[row] + first + count]
-        wrong = np.flatnonzero(digests != expected)
-        if len(wrong):
-            at = start + int(wrong[0]) * self._leaf_bytes
-            end = min(at + self._leaf_bytes, int(table.nbytes[row]))
-            offset = int(table.offset[row])
-            raise IntegrityError(
-                f"bytes [{at}, {end}) of the tensor differ from their digest in the manifest",
-                uri=source.uri,
-                tensor=table.names[row],
-                byte_range=(offset + at, offset + end),
-                hint="download the file again, or rebuild the manifest if the weights were changed on purpose",
-            )
-
-    # -- the exchange: one thread
+        source = self._weights.sources[int(self._table.file_index[row])]
+        source.readv(int(self._table.offset[row]) + start, [into])
+        if self._checker is not None:
+            self._checker.check(row, start, into, uri=source.uri)
 
     def exchange(self) -> None:
-        """Read and exchange everything in this thread. Raises this rank's error, or PeerLost.
-
-        Collective. On CUDA it uses the current stream, which must belong to this thread.
-        """
+        """Read and exchange everything. Collective. On CUDA the current stream must belong to this thread."""
         try:
             self._exchange()
         except BaseException as error:
@@ -499,7 +427,7 @@ class SharedRead:
             send = torch.empty(width, dtype=torch.uint8, device=self._ranks.device) if cuda else None
         except (RuntimeError, MemoryError) as failed:
             error = DestinationError(f"cannot allocate the buffers of the exchange: {failed}")
-            # Send this instead of the word for round 0. Otherwise the other ranks would wait for it until `stall_s`.
+            # Send FAILED, so that the other ranks do not wait for the word of round 0 until `stall_s`.
             self._ranks.agree(FAILED, error=error)
             raise error from failed
         reads = [self._post_reads(k, buffer) for k, buffer in enumerate(staging)]
@@ -511,8 +439,7 @@ class SharedRead:
                 except (PenstockError, OSError, RuntimeError) as failed:
                     self.fail(failed)
                     word = FAILED
-                # A rank that failed sends FAILED in its next word. If it left without a word, the other ranks would
-                # block.
+                # A failed rank sends FAILED, so that the other ranks do not block.
                 if self._ranks.agree(word, error=self._error if word == FAILED else None):
                     break
             try:
@@ -524,7 +451,7 @@ class SharedRead:
             reads[slot] = self._post_reads(k + len(staging), staging[slot])
 
     def _word(self, k: int, reads: list[Future[None]]) -> int:
-        """Return this rank's word before round k, after at most `BUSY_S`. Raises this rank's error."""
+        """Return this rank's word before round k within `BUSY_S`, or raise this rank's error."""
         deadline = time.monotonic() + min(BUSY_S, self._settings.stall_s / 4)
         for read in reads:
             try:
@@ -548,32 +475,27 @@ class SharedRead:
                 self._busy_s += time.monotonic() - began
 
     def _has_room(self, k: int) -> bool:
-        """Return whether the window can hold the bytes of round k.
-
-        Drop tensors that no thread seems to want any more.
-        """
+        """Return whether the window can hold the bytes of round k, after dropping tensors that are not awaited."""
         if self._discards:
             return True
         arriving: dict[int, int] = {}
-        for rank in range(self._ranks.world_size):
-            for turn in self._turns_of(k, rank):
-                for piece in turn:
-                    arriving[piece.row] = arriving.get(piece.row, 0) + piece.stop - piece.start
+        for _, _, piece in self._pieces(k):
+            arriving[piece.row] = arriving.get(piece.row, 0) + piece.nbytes
         need = sum(nbytes for row, nbytes in arriving.items() if self._tensors[row].goes_to_window)
         room = self._window_limit - need
         if self._window_bytes <= room:
             return True
-        # If a thread has taken a part of a tensor, the rest may never be requested.
+        # The rest of a tensor with a taken slice may never be requested.
         self._drop(room, lambda tensor: tensor.is_taken)
         if self._window_bytes <= room:
             return True
         waited = [self._position[row] for row in self._waited if not self._tensors[row].is_complete]
         if any(position <= max(self._position[row] for row in arriving) for position in waited):
-            # A thread waits for this round. The window may grow beyond its limit by one round, but not by more.
+            # A thread waits for this round, so let the window exceed its limit by one round.
             self._drop(room + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
             return True
-        # All awaited tensors arrive later, so the program has skipped the tensors in the window. Or the program has
-        # taken nothing for so long that the other ranks must not wait any longer.
+        # Drop skipped tensors if all awaited tensors arrive later, or if the program has requested nothing for so long
+        # that the other ranks cannot wait any longer.
         if waited or time.monotonic() - self._progressed > self._settings.stall_s:
             self._drop(room, lambda tensor: True)
             if self._window_bytes > room:
@@ -584,7 +506,6 @@ class SharedRead:
         return False
 
     def _drop(self, limit: int, may_go: Callable[[_Tensor], bool]) -> None:
-        """Drop tensors that no thread waits for, oldest first, until the window has at most `limit` bytes."""
         for row in self._order:
             if self._window_bytes <= limit:
                 return
@@ -593,15 +514,10 @@ class SharedRead:
                 self._release(tensor)
 
     def _round(self, k: int, staging: torch.Tensor, send: torch.Tensor | None, gathered: torch.Tensor) -> None:
-        """Gather round k and keep the wanted parts."""
-        ranks = self._ranks
-        spans = [
-            max((at * self._turn_bytes + turn[-1].at + turn[-1].stop - turn[-1].start for at, turn in enumerate(turns)),
-                default=0)
-            for turns in (self._turns_of(k, rank) for rank in range(ranks.world_size))
-        ]  # fmt: skip
+        ranks, pieces = self._ranks, list(self._pieces(k))
         # All ranks know the plan, and therefore the size of the largest payload in the round.
-        width = min(-(-max(spans) // ALIGN_BYTES) * ALIGN_BYTES, len(staging))
+        largest = max(begin + piece.nbytes for _, begin, piece in pieces)
+        width = min(-(-largest // ALIGN_BYTES) * ALIGN_BYTES, len(staging))
         payload = staging[:width]
         if send is not None:
             payload = send[:width].copy_(payload, non_blocking=True)
@@ -610,20 +526,16 @@ class SharedRead:
         rows = received.view(ranks.world_size, width)
         done: list[_Tensor] = []
         with self._changed:
-            for rank in range(ranks.world_size):
-                for at, turn in enumerate(self._turns_of(k, rank)):
-                    for piece in turn:
-                        begin = at * self._turn_bytes + piece.at
-                        nbytes = piece.stop - piece.start
-                        if rank != ranks.rank:
-                            self._group_bytes += nbytes
-                        self._keep(piece, rows[rank, begin : begin + nbytes], done)
+            for rank, begin, piece in pieces:
+                if rank != ranks.rank:
+                    self._group_bytes += piece.nbytes
+                self._keep(piece, rows[rank, begin : begin + piece.nbytes], done)
             if send is None:
                 self._arrived(done)
         if send is not None:
             event = torch.cuda.Event()
             event.record()
-            # Poll with a deadline, which a synchronize would not have.
+            # Poll with a deadline, which `synchronize` does not have.
             ranks.wait(event.query)
             with self._changed:
                 self._arrived(done)
@@ -638,12 +550,12 @@ class SharedRead:
             tensor.region.place(tensor.buffer, piece.start, data)
         else:
             tensor.buffer[piece.start : piece.stop].copy_(data)
-        nbytes = piece.stop - piece.start
+        nbytes = piece.nbytes
         if tensor.goes_to_window:
             tensor.in_window += nbytes
             self._window_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._window_bytes)
-        # The last bytes count when they have arrived, because on a device the copies are only queued.
+        # Count the last bytes after the round, because on a device the copies are only queued.
         if tensor.arrived + nbytes == tensor.nbytes:
             done.append(tensor)
         else:
@@ -658,16 +570,15 @@ class SharedRead:
 
 
 def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a tensor or a part of it. The current stream fills it, and the program keeps it."""
+    """Allocate memory for a tensor or a region. The current stream fills it, and the program keeps it."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8)
     current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     # Torch does not reuse memory that was freed on another stream. transformers reserves the model's size on the
-    # default stream before it loads, and a buffer on this thread's stream would need as much again.
+    # default stream, so allocate there.
     with torch.cuda.stream(program):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # Kernels that the program queued before it freed this memory may still run.
+    # Kernels of the program that used this memory may still run.
     current.wait_stream(program)
-    # A buffer may be dropped while a copy into it is queued.
     buffer.record_stream(current)
     return buffer

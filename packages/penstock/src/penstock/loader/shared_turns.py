@@ -20,6 +20,11 @@ class TurnPiece:
     stop: int
     at: int
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the piece in bytes."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRegion:
@@ -36,17 +41,13 @@ class TurnRegion:
         return self.num_rows * (self.last - self.first)
 
     def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        """Copy the bytes of `data` that are in the region.
+        """Copy the bytes of `data` that are in the region into `into`, flat uint8 of `nbytes`.
 
-        Args:
-            into: the region's bytes, flat uint8 of `nbytes`, written in place.
-            start: offset of `data` in the tensor, in bytes.
-            data: bytes of the tensor, flat uint8.
+        `data` are the flat uint8 bytes of the tensor from byte `start` on.
         """
         stop = start + data.numel()
         head, tail = -(-start // self.row_bytes), stop // self.row_bytes
         if head > tail:
-            # The data is within one row.
             self._place_part(into, start, data)
             return
         first_whole, last_whole = head * self.row_bytes - start, tail * self.row_bytes - start
@@ -67,14 +68,7 @@ class TurnRegion:
 def cut_turns(
     nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int
 ) -> Iterator[list[TurnPiece]]:
-    """Yield the pieces of each turn: the tensors' bytes in order, split between leaves.
-
-    Args:
-        nbytes: size of each tensor in bytes, by row.
-        order: rows in the order in which they are read.
-        turn_bytes: maximum size of a turn, at least `leaf_bytes`.
-        leaf_bytes: a tensor is split only at multiples of this, so that a digest covers bytes of one turn.
-    """
+    """Yield the pieces of each turn of at most `turn_bytes`: the tensors' bytes in `order`, split between leaves."""
     turn: list[TurnPiece] = []
     at = 0
     for row in order:
@@ -98,13 +92,7 @@ def cut_turns(
 
 
 def region_of(box: Box, shape: Sequence[int], nbytes: int) -> TurnRegion | None:
-    """Return the box as columns of the tensor's bytes. Return None if it is cut in several dims or is empty.
-
-    Args:
-        box: part of the tensor, in elements.
-        shape: shape of the tensor.
-        nbytes: size of the whole tensor in bytes.
-    """
+    """Return the box as columns of a tensor of `nbytes`. Return None if it is cut in several dims or is empty."""
     cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
     count = math.prod(shape)
     if len(cut) != 1 or not math.prod(box.shape) or not count:

@@ -1,7 +1,4 @@
-"""The verb `load_in_background`: a thread fills a module's parameters in the order of the forward pass.
-
-parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
-"""
+"""The verb `load_in_background`: a thread fills a module's parameters in the order of the forward pass."""
 
 from __future__ import annotations
 
@@ -44,16 +41,15 @@ from penstock.telemetry.journey import Journey
 from penstock.waits import start_thread
 
 _LOOK_S = 0.5
-"""Longest wait between two checks of the state. The end of each wait is also notified."""
+"""Longest wait between two checks of the state, in seconds."""
 
 
 class BackgroundLoad(Closeable):
     """A running load into a module that may already be used. `load_in_background` creates it.
 
-    A thread fills the parameters in order. Each use of a parameter waits until its bytes have arrived and, if there are
-    digests, were compared. After that the parameter is the same object as before. If the load fails or is closed before
-    its end, each use of any parameter raises that error until another load fills the parameters. Leaving the `with`
-    block calls `close`.
+    Each use of a parameter waits until its bytes have arrived and, if there are digests, were compared. If the load
+    fails or is closed early, each use of any parameter raises the error until another load fills the parameters.
+    Leaving the `with` block calls `close`.
 
     Attributes:
         module: the module that is being filled.
@@ -71,18 +67,15 @@ class BackgroundLoad(Closeable):
         self._report: LoadReport | None = None
         self._error: PenstockError | None = None
         self._changed = threading.Condition()
+        # For each slab, whether it has arrived. The last entry means that everything has arrived.
         self._has_arrived = [False] * (len(filled.order) + 1)
-        """For each slab, whether it has arrived. The last entry means that everything has arrived."""
-        # Indexed by slab, because a model with experts has 30,000 tensors and each is looked up once.
         self._pending: dict[int, list[tuple[LazyParameter, torch.Tensor, list[Place]]]] = {}
         for tensor, places, slab in filled.replaced:
             pending = LazyParameter.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
             self._pending.setdefault(slab, []).append((pending, tensor, places))
+        # The slabs whose pending tensors were restored for pickling, and the thread that pickles them.
         self._held: dict[int, int] = {}
-        """Slabs whose pending tensors were put back into their places for pickling, and the thread that pickles
-        them."""
-        # Read the stream in the caller's thread, because each thread has its own current stream. Kernels that the
-        # caller has queued may still use the parameters when the first bytes arrive.
+        # Each thread has its own current stream. Kernels on the caller's stream may still use the parameters.
         self._caller_stream = _current_stream(session.options.device)
         self._thread = threading.Thread(target=self._run, name="penstock-loading", daemon=True)
 
@@ -92,10 +85,9 @@ class BackgroundLoad(Closeable):
         return self._report is not None or self._error is not None
 
     def _lets_go(self) -> bool:
-        """Return whether another load may fill the parameters. After a failed load, wait for its last write."""
         if not self.done or threading.current_thread() is self._thread:
             return False
-        # This wait is short, because the running reads are cancelled. Each of them ends at its deadline at the latest.
+        # This wait is short, because the running reads are cancelled.
         self._thread.join(2 * self._session.settings.stall_s)
         return not self._thread.is_alive()
 
@@ -103,11 +95,11 @@ class BackgroundLoad(Closeable):
         """Wait until everything has arrived, and return the report.
 
         Raises:
-            PenstockError: the load failed. A load without progress for `stall_s` fails, so the wait is bounded.
+            PenstockError: the load failed. A load without progress for `stall_s` fails.
         """
         self._await(len(self._has_arrived) - 1)
         assert self._report is not None
-        # Wait until the thread has closed its files, except in a callback of this very thread such as `progress`.
+        # Wait until the thread has closed its files, unless a callback such as `progress` calls this in the thread.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._changed:
@@ -118,16 +110,16 @@ class BackgroundLoad(Closeable):
     def close(self) -> None:
         """End the load, and return after its last write. Idempotent. Thread-safe.
 
-        If the load had not ended, the parameters raise Cancelled from then on.
+        If the load had not ended, each use of a parameter raises Cancelled.
         """
         if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
         while self._thread.is_alive():
-            # The run may begin only at this moment.
+            # The run may begin during this loop.
             if self._error is not None and (run := self._session.run) is not None:
                 run.ticket.cancel()
-            # A callback such as `progress` called this. The thread ends when the call returns.
+            # A callback such as `progress` called this in the thread, which ends after the callback.
             if threading.current_thread() is self._thread:
                 return
             self._thread.join(_LOOK_S)
@@ -136,9 +128,9 @@ class BackgroundLoad(Closeable):
         """Put the pending tensors into the module, and start the thread. Raise DestinationError if it cannot start."""
         for pending, _, places in chain.from_iterable(self._pending.values()):
             for members, name in places:
-                # Replace the parameter, or a pending tensor that a failed load left.
+                # This also replaces a pending tensor of a failed load.
                 members[name] = pending
-        # A thread that reads into memory must end before the interpreter releases that memory at its exit.
+        # The thread must end before the interpreter releases the memory at exit.
         atexit.register(self.close)
         try:
             start_thread(self._thread)
@@ -148,26 +140,19 @@ class BackgroundLoad(Closeable):
                 self._place_parameters(slab)
             raise
 
-    def _place_pending(self) -> None:
-        """Put a pending tensor into each place of the module that contains its parameter."""
-        for slab in self._pending:
-            self._place_pending_of(slab)
-
     def _place_pending_of(self, slab: int) -> None:
         for pending, tensor, places in self._pending.get(slab, ()):
             _exchange(places, tensor, pending)
 
     def _place_parameters(self, slab: int) -> None:
-        """Restore the module's tensors."""
         self._held.pop(slab, None)
         for pending, tensor, places in self._pending.get(slab, ()):
             _exchange(places, pending, tensor)
 
     def _hold(self, slab: int) -> None:
-        """Put the pending tensors of a slab into their places again during pickling. Their bytes have arrived.
+        """Restore the pending tensors of a slab while it is pickled.
 
-        Pickle recognises tied tensors by their identity. It has seen the pending tensor in one place already, so it
-        must not see the parameter in the next place.
+        Pickle recognises tied tensors by identity, so it must find the same object in every place.
         """
         with self._changed:
             if self._error is None and any(len(places) > 1 for _, _, places in self._pending.get(slab, ())):
@@ -175,7 +160,6 @@ class BackgroundLoad(Closeable):
                 self._held[slab] = threading.get_ident()
 
     def _run(self) -> None:
-        """Fill the parameters in order. This is the body of the thread."""
         session = self._session
         error: PenstockError = OperationFailed(
             "the loading thread ended with an unexpected error", hint="see its traceback on stderr"
@@ -190,15 +174,14 @@ class BackgroundLoad(Closeable):
         except PenstockError as failure:
             error = failure
         finally:
-            # This also runs after an unexpected error, because users of the module must not wait for ever.
+            # An unexpected error must reach the users of the module too.
             self._journey.end(error)
             self._fail(error)
             session.close()
-            # The registration would keep the module alive until the end of the process.
+            # The registration would keep the module alive until exit.
             atexit.unregister(self.close)
 
     def _note(self, slab: int) -> None:
-        """Restore the parameters of a slab, because its bytes have arrived."""
         with self._changed:
             if self._error is not None:
                 raise Cancelled("the load was closed")
@@ -216,16 +199,16 @@ class BackgroundLoad(Closeable):
             self._changed.notify_all()
 
     def _fail(self, error: PenstockError) -> None:
-        """Make every use of the parameters raise an error, even of those that had arrived."""
+        """Make every use of the parameters raise an error, including parameters that had arrived."""
         with self._changed:
             if self.done:
                 return
             self._error = error
-            self._place_pending()
+            for slab in self._pending:
+                self._place_pending_of(slab)
             self._changed.notify_all()
 
     def _await(self, slab: int) -> None:
-        """Wait until a slab has arrived. Raise the error that ended the load."""
         if self._pid != os.getpid():
             hint = "call wait() of the BackgroundLoad before the fork"
             raise ConfigError("the weights were still being loaded when this process was forked", hint=hint)
@@ -234,22 +217,23 @@ class BackgroundLoad(Closeable):
                 self._changed.wait(_LOOK_S)
             if self._error is not None:
                 raise self._error.with_traceback(None)
-            # The thread that pickled them uses them again, so it has finished pickling.
+            # The thread that pickled the slab uses it again, so it has finished pickling.
             if self._held.get(slab) == threading.get_ident():
                 self._place_parameters(slab)
 
 
 def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a tensor in the places that still have the old one. Keep changes that the user made in the meantime."""
-    # Start with the last place. Pickle moves forward, so if it finds the parameter in one place, it finds it in all
-    # later ones.
+    """Replace a tensor in the places that still have the old one, which keeps concurrent changes of the user.
+
+    Start with the last place, because pickle moves forward and must find the same tensor in all remaining places.
+    """
     for members, name in reversed(places):
         if members.get(name) is old:
             members[name] = new
 
 
 def _current_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block, for any thread, in which the calling thread's current stream on the device is current."""
+    """Return a block for any thread in which the calling thread's current stream is current."""
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.current_stream(device))
@@ -259,30 +243,27 @@ class _Filled:
     """The tensors that a load fills, and their order.
 
     Args:
-        module: the module.
         filled: the tensors to fill, from `match_targets`.
-        first: globs for names of the module's tensors that are wanted before the others.
+        first: globs for names of tensors that are filled first.
 
     Attributes:
-        tensors: `filled`.
-        order: indices of the tensors that have bytes, counted among themselves like slabs. The first wanted is first.
+        order: slabs in the order of their use.
         replaced: the module's parameters and buffers with their places, and the slab that each waits for. The number of
-            slabs means all of them.
+            slabs means that it waits for all of them.
     """
 
     def __init__(self, module: torch.nn.Module, filled: list[torch.Tensor], first: Sequence[str]) -> None:
-        self.tensors = filled
         state = own_state(module)
         with_bytes = [tensor for tensor in filled if tensor.numel()]
         slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
-        # Filled tensors are detached or have different names in the file. The state dict has their names in the module.
+        # The state dict has the names in the module, while the file may use different names.
         memories = {memory_of(tensor) for tensor in with_bytes}
         inside = {name: tensor for name, tensor in state.items() if tensor.numel() and memory_of(tensor) in memories}
         wanted: dict[int, tuple[int, int]] = {}
         for position, (name, tensor) in enumerate(inside.items()):
-            # A tensor over a part of the filled memory (fused projections) waits for everything.
+            # A tensor over a part of the filled memory, such as fused projections, waits for everything.
             slab = slab_of.get(place_of(tensor), len(with_bytes))
-            # The first name of a tied weight decides when it is wanted.
+            # The first name of a tied weight determines its position.
             rank = next((i for i, glob in enumerate(first) if fnmatch.fnmatchcase(name, glob)), len(first))
             wanted[slab] = min(wanted.get(slab, (rank, position)), (rank, position))
         self.replaced: list[tuple[torch.Tensor, list[Place], int]] = [
@@ -307,24 +288,21 @@ def load_in_background(
 ) -> BackgroundLoad:
     """Start filling a module from a weight set, and return at once. The module may be called while bytes arrive.
 
-    The tensors are read in the order in which the module defines them, which is the order of the forward pass in most
-    models. A layer runs when its bytes have arrived, and otherwise waits for them. The first forward pass therefore
-    takes as long as the load or the computation, whichever is longer. Weights that it does not use (a vision tower, an
-    expert without tokens) do not delay it.
+    The tensors are read in the order in which the module defines them, which is usually the order of the forward pass.
+    A layer waits only for its own bytes, and weights that the forward pass does not use do not delay it.
 
-    Parameters stay the same objects with the same memory. During the load other tensors replace them in the module
-    (`pending`), so take references before this call or after `wait`.
+    Parameters stay the same objects with the same memory. During the load other tensors replace them in the module, so
+    take references before this call or after `wait`.
 
     Args:
         module: module whose parameters and persistent buffers are filled. All on one device, which is not meta.
-        uri: the weight set. See `load`.
-        first: globs for names of the module's tensors that are read before the others, in the order of the globs.
-        strict, rename, dtype, names: see `load_into`.
+        uri, names: see `load`.
+        first: globs for names of the module's tensors that are read first, in the order of the globs.
+        strict, rename, dtype: see `load_into`.
         progress: see `load`. The loading thread calls it.
         settings: memory limit, options for the object store, and more. See `ReadSettings`.
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
-            files are not sufficient for `verify=True`, because they are compared at the end of a file, when parts of it
-            may have been used.
+            files are not sufficient for `verify=True`, because they are known only at the end of a file.
 
     Returns:
         The running load. Call its `wait` before `torch.compile`, before capturing CUDA graphs, before a fork, and
@@ -333,7 +311,7 @@ def load_in_background(
     Raises:
         PlanError: like `load_into`. Nothing was touched.
         NotFound: `verify=True`, but there is no manifest with digests.
-        PenstockError: the weight set cannot be opened. Each use of a parameter raises errors that happen later.
+        PenstockError: the weight set cannot be opened. Each use of a parameter raises later errors.
     """
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
     globs = "a sequence of globs, such as ['model.language_model.*']"

@@ -1,4 +1,4 @@
-"""Compares tensors that fill the same memory, such as a tied weight that the files store under both names."""
+"""Compares tensors that fill the same memory, such as a tied weight that is stored under both names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from penstock.engine.run import Item, Run
 from penstock.loader.session import LoadSession
 from penstock.storage.manifest import leaves_of
-from penstock.types import MIB, U64, TensorTable
+from penstock.types import MIB, TensorTable
 
 _CHUNK_BYTES = MIB
 """Number of bytes of each tensor that a thread reads and compares at a time."""
@@ -21,51 +21,38 @@ _CHUNK_BYTES = MIB
 def differing_rows(session: LoadSession, table: TensorTable, groups: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Return the first two rows in a group whose bytes differ, or None if the rows in each group have equal bytes.
 
-    Digests from the manifest are compared if there are any. Otherwise these rows are read in addition, up to the first
-    difference.
-
-    Raises:
-        PenstockError: a row cannot be read.
+    Rows without digests are read up to the first difference.
     """
-    for first, second in (pair for group in groups for pair in pairwise(group)):
-        if table.nbytes[first] != table.nbytes[second]:
-            return first, second
-        known = _digests(session, table, first), _digests(session, table, second)
-        if known[0] is not None and known[1] is not None:
-            if not np.array_equal(known[0], known[1]):
-                return first, second
-            continue
-        if not _have_equal_bytes(session, table, first, second):
-            return first, second
-    return None
-
-
-def _digests(session: LoadSession, table: TensorTable, row: int) -> U64 | None:
     manifest = session.manifest
-    at = np.array([manifest.tensors.names.index(table.names[row])], np.int64)
-    return leaves_of(manifest, at)
-
-
-def _have_equal_bytes(session: LoadSession, table: TensorTable, first: int, second: int) -> bool:
-    with _Comparison(session, table, first, second) as comparison:
-        return comparison.run()
+    names = manifest.tensors.names
+    for pair in (pair for group in groups for pair in pairwise(group)):
+        first, second = pair
+        if table.nbytes[first] != table.nbytes[second]:
+            return pair
+        known = [leaves_of(manifest, np.array([names.index(table.names[row])], np.int64)) for row in pair]
+        if known[0] is None or known[1] is None:
+            with _Comparison(session, table, pair) as comparison:
+                is_equal = comparison.run()
+        else:
+            is_equal = np.array_equal(known[0], known[1])
+        if not is_equal:
+            return pair
+    return None
 
 
 class _Comparison(Run):
     """A run that reads two rows and compares them piece by piece."""
 
-    def __init__(self, session: LoadSession, table: TensorTable, first: int, second: int) -> None:
-        nbytes = int(table.nbytes[first])
-        super().__init__(2 * nbytes, trace=session.trace, stall_s=session.settings.stall_s)
-        self._sources = [session.weights.sources[int(table.file_index[row])] for row in (first, second)]
-        self._offsets = [int(table.offset[row]) for row in (first, second)]
-        self._nbytes = nbytes
+    def __init__(self, session: LoadSession, table: TensorTable, rows: tuple[int, int]) -> None:
+        self._nbytes = int(table.nbytes[rows[0]])
+        super().__init__(2 * self._nbytes, trace=session.trace, stall_s=session.settings.stall_s)
+        self._sources = [session.weights.sources[int(table.file_index[row])] for row in rows]
+        self._offsets = [int(table.offset[row]) for row in rows]
         self._lock = threading.Lock()
         self._differ = False
         self._executor = self.executor("fetch", session.intake.num_reads)
 
     def run(self) -> bool:
-        """Return whether all bytes are equal."""
         starts = range(0, self._nbytes, _CHUNK_BYTES)
         if not starts:
             return True
@@ -74,8 +61,6 @@ class _Comparison(Run):
         return not self._differ
 
     def _compare(self, at: int) -> None:
-        """Read and compare one piece."""
-        # Stop at the first difference.
         if self._differ:
             return
         nbytes = min(_CHUNK_BYTES, self._nbytes - at)

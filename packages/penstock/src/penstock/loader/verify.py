@@ -26,7 +26,7 @@ from penstock.storage.write import new_file
 from penstock.types import NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10
-"""Maximum size of a PEM key file. An Ed25519 key has 200 bytes, and with a certificate chain a few KiB."""
+"""Maximum size of a PEM key file. An Ed25519 key with a certificate chain has a few KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +111,9 @@ def verify(
 ) -> VerifyReport:
     """Read all tensor bytes and compare them with the manifest's digests.
 
-    With a key, first check the manifest's signature.
-
     Args:
-        uri: see `load`.
-        public_key: path of an Ed25519 public key in PEM format.
-        storage_options: credentials and endpoint of an object store. See `load`.
-        progress: a bar, nothing, or a function. See `load`.
+        uri, storage_options, progress: see `load`.
+        public_key: path of an Ed25519 public key in PEM format. The manifest's signature is checked first.
 
     Raises:
         ConfigError: the key cannot be read.
@@ -126,51 +122,40 @@ def verify(
         SourceError, FormatError: like `load`.
     """
     settings = Settings.read()
-    signature = "not asked"
     signed_revision: str | None = None
     if public_key is not None:
         signed_revision = _check_signed(uri, public_key, settings, storage_options)
-        signature = "good"
     with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
         stated = weights.manifest
-        # The manifest was read twice, for its signature and to open the weights. It may have been replaced between the
-        # two.
+        # The manifest was read twice, for its signature and to open the weights.
         if signed_revision not in {None, stated.revision}:
             raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
-        # A weight set without digests is normal and no error, because a caller may verify everything that has digests.
+        report = VerifyReport(
+            verified=stated.leaves is not None,
+            why=weights.why_unverified or "no digests",
+            num_leaves=0,
+            nbytes=stated.nbytes,
+            revision=stated.revision,
+            signature="not asked" if public_key is None else "good",
+        )
         if stated.leaves is None:
-            return VerifyReport(
-                verified=False,
-                why=weights.why_unverified or "no digests",
-                num_leaves=0,
-                nbytes=stated.nbytes,
-                revision=stated.revision,
-                signature=signature,
-            )
+            return report
         counter = Counter(stated.nbytes)
-        # Use the manifest's leaf size and not the current default, because other leaves have other digests.
         with Progress(progress, weights.uri) as shown, shown.watching(counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
         places = [source.uri for source in weights.sources]
     assert measured.leaves is not None
-    # Raise after reading everything, because the number of differing leaves tells a damaged disk from a wrong file.
+    # Raise after reading everything, because the number of wrong leaves distinguishes a bad disk from a wrong file.
     wrong = np.flatnonzero(measured.leaves != stated.leaves)
     if len(wrong):
         raise _fault(stated, places, int(wrong[0]), len(wrong))
-    return VerifyReport(
-        verified=True,
-        why=f"{len(stated.leaves)} leaf digests compared",
-        num_leaves=len(stated.leaves),
-        nbytes=stated.nbytes,
-        revision=stated.revision,
-        signature=signature,
-    )
+    num_leaves = len(stated.leaves)
+    return dataclasses.replace(report, why=f"{num_leaves} leaf digests compared", num_leaves=num_leaves)
 
 
 def _check_signed(
     uri: Uris, public_key: str | os.PathLike[str], settings: Settings, storage_options: Mapping[str, str] | None
 ) -> str:
-    """Check the signature of a manifest, and return the manifest's revision. Raises the same errors as `verify`."""
     pem = read_key(public_key)
     if not isinstance(uri, str | os.PathLike):
         raise ConfigError(
@@ -184,7 +169,7 @@ def _check_signed(
         raise NotFound(
             f"there is no {missing} to verify", uri=place, hint="create it with `penstock manifest URI --sign KEY`"
         )
-    # Check before decoding, so that unsigned bytes are not parsed.
+    # Check the signature first, so that unsigned bytes are not parsed.
     check_signature(raw, signature, pem)
     return decode(raw, uri=sidecar_uri(place)).revision
 
@@ -192,7 +177,7 @@ def _check_signed(
 def read_key(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a key file. Raise ConfigError if it cannot be read or is too long for a key."""
     name = text_of(path)
-    # Limit the size, because a wrong path may lead to a file of many GB or to a device.
+    # Limit the size, because a wrong path may lead to a large file or to a device.
     try:
         return read_bounded(name, MAX_KEY_BYTES)
     except (SourceError, FormatError) as error:
@@ -200,8 +185,7 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def _fault(manifest: Manifest, places: Sequence[str], leaf: int, count: int) -> IntegrityError:
-    """Return the error for the first leaf that differs, with its tensor and range."""
-    # Leaves are numbered over all tensors in the table's order. No leaf crosses from one tensor to the next.
+    """Return the error for the first leaf that differs. Leaves are numbered over all tensors in table order."""
     table = manifest.tensors
     stops = np.cumsum(-(-table.nbytes // manifest.leaf_bytes))
     row = int(np.searchsorted(stops, leaf, side="right"))
@@ -231,8 +215,7 @@ class ManifestReport(Summarised):
     leaf_bytes: int
     """Maximum number of bytes that one digest covers."""
     written: tuple[str, ...]
-    """The files in the order in which they were written: the signature, if a key was given, and the manifest. Empty if
-    the existing manifest is up to date."""
+    """The files that were written, in order. Empty if the existing manifest is up to date."""
 
     def summary(self) -> str:
         """Return two lines for people."""
@@ -259,22 +242,21 @@ def manifest(
     """Read all tensor bytes once and write the manifest with their digests, so that every later load is verified.
 
     An existing manifest with the same digests is kept, or signed again. A manifest with different digests is replaced
-    only with `replace`, because the weights may be damaged.
+    only with `replace`, because the weights may be corrupted.
 
     Args:
         uri: a file, directory, index or prefix. See `load`.
         out: path or URI of the manifest. None means next to the weights.
         sign: path of an Ed25519 private key in PEM format. A detached signature is written next to the manifest.
-        replace: write the manifest even if the existing one has different digests or cannot be read. Use it for weights
-            that were changed on purpose.
-        storage_options: see `load`. For reading and for writing.
-        progress: see `load`.
+        replace: overwrite a manifest that has different digests or cannot be read. Use it for weights that were changed
+            on purpose.
+        storage_options, progress: see `load`.
 
     Raises:
         ConfigError: the destination cannot be written (plain http, or not a regular file), the key cannot be read, or
             the existing manifest is signed and `sign` is None. Nothing was written.
         IntegrityError: the existing manifest has different digests. Nothing was written.
-        FormatError: the existing manifest cannot be read. Nothing was written. Other faults as in `load`.
+        FormatError: the existing manifest cannot be read. Nothing was written.
         SourceError: like `load`.
         DestinationError, DiskFull: nothing was written.
     """
@@ -284,22 +266,19 @@ def manifest(
     target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
         raise ConfigError("cannot write to plain http(s)", uri=target, hint="give --out FILE and upload that file")
-    # Check before reading the tensor bytes, which may take minutes, so that a wrong path fails at once.
+    # Check before reading the tensor bytes, so that a wrong path fails at once.
     key = None if sign is None else read_key(sign)
-    sidecar = _SidecarFile(target, settings, storage_options)
-    sidecar.require_regular()
-    before = sidecar.read()
+    _require_regular(target)
+    before = _read_existing(target, settings, storage_options)
     stated = None if before is None or replace else _decode_stated(before, target)
-    # Ignore an existing manifest, because open_weights would refuse weights that differ from it.
-    with weight_set.open_weights(
-        place, settings=settings, storage_options=storage_options, with_manifest=False
-    ) as weights:
+    # Ignore an existing manifest, because `open_weights` rejects weights that differ from it.
+    with open_weights(place, settings=settings, storage_options=storage_options, with_manifest=False) as weights:
         _require_no_weights(target, weights)
         counter = Counter(weights.manifest.nbytes)
-        # Use the leaf size of the existing manifest, because other leaves have other digests.
+        # Use the leaf size of the existing manifest, so that the digests are comparable.
         leaf_bytes = LEAF_BYTES if stated is None else stated.leaf_bytes
         with Progress(progress, place) as shown, shown.watching(counter.look):
-            built = weight_set.build(weights, leaf_bytes=leaf_bytes, on_bytes=counter.add)
+            built = build(weights, leaf_bytes=leaf_bytes, on_bytes=counter.add)
         places = [source.uri for source in weights.sources]
     raw = weight_set.encode(built)
     if stated is not None and stated.leaves is not None and stated.revision != built.revision:
@@ -308,7 +287,7 @@ def manifest(
     if is_current and before is not None:
         # The bytes are unchanged, so an existing signature stays valid.
         raw = before
-    elif before is not None and key is None and sidecar.is_signed():
+    elif before is not None and key is None and _read_existing(f"{target}.sig", settings, storage_options) is not None:
         raise ConfigError(
             "the existing manifest is signed, and its signature would be invalid for a new one. Nothing was written",
             uri=f"{target}.sig",
@@ -344,47 +323,26 @@ def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
                 raise ConfigError("the manifest would replace a file of the weights", uri=file, hint=hint)
 
 
-class _SidecarFile:
-    """A manifest that may exist at a place, and its signature.
+def _require_regular(uri: str) -> None:
+    for file in () if is_remote(uri) else (uri, f"{uri}.sig"):
+        path = local_path(file)
+        # A rename as root would replace a device such as /dev/full with a file.
+        if os.path.exists(path) and not os.path.isfile(path):
+            hint = "give the path of a regular file or of a new file"
+            raise ConfigError("cannot write the manifest because this is not a regular file", uri=file, hint=hint)
 
-    Raises:
-        ConfigError: something that is not a regular file has one of the two names.
-    """
 
-    def __init__(self, uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-        self._uri = uri
-        self._settings = settings
-        self._storage_options = storage_options
-
-    def require_regular(self) -> None:
-        """Raise ConfigError if the manifest or its signature exists and is not a regular file."""
-        for file in () if is_remote(self._uri) else (self._uri, f"{self._uri}.sig"):
-            path = local_path(file)
-            # A rename would replace a device, a pipe or a socket with a file. Root can do that to /dev/full.
-            if os.path.exists(path) and not os.path.isfile(path):
-                hint = "give the path of a regular file or of a new file"
-                raise ConfigError("cannot write the manifest because this is not a regular file", uri=file, hint=hint)
-
-    def read(self) -> bytes | None:
-        """Return the bytes of the manifest, or None if there is none."""
-        return self._read(self._uri)
-
-    def is_signed(self) -> bool:
-        """Return whether there is a signature for the manifest."""
-        return self._read(f"{self._uri}.sig") is not None
-
-    def _read(self, uri: str) -> bytes | None:
-        try:
-            return read_small(uri, settings=self._settings, storage_options=self._storage_options)
-        except PermissionDenied:
-            # A bucket that may be read but not listed answers "forbidden" for an absent object.
-            if is_remote(uri):
-                return None
-            raise
+def _read_existing(uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
+    try:
+        return read_small(uri, settings=settings, storage_options=storage_options)
+    except PermissionDenied:
+        # A bucket that may be read but not listed responds with "forbidden" for an absent object.
+        if is_remote(uri):
+            return None
+        raise
 
 
 def _decode_stated(raw: bytes, uri: str) -> Manifest:
-    """Decode the manifest at the destination. Raise FormatError if it is damaged or is another kind of file."""
     try:
         return decode(raw, uri=uri)
     except (FormatError, IntegrityError) as error:
@@ -396,10 +354,7 @@ def _decode_stated(raw: bytes, uri: str) -> Manifest:
 
 
 def _other_weights(stated: Manifest, measured: Manifest, places: Sequence[str], uri: str) -> IntegrityError:
-    """Return the error for weights in the files `places` that differ from the existing manifest.
-
-    Both manifests are in the order of names.
-    """
+    """Return the error for weights that differ from the existing manifest. Both manifests are sorted by name."""
     fault = IntegrityError("their tensors differ in name, dtype or shape", uri=uri)
     same = [getattr(stated.tensors, name) == getattr(measured.tensors, name) for name in ("names", "dtypes", "shapes")]
     if all(same) and stated.leaves is not None and measured.leaves is not None:
@@ -417,10 +372,7 @@ def _other_weights(stated: Manifest, measured: Manifest, places: Sequence[str], 
 
 
 def _without_identities(raw: bytes) -> bytes | None:
-    """Return a manifest's bytes without the files' identities, which a copy changes.
-
-    Return None if it cannot be read.
-    """
+    """Return a manifest's bytes without the files' identities, or None if the manifest cannot be read."""
     try:
         manifest = decode(raw, uri="")
     except (FormatError, IntegrityError):
@@ -431,12 +383,10 @@ def _without_identities(raw: bytes) -> bytes | None:
 
 
 def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """Write a small file or object atomically: readers see the new one or the previous one."""
-    # A PUT to an object store is atomic.
     if is_remote(uri):
         write_small(uri, data, settings=settings, storage_options=storage_options)
         return
     path = Path(local_path(uri))
-    # Other users who may read the weights must be able to verify them too.
+    # Other users who may read the weights must be able to verify them.
     with new_file(path, 0o644) as file:
         file.write(data)

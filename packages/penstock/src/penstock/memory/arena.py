@@ -1,9 +1,7 @@
 """A region of memory for many tensors, so that peers reach all of them with one registration.
 
-Host arenas are shared memfds, which other processes on the host can map once they are registered. A device arena is one
-torch allocation, or `cuda.device_memory` if its physical memory can be exchanged. The first touch of shared memory
-costs 0.7 s per GB if the kernel gives it no huge pages (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`, which the
-arena asks for). `populate` therefore touches it in bulk, without the GIL and before the bytes arrive.
+Host arenas are shared memfds. A device arena is one torch allocation, or `cuda.device_memory` if its physical memory
+can be exchanged. `populate` faults in shared memory ahead, because page faults cost 0.7 s per GB without huge pages.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _MADV_POPULATE_WRITE = 23
 """Faults the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
-"""Bytes per call. A call takes about 0.1 ms and holds the lock of the address space, which others need to allocate."""
+"""Bytes per call. A call takes about 0.1 ms and holds the lock of the address space."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,28 +34,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = None) -> None:
     """Fault in `nbytes` of writable memory from `address`, until `is_over` returns True.
 
-    Cost: 0.6 s per GB of shared memory, or 0.37 s with two threads. Faulting page by page takes 0.85 to 1.5 s.
+    Two threads take 0.37 s per GB of shared memory, while faulting page by page takes 0.85 to 1.5 s.
     """
     for at in range(address, address + nbytes, STEP_BYTES):
         if is_over is not None and is_over():
             return
-        # Ignore the result. A kernel without MADV_POPULATE_WRITE answers EINVAL, and memory may have run out. The first
-        # use then faults the pages, or fails where a caller can handle it.
-        _libc.madvise(
-            ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
-        )
+        # Ignore errors, because the first use also faults in the pages and fails where a caller can handle it.
+        length = ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at))
+        _libc.madvise(ctypes.c_void_p(at), length, _MADV_POPULATE_WRITE)
 
 
 ALIGN_BYTES = 512
-"""Alignment of each tensor. Source: torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
+"""Alignment of each tensor. Torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
 
 WARM_STEPS = 16
-"""Consecutive steps of a thread in `Arena.warm`: 16 MiB, which is a chunk of a fetch."""
+"""Number of consecutive steps of a thread in `Arena.warm`, which are a chunk of a fetch."""
 
 
 class Arena:
-    """A region of memory in which tensors are placed one after the other. `allocate` creates it. It is only freed as a
-    whole.
+    """A region of memory in which tensors are placed one after the other. `allocate` creates it.
 
     Attributes:
         address, nbytes: the region.
@@ -78,9 +73,8 @@ class Arena:
     def allocate(cls, nbytes: int, device: str | torch.device = "cpu", *, is_remappable: bool = False) -> Arena:
         """Allocate an arena of `nbytes` without touching it.
 
-        Args:
-            is_remappable: whether the physical memory of a device arena can be exchanged; see `cuda.device_memory`.
-                Devices without that ability get torch's memory.
+        With `is_remappable`, the physical memory of a device arena can be exchanged if the device supports it, see
+        `cuda.device_memory`.
 
         Raises:
             ConfigError: this kind of device has no arenas.
@@ -99,9 +93,8 @@ class Arena:
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
         _check_available(nbytes)
-        # The registration seals it. Until then the workers of a conversion write to it through its path.
+        # The registration seals the memfd. Until then the workers of a conversion write to it through its path.
         mapped = create_memfd("penstock-arena", nbytes, sealed=False)
-        # This is only advice. Many systems allow no huge pages for shared memory, where the first touch is slower.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return cls("cpu", mapped.address, nbytes, mapped)
@@ -112,8 +105,7 @@ class Arena:
 
         device = torch.device(name)
         try:
-            # Allocate at least one tensor's bytes, since torch gives an empty allocation no address and peers register
-            # it.
+            # An empty torch allocation has no address that peers could register.
             region = torch.empty(max(nbytes, ALIGN_BYTES), dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
@@ -135,14 +127,14 @@ class Arena:
         try:
             memory = DeviceMemory(nbytes, number)
         except DeviceOutOfMemory:
-            # Memory that torch keeps for reuse can serve this arena too.
+            # Torch's cache may hold the needed memory.
             torch.cuda.empty_cache()
             memory = DeviceMemory(nbytes, number)
         return cls.over(memory)
 
     @classmethod
     def over(cls, memory: DeviceMemory) -> Arena:
-        """Return an arena of all of a device memory, which it keeps."""
+        """Return an arena over a whole device memory, which the arena keeps alive."""
         import torch
 
         region = torch.as_tensor(memory, device=f"cuda:{memory.device}")
@@ -152,45 +144,42 @@ class Arena:
     def path(self) -> str:
         """Return the path of a host arena, through which processes of this user can write until it is registered."""
         assert isinstance(self._owner, MappedMemfd)
-        # Use /proc, since a memfd has no path. This one is valid until the process ends.
+        # A memfd has no path except in /proc.
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
     def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
-        """Start to fault in a host arena from its start, before it is written, and return.
+        """Start to fault in a host arena before it is written, and return.
 
-        Args:
-            is_over: called often by the threads. They keep the memory alive until it returns True or they are done.
-            num_threads: number of threads. More than two wait for each other in the kernel.
+        The threads keep the memory alive until `is_over` returns True. More than two threads block each other in the
+        kernel.
         """
         if self.device != "cpu":
             return
         step = STEP_BYTES * WARM_STEPS
 
         def work(first: int, owner: object) -> None:
-            # The threads alternate between steps, since arriving bytes fill the arena from the start and both threads
-            # must stay ahead.
+            # Arriving bytes fill the arena from the start, so the threads alternate between steps to stay ahead.
             for at in range(first * step, self.nbytes, num_threads * step):
                 populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
 
         for first in range(num_threads):
-            args = (first, self._owner)
             # If a thread cannot start, the first write to each page faults it in.
-            start_thread(
-                threading.Thread(target=work, args=args, name=f"penstock-warm-{first}", daemon=True), is_needed=False
+            thread = threading.Thread(
+                target=work, args=(first, self._owner), name=f"penstock-warm-{first}", daemon=True
             )
+            start_thread(thread, is_needed=False)
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes that are left for `place`."""
+        """Return the number of bytes that are not placed yet."""
         return self.nbytes - self._used_bytes
 
     def place(self, nbytes: Iterable[int]) -> list[int]:
         """Return offsets for runs of these lengths, in this order, each aligned to `ALIGN_BYTES`.
 
         Raises:
-            BudgetTooSmall: they do not fit, and nothing was placed. `needed_bytes` gives the size that is needed.
+            BudgetTooSmall: the runs do not fit, and no run was placed. See `needed_bytes`.
         """
-        # Place all or nothing. A part of a model is useless, and runs are never freed one by one.
         with self._lock:
             offsets, at = offsets_of(nbytes, self._used_bytes)
             if at > self.nbytes:
@@ -206,18 +195,13 @@ class Arena:
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             message = f"bytes [{offset}, {offset + nbytes}) are outside an arena of {self.nbytes} bytes"
             raise ConfigError(message)
-        # Create the tensor each time. The garbage collector cannot see torch's reference to the mapping, so a tensor
-        # kept here would be a cycle that is never freed.
-        whole = (
-            torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, MappedMemfd) else self._owner
-        )
+        # Create the tensor each time, because a stored tensor would be a cycle that the garbage collector cannot see.
+        owner = self._owner
+        whole = torch.frombuffer(owner, dtype=torch.uint8) if isinstance(owner, MappedMemfd) else owner
         return whole[offset : offset + nbytes]
 
     def runs_at(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return runs as tensors, each as in `bytes_at`. `offsets` must ascend, like those of `place`.
-
-        Cost: 0.5 us each, while `bytes_at` takes 1.5 us.
-        """
+        """Return runs like `bytes_at`, each in 0.5 us instead of 1.5 us. `offsets` must ascend."""
         # One call of torch splits the memory into all runs and the gaps between them.
         cuts, numbers, at = list[int](), list[int](), 0
         for offset, length in zip(offsets, lengths, strict=True):
@@ -236,7 +220,7 @@ def needed_bytes(nbytes: Iterable[int]) -> int:
 
 
 def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
-    """Return where `Arena.place` puts runs of these lengths after `start` bytes, and where the last one ends."""
+    """Return the offsets of `Arena.place` for runs of these lengths after `start` bytes, and their end."""
     offsets, at = [], start
     for length in nbytes:
         at = -(-at // ALIGN_BYTES) * ALIGN_BYTES
@@ -246,7 +230,7 @@ def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
 
 
 def _check_available(nbytes: int) -> None:
-    """Raise DestinationError if the host has less free memory, since running out of shared memory ends in SIGBUS."""
+    """Raise DestinationError if the host has less free memory, because exceeding it would end in SIGBUS."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,7 +1,7 @@
-"""Shared memory without a name: sealed memfds of this process and of other processes of the same user.
+"""Anonymous shared memory: sealed memfds of this process and of other processes of the same user.
 
-The owner sends readers a read-only opening of the memfd. The seals prove that the file cannot shrink, so reading the
-mapping cannot end in SIGBUS. Nothing is left behind when both processes are gone.
+The owner sends readers a read-only descriptor. The seals prove that the file cannot shrink, so reading the mapping
+cannot end in SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from penstock import descriptors
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
 
 _SEAL_FUTURE_WRITE = 0x10
-"""Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. `fcntl` has no name for
-it before 3.13."""
+"""Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. Python names it from 3.13 on."""
 
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-"""Seals that a peer's memory needs to be mapped. It keeps its length, and nobody can add a seal later."""
+"""Seals that a peer's memory needs to be mapped, so that its size and seals never change."""
 
 _shared: weakref.WeakValueDictionary[int, MappedMemfd] = weakref.WeakValueDictionary()
 """All mappings of this process, by address."""
@@ -34,7 +33,7 @@ class MappedMemfd(mmap.mmap):
 
     Attributes:
         fd: the memfd, which is open as long as the mapping exists.
-        inode: number that no other memfd has until the host reboots.
+        inode: number that is unique until the host reboots.
         address, nbytes: the mapping, in whole pages.
         close_fd: closes the memfd, once.
     """
@@ -46,8 +45,8 @@ class MappedMemfd(mmap.mmap):
     close_fd: Callable[[], object]
 
     def close(self) -> None:
-        """Unmap the memory and close its descriptors. Idempotent. Raises BufferError if it has views."""
-        # Forget the address before unmapping, since the kernel may then give it to a mapping of another thread.
+        """Unmap the memory and close its descriptors. Idempotent. Raise BufferError if there are views."""
+        # Forget the address first, because the kernel may reuse it for another thread's mapping.
         registered = _shared.pop(self.address, None)
         try:
             super().close()
@@ -59,22 +58,21 @@ class MappedMemfd(mmap.mmap):
 
     def readable(self) -> int:
         """Return a new read-only descriptor for a peer. The caller closes it."""
-        # Open the file again. A duplicate could write and would share this process's locks.
+        # A duplicate descriptor could write and would share this process's locks.
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def export(self) -> Iterator[int]:
-        """Yield the one descriptor for a peer; see `transport.host_endpoint.Exportable`."""
+        """Yield the descriptor for a peer, see `transport.host_endpoint.Exportable`."""
         yield self.readable()
 
     def seal(self) -> None:
-        """Forbid all others to write, so that other processes may map the memory. Idempotent."""
+        """Forbid writes by other processes, so that they may map the memory. Idempotent."""
         if _is_sealed(self.fd):
             return
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS | _SEAL_FUTURE_WRITE)
         except OSError:
-            # Another thread sealed it first, or the kernel is older than 5.1. There readers still map it read-only, but
-            # a process of this user could map it writable.
+            # Another thread sealed it first, or the kernel is older than 5.1 and lacks this seal.
             if not _is_sealed(self.fd):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS)
 
@@ -84,9 +82,8 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
 
     Args:
         name: label in `/proc/PID/maps`.
-        nbytes: its length, which never changes.
-        sealed: whether to seal it; see `MappedMemfd.seal`. Until it is sealed, processes of the same user can write to
-            it, and no process reads it.
+        nbytes: size, which never changes.
+        sealed: whether to seal the memfd. Until then, processes of the same user can write to it.
 
     Raises:
         ConfigError: this system has no memfds.
@@ -99,11 +96,11 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     except OSError as error:
         raise DestinationError(f"cannot create shared memory: {error}", hint=descriptors.hint_of(error)) from error
     try:
-        # Memfds are created with mode 0777. Any user who receives a descriptor could open it again to write.
+        # A memfd has mode 0777, so any user who receives a descriptor could open it again for writing.
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = MappedMemfd(fd, max(nbytes, mmap.PAGESIZE))
-        # F_SEAL_WRITE is not possible, since the kernel refuses it while this writable mapping exists.
+        # The kernel refuses F_SEAL_WRITE while this writable mapping exists.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         mapped.fd = fd
         mapped.inode = os.fstat(fd).st_ino
@@ -114,19 +111,18 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
         os.close(fd)
         raise DestinationError(f"cannot create {nbytes} bytes of shared memory: {error}") from error
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-    # A finalizer closes the descriptor once, by `close` or with the last reference.
+    # Close the descriptor with the last reference, but not at exit, where other threads may still use it.
     mapped.close_fd = weakref.finalize(mapped, os.close, fd)
-    # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
     mapped.close_fd.atexit = False
-    # A registration only knows the address of its memory, and asks `shared_at` for the memfd.
+    mapped.close_fd.atexit = False
+    # A registration knows only the address of its memory, and finds the memfd with `shared_at`.
     _shared[mapped.address] = mapped
     return mapped
 
 
 def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
     """Return the mapping of this process that contains these bytes, or None."""
-    # `valuerefs` copies the dictionary in one step. Iterating over `values` raises RuntimeError if another thread
-    # creates a mapping.
+    # `valuerefs` copies the dictionary in one step, while other threads may create mappings.
     for reference in _shared.valuerefs():
         mapped = reference()
         if mapped is not None and mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
@@ -137,12 +133,8 @@ def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
 def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
     """Check that a peer's descriptor is a sealed memfd of this user that can be mapped.
 
-    Args:
-        min_nbytes: minimum length of the memfd.
-        uri: name of the peer in errors.
-
     Raises:
-        PeerLost: it is a different kind of file, or too short.
+        PeerLost: the descriptor is a different kind of file, or shorter than `min_nbytes`.
     """
     state = os.fstat(fd)
     _check_kind(state, uri)
@@ -158,7 +150,7 @@ def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
         PermissionDenied: the kernel does not allow access to that process.
         DestinationError: no file descriptor is left here.
     """
-    # Open with O_PATH first, which has no effect on the file, and check with fstat what it is.
+    # Opening with O_PATH has no effect on the file, so check its kind before opening it for reading.
     try:
         path_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
@@ -170,7 +162,7 @@ def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
         raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     try:
         _check_kind(os.fstat(path_fd), uri)
-        # Open through the checked descriptor, since the peer's path could be a different file by now.
+        # Open the checked file, because the peer's path may refer to a different file by now.
         return os.open(f"/proc/self/fd/{path_fd:d}", os.O_RDONLY | os.O_CLOEXEC)
     except PenstockError:
         raise
@@ -181,7 +173,7 @@ def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
 
 
 def _check_kind(state: os.stat_result, uri: str) -> None:
-    # A memfd has no name and thus no links. A file of the user with a link cannot be what the peer meant.
+    # A memfd has no links. A file with a link is not shared memory.
     if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
         raise PeerLost("the peer's file is not shared memory of this user", uri=uri)
 
@@ -190,5 +182,5 @@ def _is_sealed(fd: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _NEEDED_SEALS == _NEEDED_SEALS
     except OSError:
-        # EINVAL means that the file is not a memfd.
+        # The file is not a memfd (EINVAL).
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -15,9 +15,8 @@ def rehome(
 ) -> tuple[Arena, ...]:
     """Move a module's parameters and buffers, or tensors by name, into one arena per device.
 
-    Objects, dtypes, shapes, strides, hooks and gradients stay. Tensors that shared memory still do: tied weights, and
-    views of one tensor such as fused projections. An optimizer that flattens parameters, or a captured CUDA graph, must
-    come later, since addresses change.
+    Objects, dtypes, shapes, strides, hooks and gradients stay. Tied weights and views of one tensor still share memory.
+    Flatten parameters for an optimizer, or capture CUDA graphs, only after this call, because addresses change.
 
     Args:
         copy: copy the values, device by device. If False, the values are undefined.
@@ -27,38 +26,29 @@ def rehome(
         PlanError: a tensor is on the meta device or not a plain strided tensor. Nothing was moved.
         DestinationError, DeviceOutOfMemory: see `Arena.allocate`. Earlier devices were moved.
 
-    Ownership: the tensors keep the memory of the arenas alive. Keep the arenas while they are registered. Cost: one
-    copy on the device, and twice the memory of the weights until the last tensor is moved.
+    The tensors keep the memory of the arenas alive. The weights need twice their memory until the last tensor is moved.
     """
+    if isinstance(target, torch.nn.Module):
+        target = dict([*target.named_parameters(), *target.named_buffers()])
     # A fleet reads in the order of names, so bytes that peers read together are adjacent.
-    tensors = sorted(_all_of(target), key=lambda named: named[0])
+    tensors = sorted(target.items(), key=lambda pair: pair[0])
     for name, tensor in tensors:
         if tensor.is_meta:
             hint = "materialise it: module.to_empty(device=...)"
             raise PlanError("cannot move a tensor on the meta device", tensor=name, hint=hint)
         if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            # A wrapper subclass (a DTensor, a quantised tensor) consists of other tensors.
             raise PlanError(f"cannot move a {type(tensor).__name__} with layout {tensor.layout}", tensor=name)
     devices: dict[torch.device, dict[int, list[torch.Tensor]]] = {}
     for _, tensor in tensors:
-        # Group by storage, since tensors that share a storage must share it after the move.
+        # Group by storage, because tensors that share a storage must share it after the move.
         if tensor.untyped_storage().nbytes():
             storages = devices.setdefault(tensor.device, {})
             storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     return tuple(_move(device, list(storages.values()), copy, is_remappable) for device, storages in devices.items())
 
 
-def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    if isinstance(target, torch.nn.Module):
-        yield from target.named_parameters()
-        yield from target.named_buffers()
-    else:
-        yield from target.items()
-
-
 def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is_remappable: bool) -> Arena:
-    """Move groups of tensors. Each group shares a storage, and the part of it that the group covers is moved as one
-    run."""
+    """Move groups of tensors that each share a storage. Each group becomes one run."""
     spans = [_span(group) for group in groups]
     nbytes = needed_bytes(stop - start for start, stop in spans)
     arena = Arena.allocate(nbytes, device, is_remappable=is_remappable)
@@ -70,10 +60,10 @@ def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is
                 storage = torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage())
                 run.copy_(storage[start:stop])
             for tensor in group:
-                # Count in bytes, since tensors of different dtypes may share a storage.
+                # Count in bytes, because tensors of different dtypes may share a storage.
                 first = run[tensor.storage_offset() * tensor.element_size() - start :]
                 whole = first[: first.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
-                # `.data` replaces the memory of the same object, which optimizers and hooks refer to.
+                # Assigning `.data` keeps the object, which optimizers and hooks refer to.
                 tensor.data = whole.as_strided(tensor.shape, tensor.stride())
     return arena
 
@@ -85,5 +75,5 @@ def _span(group: list[torch.Tensor]) -> tuple[int, int]:
         reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
         starts.append(int(tensor.storage_offset()) * tensor.element_size())
         stops.append(starts[-1] + (int(reach + 1) * tensor.element_size() if tensor.numel() else 0))
-    # This keeps the alignment within the storage for the vector loads of kernels.
+    # Keep the alignment for the vector loads of kernels.
     return min(starts) // 16 * 16, max(stops)

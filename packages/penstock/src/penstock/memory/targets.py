@@ -1,8 +1,4 @@
-"""Check tensors that a caller wants to fill, and mark them for autograd after they are filled.
-
-Tensors that are one memory under several names need equal sources. The verb that reads the sources decides that, and
-raises `sources_differ` otherwise.
-"""
+"""Checks of tensors that a caller wants to fill, and marks for autograd after they are filled."""
 
 from __future__ import annotations
 
@@ -23,12 +19,10 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _Extent = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
 """Memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element. A
-contiguous tensor has no shape or strides here, because its dtype does not matter."""
+contiguous tensor has an empty shape and strides."""
 
 
 class _Described:
-    """Memory described to numpy, which computes with its addresses and never reads it."""
-
     def __init__(self, extent: _Extent) -> None:
         address, nbytes, shape, strides, itemsize = extent
         self.__array_interface__ = {
@@ -50,8 +44,7 @@ def require_initialised(name: str, tensor: torch.Tensor) -> None:
 def require_memory(name: str, tensor: torch.Tensor) -> None:
     """Raise PlanError unless the values of a tensor are the bytes at its address.
 
-    This refuses subclasses that wrap other tensors (DTensor, quantised, nested), sparse tensors, tensors on the meta
-    device, lazily conjugated tensors, and tensors whose storage was freed.
+    Such tensors are DTensors and other wrappers, sparse, meta and lazily conjugated tensors.
     """
     require_initialised(name, tensor)
     if tensor.is_meta:
@@ -62,7 +55,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
         type(tensor) not in _PLAIN and (is_traceable_wrapper_subclass(tensor) or not _has_storage(tensor))
     ):
         raise PlanError(f"a {type(tensor).__name__} has no memory itself", tensor=name, hint="pass its parts")
-    # Torch conjugates and negates lazily with a bit on the tensor, which is lost when the bytes are read or written.
+    # Torch conjugates and negates lazily with a bit on the tensor, which raw bytes do not contain.
     if tensor.is_conj() or tensor.is_neg():
         raise PlanError(
             "the values of the tensor differ from its memory", tensor=name, hint="pass tensor.resolve_conj()"
@@ -70,11 +63,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
-    """Raise PlanError if the storage of a strided tensor ends before its last element, whose access would crash.
-
-    Args:
-        span_bytes: bytes from the first to the last element, if known.
-    """
+    """Raise PlanError if the storage of a strided tensor ends before its last element, whose access would crash."""
     if not tensor.numel():
         return
     itemsize = tensor.element_size()
@@ -87,7 +76,6 @@ def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = Non
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of a subclass has memory. Fake and functional tensors have none."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -96,19 +84,17 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Check tensors before they are written, and return the groups that are one memory under several names.
-
-    Call it before the first byte is written, with all tensors that one call writes.
+    """Check all tensors of one call before they are written. Return the groups of tensors that are the same memory.
 
     Returns:
-        Indices of the tensors of each group, in order, without groups of one tensor. The caller must make sure that the
-            tensors of a group have equal sources, and raise `sources_differ` otherwise.
+        Indices of the tensors of each group with several tensors. If their sources differ, the caller raises
+        `sources_differ`.
 
     Raises:
         PlanError: a tensor has no memory (see `require_memory`), its storage was freed, its elements share memory (an
             expanded tensor), or it shares part of its memory with another tensor.
 
-    Cost: 2 us per tensor. Tensors that share no memory are not compared in pairs.
+    Cost: 2 us per tensor.
     """
     places: dict[_Extent, list[int]] = {}
     for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
@@ -121,7 +107,6 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(stop[order])
     for at in (np.flatnonzero(start[order][1:] < reach[:-1]) + 1).tolist():
-        # Go back to the first extent before which everything ends below this start.
         this = int(order[at])
         before = at - 1
         while before >= 0 and reach[before] > start[this]:
@@ -129,11 +114,10 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
             before -= 1
             if stop[other] > start[this] and _share(extents[this], extents[other]):
                 first, second = sorted((places[extents[this]][0], places[extents[other]][0]))
-                message = (
-                    f"{names[first]} and {names[second]} share part of their memory, so one would overwrite the other"
-                )
+                pair = f"{names[first]} and {names[second]}"
                 raise PlanError(
-                    message, hint="give each target separate memory, or give both names the same whole tensor"
+                    f"{pair} share part of their memory, so one would overwrite the other",
+                    hint="give each target separate memory, or give both names the same whole tensor",
                 )
     return [group for group in places.values() if len(group) > 1]
 
@@ -149,15 +133,14 @@ def sources_differ(first: str, second: str) -> PlanError:
 def note_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that these tensors were changed in place, as `copy_` does.
 
-    Writing bytes by address leaves torch's version counter unchanged. `backward` would then compute gradients of new
-    values where it should refuse, and caches that compare the counter would keep old values. Views and detached tensors
-    share the counter of their base. Tensors created in inference mode have none.
+    Writing bytes by address leaves torch's version counter unchanged, so `backward` would silently use the new values.
+    Tensors created in inference mode have no counter.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _extent(name: str, tensor: torch.Tensor) -> _Extent:
-    """Return the memory of a tensor. Raises PlanError if its elements share memory or its storage was freed."""
+    """Return the memory of a tensor. Raise PlanError if its elements share memory or its storage was freed."""
     nbytes, itemsize = tensor.nbytes, tensor.element_size()
     if tensor.is_contiguous():
         extent: _Extent = tensor.data_ptr(), nbytes, (), (), 1
@@ -165,7 +148,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
         shape = tuple(tensor.shape)
         dims = [(step, size) for step, size in zip(tensor.stride(), shape, strict=True) if size > 1]
         reach = 0
-        # Go from the smallest stride up. Each must step over everything that the smaller ones reach.
+        # From the smallest stride up, each stride must exceed the reach of the smaller strides.
         for step, size in sorted(dims):
             if step <= reach:
                 message = f"elements of shape {list(shape)} with strides {list(tensor.stride())} share memory"
@@ -180,7 +163,6 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
 
 
 def _share(one: _Extent, other: _Extent) -> bool:
-    """Return whether two memories with overlapping spans have a byte in common."""
     if not one[3] and not other[3]:
         return True
     try:

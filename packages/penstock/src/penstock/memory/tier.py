@@ -1,7 +1,4 @@
-"""Tiers of memory: rooms, each of which holds the bytes of one block, and moves and statistics of rooms.
-
-`tiers` decides which block is in which tier.
-"""
+"""Tiers of memory, their rooms for one block each, and moves and statistics of rooms."""
 
 from __future__ import annotations
 
@@ -14,13 +11,12 @@ from penstock.types import GB, MIB
 from penstock.waits import Threads
 
 PIECE_BYTES = 16 * MIB
-"""Bytes moved at once. It is the size of a chunk of a fetch and enough for every link. Offsets in rooms are multiples
-of it."""
+"""Number of bytes moved at once, the size of a chunk of a fetch. Offsets in rooms are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TierBlock:
-    """The bytes `[start, stop)` of a content, which is a revision or any other name."""
+    """The bytes `[start, stop)` of a content, such as a revision."""
 
     content: str
     start: int
@@ -33,7 +29,7 @@ class TierBlock:
 
 
 class Room(Protocol):
-    """Memory for one block in a tier. Only one thread at a time may use a range of it."""
+    """Memory for one block in a tier. Only one thread at a time may use a range of the room."""
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +50,7 @@ class Room(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until all copies have finished.
-
-        Raises:
-            DestinationError, DiskFull, SourceStalled: a copy failed.
-        """
+        """Wait until all copies have finished. Raise DestinationError, DiskFull or SourceStalled if a copy failed."""
         ...
 
     def close(self) -> None:
@@ -68,10 +60,10 @@ class Room(Protocol):
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room in the memory of this process. A move to or from it needs no buffer in between."""
+    """A room in the memory of this process, which a move accesses without a buffer."""
 
     def views(self) -> Sequence[memoryview]:
-        """Return all of its bytes, in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""
+        """Return all bytes in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""
         ...
 
 
@@ -85,19 +77,19 @@ class Tier(Protocol):
 
     @property
     def unit_bytes(self) -> int:
-        """Return the number of bytes of which the size of a room is a multiple."""
+        """Return the unit in bytes to which sizes of rooms are rounded up."""
         ...
 
     @property
     def num_threads(self) -> int:
-        """Return how many pieces must be moved at once to saturate the tier's link."""
+        """Return the number of concurrent pieces that saturates the tier's link."""
         ...
 
     def open_room(self, nbytes: int) -> Room:
         """Return a new room for a block.
 
         Raises:
-            DiskFull, DeviceOutOfMemory, DestinationError: there is not enough memory, whatever the budget says.
+            DiskFull, DeviceOutOfMemory, DestinationError: there is not enough memory, even within the budget.
         """
         ...
 
@@ -110,13 +102,21 @@ class Tier(Protocol):
         ...
 
 
+class UncachedTier:
+    """A tier whose closed rooms hold no memory."""
+
+    def trim(self) -> None:
+        """See `Tier.trim`."""
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+
+
 def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
     """Copy all bytes from one room to another, and call `moved` with the length of each piece.
 
     Raises:
         PenstockError: a room failed. No copy is in progress, and the content of `dst` is undefined.
-
-    If neither room is in host memory, one piece at a time is copied through a buffer.
     """
     # A room in host memory is itself the buffer for the other room's copies.
     if isinstance(dst, HostRoom):
@@ -132,13 +132,12 @@ def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -
             src.read(at, piece)
             src.settle()
             dst.write(at, piece)
-            # Settle before the next read, which uses the buffer again.
+            # Settle before the next read, which reuses the buffer.
             dst.settle()
             moved(len(piece))
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the views cut into pieces, each with its offset."""
     base = 0
     for view in views:
         for at in range(0, len(view), PIECE_BYTES):
@@ -152,18 +151,16 @@ def _each(
     num_threads: int,
     moved: Callable[[int], None],
 ) -> None:
-    """Call `step` with each piece, `num_threads` at once, and return when all have finished."""
-
     def move_piece(piece: tuple[int, memoryview]) -> None:
         step(*piece)
         moved(len(piece[1]))
 
-    # No threads are needed, for example for a GPU, whose copies are queued on one stream.
+    # A GPU needs no threads, because its copies are queued on one stream.
     if num_threads == 1:
         for piece in pieces:
             move_piece(piece)
         return
-    # After an error, running pieces are waited for too, since they still use both rooms.
+    # After an error, wait for running pieces too, because they still use both rooms.
     with Threads(num_threads, "penstock-tier", waits_for_calls=True) as pool:
         for future in [pool.submit(move_piece, piece) for piece in pieces]:
             future.result()
@@ -171,7 +168,7 @@ def _each(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Use of one tier at present. `used_bytes` counts rooms, rounded up to the tier's unit."""
+    """Current use of one tier. `used_bytes` counts rooms, rounded up to the tier's unit."""
 
     num_blocks: int
     used_bytes: int
@@ -204,7 +201,7 @@ class TiersStats:
     tiers: Mapping[str, TierStats]
     """Statistics by the name of the tier, fastest first."""
     links: Mapping[tuple[str, str], LinkStats]
-    """Statistics by the names of the tiers from and to which blocks move. `source` counts as a tier."""
+    """Statistics by the tiers from and to which blocks move. `source` counts as a tier."""
     hits: int
-    """Requests for blocks that were in the wanted tier or a faster one."""
+    """Number of requests for blocks that were in the wanted tier or a faster tier."""
     misses: int

@@ -15,11 +15,7 @@ _POLL_S = 0.0002
 
 
 class CudaRoom:
-    """A room in an arena on a device.
-
-    Attributes:
-        arena: the arena, or None after `close`.
-    """
+    """A room in an arena on a device. `arena` is None after `close`."""
 
     def __init__(self, nbytes: int, tier: CudaTier) -> None:
         self.nbytes = nbytes
@@ -56,7 +52,7 @@ class CudaRoom:
         """See `Room.settle`."""
         while self._begun:
             event, deadline = self._begun.popleft(), time.monotonic() + self._tier.stall_s
-            # Poll, since cudaEventSynchronize has no deadline and a lost device never answers.
+            # Poll, because cudaEventSynchronize has no deadline.
             while not _is_done(event):
                 if time.monotonic() > deadline:
                     raise SourceStalled(f"no copy on {self._tier.device} finished in {self._tier.stall_s} s")
@@ -69,12 +65,7 @@ class CudaRoom:
 
 
 class CudaTier:
-    """Tier in the memory of one device.
-
-    Args:
-        device: device with an index.
-        stall_s: seconds after which a copy without progress fails.
-    """
+    """Tier in the memory of one device. A copy fails after `stall_s` seconds without progress."""
 
     name, unit_bytes, num_threads = "gpu", 1, 1
 
@@ -88,10 +79,9 @@ class CudaTier:
         return CudaRoom(nbytes, self)
 
     def trim(self) -> None:
-        """See `Tier.trim`.
+        """See `Tier.trim`. The driver then clears the memory, which halves the speed of copies for 60 ms.
 
-        Cost: the driver clears memory that it gets back, using the copy engines, so that copies are half as fast for 60
-        ms. Source: benchmarks/results/h200x2_202611/tiers.md.
+        Source: benchmarks/results/h200x2_202611/tiers.md.
         """
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()

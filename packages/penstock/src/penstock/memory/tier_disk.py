@@ -1,7 +1,4 @@
-"""Tier on a local disk: an unnamed file per block, whose bytes are digested when written and verified when read.
-
-The files vanish however the process ends. `storage.cache` keeps remote objects beyond the end of a process.
-"""
+"""Tier on a local disk: an unnamed file per block, whose bytes are digested when written and verified when read."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import numpy as np
 
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.errors import ConfigError, DestinationError, IntegrityError
+from penstock.memory.tier import UncachedTier
 from penstock.storage import text_of
 from penstock.storage.files import FileSource
 from penstock.storage.local import address_of, reserve
@@ -22,16 +20,12 @@ from penstock.storage.write import typed
 from penstock.types import U64
 
 _PAGE_BYTES = 4096
-"""Alignment of addresses, offsets and lengths for direct I/O; see `storage.files`."""
+"""Alignment of addresses, offsets and lengths for direct I/O, see `storage.files`."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class SpillRoom:
-    """A room in an unnamed file.
-
-    Attributes:
-        why: the reason why bytes went through the page cache. It is empty as long as whole pages bypass the cache.
-    """
+    """A room in an unnamed file. `why` says why bytes went through the page cache, or is empty for direct I/O."""
 
     def __init__(self, directory: Path, nbytes: int, fd: int) -> None:
         self.nbytes = nbytes
@@ -45,7 +39,7 @@ class SpillRoom:
 
     @classmethod
     def open(cls, directory: Path, nbytes: int) -> SpillRoom:
-        """Make an unnamed file of this size. DestinationError: the disk is full or cannot be written to."""
+        """Make an unnamed file of this size. Raise DestinationError if the disk is full or not writable."""
         with typed(directory):
             room = cls(directory, nbytes, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         try:
@@ -60,13 +54,12 @@ class SpillRoom:
 
     def _open_direct(self) -> None:
         try:
-            # Use /proc, since the file has no name by which to open it again.
             self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
         except OSError as error:
             self.why = f"direct I/O refused at open ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. The copy is done on return, except for pages that the system has not written back yet."""
+        """See `Room.write`. On return, at most pages of the page cache are not on disk."""
         first = offset // LEAF_BYTES
         leaf_digests(data, LEAF_BYTES, self._leaves[first : first + -(-len(data) // LEAF_BYTES)])
         with typed(self._directory):
@@ -75,7 +68,6 @@ class SpillRoom:
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write whole pages bypassing the page cache, and return the number of bytes written."""
         aligned_bytes = len(data) // _PAGE_BYTES * _PAGE_BYTES
         if self.why or not aligned_bytes or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
             return 0
@@ -97,16 +89,14 @@ class SpillRoom:
         first = offset // LEAF_BYTES
         leaves: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
         leaf_digests(into, LEAF_BYTES, leaves)
-        # Most file systems have no checksums of data, and a model with damaged weights still answers.
         if not np.array_equal(leaves, self._leaves[first : first + len(leaves)]):
             message = "spilled bytes are damaged: their digest differs from the digest at the time of writing"
             raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
 
     def settle(self) -> None:
-        """See `Room.settle`. Bytes that went through the page cache do not stay there."""
+        """See `Room.settle`. Bytes that went through the page cache are dropped from it."""
         with typed(self._directory):
-            # Write back first, since the kernel drops only clean pages. The block moved here to free memory, so its
-            # copy in the page cache must go.
+            # Write back first, because the kernel drops only clean pages.
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -115,14 +105,14 @@ class SpillRoom:
         if self._source is not None:
             self._source.close()
         fds = {self._fd, self._direct_fd} - {-1}
-        # Forget the descriptors first, since a second call must not close numbers that are reused by then.
+        # Forget the descriptors first, so that a second call does not close reused numbers.
         self._fd = -1
         self._direct_fd = -1
         for fd in fds:
             os.close(fd)
 
 
-class SpillTier:
+class SpillTier(UncachedTier):
     """Tier in one directory on a local disk, with an unnamed file for each block."""
 
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
@@ -132,10 +122,10 @@ class SpillTier:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Self:
-        """Make the directory if it does not exist, and check that blocks can be written to it.
+        """Make the directory, and check that blocks can be written to it.
 
         Raises:
-            ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory cannot be written to.
+            ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory is not writable.
         """
         path = Path(text_of(directory))
         try:
@@ -149,9 +139,3 @@ class SpillTier:
     def open_room(self, nbytes: int) -> SpillRoom:
         """See `Tier.open_room`."""
         return SpillRoom.open(self.directory, nbytes)
-
-    def trim(self) -> None:
-        """See `Tier.trim`."""
-
-    def close(self) -> None:
-        """See `Tier.close`."""

@@ -1,5 +1,4 @@
-"""Tiers in host memory: arenas that other processes can map, a pool of pinned buffers, and plain memory
-for reference."""
+"""Tiers in host memory: arenas that other processes can map, a pool of pinned buffers, and plain memory for tests."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from penstock.memory.arena import Arena
 from penstock.memory.staging import Registrar, StagingBuffer, StagingPool
+from penstock.memory.tier import UncachedTier
 from penstock.types import MIB
 
 POOL_BUFFER_BYTES = 64 * MIB
@@ -21,7 +21,7 @@ WARM_THREADS = 4
 
 
 class _ViewedRoom(ABC):
-    """A room whose bytes are views of this process's memory, copied by memcpy."""
+    """A room whose bytes are views of this process's memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -31,19 +31,16 @@ class _ViewedRoom(ABC):
         """See `HostRoom.views`."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. The copy is done on return."""
-        # Copy by numpy and not by memoryview slices, since numpy releases the GIL.
+        # Copy with numpy, which releases the GIL.
         for mine, at, run in self._runs(offset, len(data)):
             mine[:] = np.frombuffer(data, np.uint8, run, at)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """See `Room.read`. The copy is done on return."""
         for mine, at, run in self._runs(offset, len(into)):
             np.frombuffer(into, np.uint8, run, at)[:] = mine
 
     def _runs(self, offset: int, nbytes: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
-        """Return the bytes `[offset, offset + nbytes)` view by view, each with its offset in the range
-        and its length."""
+        """Return the views of a byte range, each with its offset in the range and its length."""
         runs, base, stop = [], 0, offset + nbytes
         for view in self.views():
             first, last = max(base, offset), min(base + len(view), stop)
@@ -54,8 +51,7 @@ class _ViewedRoom(ABC):
         return runs
 
     def settle(self) -> None:
-        """See `Room.settle`."""
-        # Copies are done when `write` and `read` return.
+        """See `Room.settle`. Copies are done when `write` and `read` return."""
         return
 
 
@@ -75,7 +71,7 @@ class HeapRoom(_ViewedRoom):
         self._memory = bytearray()
 
 
-class HeapTier:
+class HeapTier(UncachedTier):
     """The reference tier in plain memory, with any name."""
 
     num_threads = 1
@@ -88,24 +84,14 @@ class HeapTier:
         """See `Tier.open_room`."""
         return HeapRoom(nbytes)
 
-    def trim(self) -> None:
-        """See `Tier.trim`."""
-
-    def close(self) -> None:
-        """See `Tier.close`."""
-
 
 class ArenaRoom(_ViewedRoom):
-    """A host arena that other processes can map. Its memory exists as long as any view of it.
-
-    Its pages are faulted in from the start, so that arriving bytes need no page faults.
-    """
+    """A host arena that other processes can map, with pages that are faulted in ahead."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        # Use an arena for each block, so that its memory returns to the system when the block leaves.
         self.arena: Arena | None = Arena.allocate(nbytes)
-        # The threads stop when the room is closed. Otherwise they would keep the memory alive.
+        # The threads keep the memory alive, so stop them when the room is closed.
         self.arena.warm(lambda: self.arena is None)
 
     def views(self) -> Sequence[memoryview]:
@@ -118,7 +104,7 @@ class ArenaRoom(_ViewedRoom):
         self.arena = None
 
 
-class ArenaTier:
+class ArenaTier(UncachedTier):
     """Tier in shared memory of the host, with an arena for each block."""
 
     name, unit_bytes, num_threads = "host", 1, 8
@@ -127,15 +113,9 @@ class ArenaTier:
         """See `Tier.open_room`."""
         return ArenaRoom(nbytes)
 
-    def trim(self) -> None:
-        """See `Tier.trim`."""
-
-    def close(self) -> None:
-        """See `Tier.close`."""
-
 
 class PoolRoom(_ViewedRoom):
-    """A room in buffers of a pool. It may use only part of the last buffer."""
+    """A room in buffers of a pool. The last buffer may be partly used."""
 
     def __init__(self, nbytes: int, buffers: list[StagingBuffer], release: Callable[[StagingBuffer], None]) -> None:
         super().__init__(nbytes)
@@ -154,8 +134,8 @@ class PoolRoom(_ViewedRoom):
             self._release(buffer)
 
 
-class PoolTier:
-    """Tier in host memory that is pinned once and reused in buffers, so that blocks of any size leave no gaps."""
+class PoolTier(UncachedTier):
+    """Tier in host memory that is pinned once and reused in buffers."""
 
     name, unit_bytes, num_threads = "host", POOL_BUFFER_BYTES, 8
 
@@ -165,12 +145,9 @@ class PoolTier:
 
     @classmethod
     def open(cls, memory_bytes: int, *, registrar: Registrar | None, stall_s: float) -> PoolTier:
-        """Map the memory. A background thread faults in and pins the pages.
+        """Map `memory_bytes` for all rooms, which background threads fault in and pin with `registrar`.
 
-        Args:
-            memory_bytes: Total size of all rooms, in bytes.
-            registrar: Pins the memory. None leaves it pageable.
-            stall_s: How long to wait for a buffer that is still being pinned, in seconds.
+        `stall_s` limits the wait in seconds for a buffer that is being pinned.
 
         Raises:
             BudgetTooSmall: the memory is smaller than two buffers.
@@ -181,23 +158,20 @@ class PoolTier:
         return cls(pool, stall_s=stall_s)
 
     def open_room(self, nbytes: int) -> PoolRoom:
-        """See `Tier.open_room`. Raises SourceStalled if the open rooms use the whole pool."""
+        """See `Tier.open_room`. Raise SourceStalled if the open rooms use the whole pool."""
         buffers: list[StagingBuffer] = []
         room = PoolRoom(nbytes, buffers, self._pool.release)
         try:
             for _ in range(-(-nbytes // POOL_BUFFER_BYTES)):
                 buffers.append(self._pool.acquire(stall_s=self._stall_s))
         except BaseException:
-            # Release the buffers acquired so far, since the caller gets no room to close.
+            # The caller gets no room to close, so release the buffers here.
             room.close()
             raise
         return room
 
-    def trim(self) -> None:
-        """See `Tier.trim`."""
-
     def close(self) -> None:
         """See `Tier.close`."""
-        # Cancel first, so that threads that still pin stop. `close` waits for them.
+        # Cancel first, so that pinning threads stop.
         self._pool.cancel()
         self._pool.close()

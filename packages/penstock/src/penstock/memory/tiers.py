@@ -1,15 +1,11 @@
 """Blocks in tiers of memory with budgets. The least recently used block is moved to free space.
 
-    source --fill--> gpu <--move--> host <--move--> disk --forget--> source
-                      '-- pin: the block stays in its tier until the `with` block ends
+A block is in one tier at a time. Its old room stays while a reader uses it, or as a copy in a slower tier with
+`Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A thread
+that moves or fills an entry marks it as `busy`, so that no other thread pins or moves it.
 
-A block is in one tier at a time. Its old room stays while a reader uses it, and as a copy in a slower tier that keeps
-copies (`Level.keeps_copies`) until the space is needed. The source is never written to. Only one move runs at a time
-(`_turn`), since moves share links. Blocks are filled from sources in parallel. An entry that is being moved or filled
-is `busy`, and no other thread pins or moves it.
-
-Lock order: the mover's lock (`_turn`) comes before the state's lock. The user of a block is called without the state's
-lock, because it takes locks itself and may call back.
+Acquire the mover's lock (`_turn`) before the state's lock. Call the user of a block without the state's lock, because
+the user may call back.
 """
 
 from __future__ import annotations
@@ -31,21 +27,21 @@ from penstock.memory.tier import LinkStats, Room, Tier, TierBlock, TiersStats, T
 _log = log_named("penstock.memory")
 
 SOURCE = "source"
-"""Place of a block that is in no tier and can be read again."""
+"""Name of the tier of a block that is in no tier and can be read again."""
 
 Fill = Callable[[Room], None]
-"""Writes all bytes of a block from its source into a room. It has its own deadlines."""
+"""Writes all bytes of a block from its source into a room, with deadlines."""
 
 
 class BlockUser(Protocol):
-    """A user of a block that does not pin it."""
+    """A user of a block, which does not pin it."""
 
     def vacate(self) -> bool:
-        """Stop using the block, which is about to leave its room. Return False if it is in use, so that it stays."""
+        """Stop using the block, which is about to leave its room. Return False to keep the block there."""
         ...
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Note that the block is now in `tier`, or is still there after a failed move."""
+        """Record that the block is now in `tier`, or is still there after a failed move."""
         ...
 
 
@@ -57,15 +53,13 @@ class Level:
     budget_bytes: int | None = None
     """Maximum total size of rooms in bytes. None means no limit."""
     keeps_copies: bool = False
-    """Whether a block that moves up leaves a copy here until the space is needed. Moving it down then needs no copy."""
+    """Whether a block that moves up leaves a copy here until the space is needed."""
     budget: str = "memory_bytes"
-    """Name of the argument that sets `budget_bytes`, for the hint of an error."""
+    """Name of the argument that sets `budget_bytes`, for hints."""
 
 
 @dataclass(slots=True, eq=False)
 class _OccupiedRoom:
-    """A room in a tier, its size for the tier's budget, and the number of its users."""
-
     room: Room
     charge: int
     pins: int = 0
@@ -79,8 +73,8 @@ class _TieredBlock:
         again: whether `fill` can be called again.
         at: index of its tier or of the source.
         used: sequence number of its last use.
-        busy: a thread is moving or filling it.
-        gone: it was removed, and waiting threads must not use it.
+        busy: whether a thread is moving or filling it.
+        gone: whether it was removed, so that waiting threads must not use it.
     """
 
     block: TierBlock
@@ -95,7 +89,7 @@ class _TieredBlock:
 
 
 class Tiers(Closeable):
-    """Blocks in tiers with budgets. It is thread-safe. Leaving its `with` block frees every room.
+    """Blocks in tiers with budgets. Thread-safe. Leaving the `with` block frees every room.
 
     Args:
         levels: tiers with budgets, fastest first.
@@ -114,15 +108,14 @@ class Tiers(Closeable):
         self._links: dict[tuple[str, str], LinkStats] = {}
         self._hits = 0
         self._misses = 0
-        # Use a counter, since uses within one tick of a clock would have no order.
+        # Use a counter, because uses within one tick of a clock would have no order.
         self._clock = itertools.count(1)
-        # The state's lock is held briefly to read and count, and the mover's lock for whole moves. So reading never
-        # waits for a move.
+        # Hold the state's lock briefly, and the mover's lock for whole moves, so that reads never wait for a move.
         self._state = threading.Condition()
         self._mover = threading.Lock()
         self._progress = time.monotonic()
+        # Whether a tier still caches the memory of closed rooms.
         self._is_left = False
-        """Whether rooms were closed whose memory no tier has returned to the system."""
         self._pool = ThreadPoolExecutor(num_prefetching, thread_name_prefix="penstock-prefetch")
 
     def put(
@@ -137,16 +130,14 @@ class Tiers(Closeable):
         """Add a block, free space for it, and fill it.
 
         Args:
-            block: block whose bytes never change.
-            fill: writes the bytes. It is called again whenever the block is read from its source.
+            fill: writes the bytes, which never change. It is called again whenever the block is read from its source.
             tier: tier in which to fill it. None means the fastest. `source` means not to fill it yet.
             again: whether `fill` can be called again. If not, the block never leaves the last tier.
-            user: is notified of moves, and may forbid one.
+            user: is notified of moves, and may forbid a move.
 
         Raises:
-            ConfigError: the block was added before.
-            BudgetTooSmall: there is not enough space. The error gives the minimum budget. Errors of `fill` are raised
-                too.
+            ConfigError: the block was already added.
+            BudgetTooSmall: there is not enough space. Errors of `fill` are raised too.
         """
         to = self._index(tier)
         entry = _TieredBlock(block, fill, again, user, self._source)
@@ -160,7 +151,6 @@ class Tiers(Closeable):
         try:
             place = self._bring(entry, to, is_new=True)
         except BaseException:
-            # Remove a block that was not filled, so that it can be added again.
             self._forget(entry)
             raise
         self._unpin(entry, place)
@@ -170,8 +160,8 @@ class Tiers(Closeable):
         """Yield the block's room, which stays in its tier until the `with` block ends.
 
         Args:
-            tier: slowest tier in which to pin the block. A block in a slower tier is moved up. None means the fastest,
-                and `source` means not to move it.
+            tier: slowest tier in which to pin the block, after moving it up. None means the fastest, and `source` means
+                not to move it.
 
         Raises:
             NotFound: the block was not added.
@@ -186,12 +176,12 @@ class Tiers(Closeable):
             self._unpin(entry, place)
 
     def promote(self, block: TierBlock, tier: str | None = None) -> None:
-        """Move a block up to this tier, or to the fastest; see `pin`."""
+        """Move a block up to this tier, or to the fastest. See `pin`."""
         with self.pin(block, tier):
             pass
 
     def prefetch(self, block: TierBlock, tier: str | None = None) -> Future[None]:
-        """Start to `promote` a block in the background, in the order of the calls. The future raises its error."""
+        """Start to `promote` a block in the background. The future raises its error."""
         entry, to = self._entry(block), self._index(tier)
 
         def bring() -> None:
@@ -203,7 +193,7 @@ class Tiers(Closeable):
         """Move a block down to the next tier with enough space.
 
         Raises:
-            SourceBusy: the block is pinned, used by its user, or in its source already.
+            SourceBusy: the block is pinned, used by its user, or already in its source.
             BudgetTooSmall: no tier below has enough space.
         """
         entry = self._entry(block)
@@ -212,8 +202,7 @@ class Tiers(Closeable):
                 raise SourceBusy(f"{block} is in use in {self._names[entry.at]}, or not in a tier")
 
     def discard(self, block: TierBlock) -> None:
-        """Drop the damaged bytes of a block in every tier, so that it is only in its source. Its user cannot forbid
-        this.
+        """Drop the corrupted bytes of a block in every tier, even against its user's will.
 
         Raises:
             SourceBusy: the block is pinned or being moved.
@@ -227,7 +216,7 @@ class Tiers(Closeable):
             self._arrived(entry, self._source)
 
     def drop(self, block: TierBlock) -> None:
-        """Remove a block. Raises SourceBusy if it is pinned, and NotFound if it was not added."""
+        """Remove a block. Raise SourceBusy if it is pinned, and NotFound if it was not added."""
         entry = self._entry(block)
         with self._turn():
             with self._state:
@@ -242,7 +231,7 @@ class Tiers(Closeable):
             return [None if entry is None else self._names[entry.at] for entry in entries]
 
     def stats(self) -> TiersStats:
-        """Return the blocks in each tier at present, and the moves so far."""
+        """Return the current blocks in each tier, and the moves so far."""
         with self._state:
             at = [entry.at for entry in self._entries.values()]
             tiers = {
@@ -257,7 +246,7 @@ class Tiers(Closeable):
             return TiersStats(tiers=tiers, links=dict(self._links), hits=self._hits, misses=self._misses)
 
     def close(self) -> None:
-        """Free every room. No room may be in use. Prefetches that have not started are cancelled. Idempotent."""
+        """Free every room, which must not be in use, and cancel prefetches that have not started. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
         with self._state:
             entries = list(self._entries.values())
@@ -268,14 +257,12 @@ class Tiers(Closeable):
             level.tier.close()
 
     def _index(self, tier: str | None) -> int:
-        """Return the index of a tier by its name. Raises ConfigError for an unknown name."""
         names = self._names
         if tier is not None and tier not in names:
             raise ConfigError(f"there is no tier {tier!r}", hint=f"use one of {', '.join(names)}")
         return 0 if tier is None else names.index(tier)
 
     def _entry(self, block: TierBlock) -> _TieredBlock:
-        """Return the entry of a block. Raises NotFound if it was not added or was dropped."""
         with self._state:
             entry = self._entries.get(block)
         if entry is None:
@@ -284,9 +271,8 @@ class Tiers(Closeable):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the right to move during a `with` block. Raises SourceStalled if another thread's move makes no
-        progress."""
-        # Measure progress and not time. A large block may move for minutes, and each piece of it counts.
+        """Hold the right to move. Raise SourceStalled if another thread's move makes no progress."""
+        # Measure progress, because a large block may move for minutes.
         while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
             if time.monotonic() - self._progress > self._stall_s:
                 raise SourceStalled(f"a move of a different block made no progress for {self._stall_s} s")
@@ -296,26 +282,21 @@ class Tiers(Closeable):
         finally:
             self._trim()
             self._mover.release()
-            # Trim again. A reader that released its room while the lock was held left the trimming to its holder.
+            # A reader that released its room meanwhile left the trimming to this thread.
             self._trim()
 
     def _trim(self) -> None:
-        """Free the memory of rooms that were closed in this turn and not reused."""
         if self._is_left:
             self._is_left = False
             for level in self._levels:
                 level.tier.trim()
 
     def _note(self, nbytes: int = 0) -> None:
-        """Note progress of the current move, from which waiting threads measure a stall."""
+        """Record progress of the current move, which resets the stall timers of waiting threads."""
         self._progress = time.monotonic()
 
     def _bring(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
-        """Return an entry's place, pinned, in `to` or a faster tier. Move least recently used blocks to free space.
-
-        Args:
-            is_new: the entry is busy because the caller adds it.
-        """
+        """Return an entry's pinned room in `to` or a faster tier. With `is_new` the caller adds the entry."""
         while True:
             with self._state:
                 # The thread that moves or fills the entry has a deadline and always clears `busy`.
@@ -323,7 +304,6 @@ class Tiers(Closeable):
                     self._state.wait(1.0)
                 if entry.gone:
                     raise NotFound(f"{entry.block} is not in these tiers")
-                # A faster tier is fine too, since the block is not moved down for one reader.
                 if entry.at <= to and entry.at < self._source:
                     self._hits += 1
                     place = entry.places[entry.at]
@@ -336,7 +316,7 @@ class Tiers(Closeable):
                 )
             with self._turn():
                 with self._state:
-                    # Check again, since another thread may have moved it while this one waited for its turn.
+                    # Another thread may have moved the entry while this thread waited.
                     if not is_new and (entry.busy or entry.gone or entry.at <= to):
                         continue
                     entry.busy = True
@@ -349,7 +329,7 @@ class Tiers(Closeable):
                     self._failed(entry, is_new)
                     raise
             try:
-                # Fill outside the turn. A source may take minutes, and moves of other blocks need not wait.
+                # Fill outside the turn, because a source may take minutes.
                 self._fill(entry, to, place)
             except BaseException:
                 self._failed(entry, is_new)
@@ -357,22 +337,19 @@ class Tiers(Closeable):
             return place
 
     def _failed(self, entry: _TieredBlock, is_new: bool) -> None:
-        """Let others use an entry after a failure. Remove an entry that `put` was adding."""
         with self._state:
             if is_new:
                 self._forget(entry)
             self._idle(entry)
 
     def _unpin(self, entry: _TieredBlock, place: _OccupiedRoom) -> None:
-        """Stop using a place, and free it if the block has left it."""
         with self._state:
             place.pins -= 1
-        # The thread that moves a busy entry frees its old places.
         if not entry.busy:
             self._leave(entry)
 
     def _leave(self, entry: _TieredBlock) -> None:
-        """Free the places of an entry that are not current, not in use and not copies to keep."""
+        """Free the rooms of an entry that are neither current, in use nor copies to keep."""
         with self._state:
             if entry.busy:
                 return
@@ -382,24 +359,23 @@ class Tiers(Closeable):
         self._close(rooms)
 
     def _release(self, entry: _TieredBlock, *indices: int) -> None:
-        """Free these places of an entry, or all of them."""
         with self._state:
             rooms = [(i, entry.places.pop(i)) for i in indices or tuple(entry.places)]
         self._close(rooms)
 
     def _close(self, rooms: Iterable[tuple[int, _OccupiedRoom]]) -> None:
-        """Close rooms that were removed from their entries. The state's lock is not held, since a disk may be slow."""
+        """Close removed rooms without the state's lock, because a disk may be slow."""
         for index, place in rooms:
             place.room.close()
             with self._state:
                 self._used_bytes[index] -= place.charge
             self._is_left = True
-        # Within a turn the next room may reuse the memory. The end of the turn trims the rest.
+        # Within a turn the next room may reuse the memory, and the end of the turn trims the rest.
         if not self._mover.locked():
             self._trim()
 
     def _open(self, entry: _TieredBlock, to: int) -> _OccupiedRoom:
-        """Return a new place in `to`, pinned and counted. The caller must hold `_turn`."""
+        """Return a new room in `to`, pinned and counted. The caller must hold `_turn`."""
         tier = self._levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
         self._make_room(to, charge)
@@ -411,11 +387,9 @@ class Tiers(Closeable):
         return place
 
     def _shift(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
-        """Move an entry's bytes to a new place. Return False if they were damaged, so that the source must be read
-        again.
+        """Move an entry's bytes to a new room. Return False if they were corrupted.
 
-        Raises:
-            PenstockError: the move failed. The entry is in its old tier, and the new place is closed.
+        After a failure the entry is in its old tier, and the new room is closed.
         """
         old = entry.at
         src = entry.places[old]
@@ -428,7 +402,7 @@ class Tiers(Closeable):
             if not entry.again:
                 self._release(entry, to)
                 raise
-            # The damaged copy is useless, and reading the source again is better than an error.
+            # Read the source again instead of raising an error for the corrupted copy.
             _log.warning(
                 "%s is damaged in %s (%s), reading it again from its source", entry.block, self._names[old], error
             )
@@ -451,8 +425,8 @@ class Tiers(Closeable):
             raise
 
     def _arrived(self, entry: _TieredBlock, to: int, started_at: float | None = None) -> None:
-        """Set the tier of a block to `to`, let others use it, and free its old place unless a reader uses it."""
-        # Notify the user before the old place is freed, or it would read freed memory.
+        """Set the tier of a block to `to`, let other threads use it, and free its unused old room."""
+        # Notify the user first, so that it does not read freed memory.
         self._report_move(entry, to)
         with self._state:
             if started_at is not None:
@@ -469,17 +443,12 @@ class Tiers(Closeable):
             entry.user.moved(self._names[at], entry.places[at].room if at in entry.places else None)
 
     def _idle(self, entry: _TieredBlock) -> None:
-        """Let others pin or move the entry again."""
         with self._state:
             entry.busy = False
             self._state.notify_all()
 
     def _make_room(self, at: int, charge: int) -> None:
-        """Move the least recently used blocks down until `charge` fits. The caller must hold `_turn`.
-
-        Raises:
-            BudgetTooSmall: it does not fit even if all movable blocks are moved.
-        """
+        """Move the least recently used blocks down until `charge` fits. The caller must hold `_turn`."""
         level, used = self._levels[at], self._used_bytes
         if level.budget_bytes is None:
             return
@@ -488,11 +457,12 @@ class Tiers(Closeable):
                 return
             by_use = sorted(self._entries.values(), key=lambda entry: entry.used)
             idle = [entry for entry in by_use if entry.at == at and self._may_leave(entry)]
-            copies = [entry for entry in by_use if entry.at < at and self._is_copy(entry, at)]
-            # Compute this first. Moving blocks down before finding that it does not fit would cost their reload.
+            copies = [entry for entry in by_use if entry.at < at and at in entry.places]
+            copies = [entry for entry in copies if not entry.busy and not entry.places[at].pins]
+            # Compute this first, because moving blocks down in vain would cost their reload.
             least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:
-            # Drop copies first, since their blocks have the bytes elsewhere.
+            # Drop copies first, because their blocks have the bytes in another tier.
             for entry in copies:
                 if used[at] + charge <= level.budget_bytes:
                     break
@@ -503,7 +473,7 @@ class Tiers(Closeable):
                 try:
                     self._push_down(entry)
                 except BudgetTooSmall:
-                    # No tier below has enough space for this block, but a different block may be smaller.
+                    # No tier below has enough space for this block, but the next block may be smaller.
                     continue
             least = used[at] + charge
         if least > level.budget_bytes:
@@ -513,22 +483,15 @@ class Tiers(Closeable):
                 message += f", and {others} bytes are in use and cannot be moved"
             raise BudgetTooSmall(message, minimum_bytes=least, budget=level.budget)
 
-    def _is_copy(self, entry: _TieredBlock, at: int) -> bool:
-        """Return whether an entry has an unused copy here. The caller must hold the state's lock."""
-        return at in entry.places and not entry.busy and not entry.places[at].pins
-
     def _may_leave(self, entry: _TieredBlock) -> bool:
-        # A block that cannot be read again stays in the last tier, or it would be lost.
+        # A block that cannot be read again stays in the last tier.
         is_free = not entry.busy and not entry.places[entry.at].pins
         return is_free and (entry.again or entry.at + 1 < self._source)
 
     def _push_down(self, entry: _TieredBlock) -> bool:
-        """Move an entry to the next tier below with enough space. Return False if it is in use. The caller holds the
-        turn.
+        """Move an entry to the next tier below with enough space. Return False if it is in use.
 
-        Raises:
-            BudgetTooSmall: no tier below has enough space.
-            PenstockError: the move failed. The entry is in its old tier.
+        The caller must hold `_turn`. After a failure the entry is in its old tier.
         """
         with self._state:
             if entry.busy or entry.gone or entry.at == self._source or entry.places[entry.at].pins:
@@ -552,13 +515,13 @@ class Tiers(Closeable):
         raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes, budget=budget)
 
     def _sink(self, entry: _TieredBlock, to: int) -> bool:
-        """Move an entry down to `to`. Return False if it lacks the space, or if the source cannot be read again."""
+        """Move an entry down to `to`. Return False without enough space, or if the source cannot be read again."""
         if to == self._source:
             if entry.again:
                 self._arrived(entry, to)
             return entry.again
         if to in entry.places:
-            # A copy was kept there, or a reader still has the old room. Both have the same bytes, so no copy is needed.
+            # The room in `to` is a copy or is still being read, and has the same bytes.
             self._arrived(entry, to)
             return True
         try:
@@ -567,7 +530,7 @@ class Tiers(Closeable):
         except BudgetTooSmall:
             return False
         except DiskFull as error:
-            # The budget allows it but the disk is full, since other processes write to it too. Try the next tier.
+            # Other processes may fill the disk too, so try the next tier.
             _log.warning("cannot move %s from %s to %s: %s", entry.block, self._names[entry.at], self._names[to], error)
             return False
         self._unpin(entry, place)
@@ -579,7 +542,6 @@ class Tiers(Closeable):
             raise SourceBusy(f"{entry.block} is in use in {self._names[entry.at]}")
 
     def _forget(self, entry: _TieredBlock) -> None:
-        """Remove the entry, so that no lookup finds it and waiting threads give up."""
         with self._state:
             entry.gone = True
             if self._entries.get(entry.block) is entry:
