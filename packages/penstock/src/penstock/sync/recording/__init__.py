@@ -1,1 +1,1 @@
-"""Recording of a loader: the parts of published tensors that each parameter needs."""
+"""Recordings of a model's loader: the boxes of checkpoint tensors that each parameter needs."""

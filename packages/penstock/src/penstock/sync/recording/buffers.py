@@ -1,8 +1,4 @@
-"""The buffers of a recording. Each consists of boxes from checkpoint tensors, numbers and unknown elements.
-
-A new piece overwrites the pieces below it. `meta_tensors` has the operators that write pieces, and `stride_map`
-describes strided copies.
-"""
+"""The buffers of a recording. Each consists of boxes from checkpoint tensors, numbers and unknown elements."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from penstock.types import Box
 
 
 class BufferPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a buffer: a piece of the one checkpoint tensor in `names`, a `value`, or unknown because of `why`."""
+    """A piece of a buffer: a box of the checkpoint tensor in `names`, a `value`, or unknown because of `why`."""
 
     map: StrideMap
     names: tuple[str, ...] = ()
@@ -40,44 +36,40 @@ class Buffer:
         self.grid = grid
         self.offset = offset
         self.pieces: list[BufferPiece] = [] if piece is None else [piece]
-        # True while the buffer still is the single piece it was made with.
+        # True until the first write, while the buffer is its initial piece.
         self.untouched = piece is not None
-        # Checkpoint tensors that were overwritten as a whole, each with the tensor that replaced it.
+        # For each checkpoint tensor that was completely overwritten, the tensor that replaced it.
         self.replaced: dict[str, str] = {}
-        # Created at the first write, because temporaries are read once and do not need it.
+        # Most temporaries are never written, so create the index at the first write.
         self._boxes: _Boxes | None = None
 
     def names(self) -> tuple[str, ...]:
-        """Return the checkpoint tensors that are in the buffer."""
+        """Return the checkpoint tensors in the buffer."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.names))
 
     def put(self, new: Sequence[tuple[BufferPiece, Box]]) -> None:
-        """Write pieces over the present ones, each with its box in the buffer."""
+        """Overwrite boxes of the buffer with pieces."""
         self.untouched = False
         if self._boxes is None:
             self._boxes = _Boxes(piece.map.target_box() for piece in self.pieces)
         for piece, box in new:
             if self._boxes.meet(box):
-                self._note_replaced(piece)
+                for old in self.pieces:
+                    if len(old.names) == len(piece.names) == 1 and old.map == piece.map and old.names != piece.names:
+                        self.replaced[old.names[0]] = piece.names[0]
                 self.pieces = [rest for old in self.pieces for rest in _without(old, box)]
                 self._boxes = _Boxes(piece.map.target_box() for piece in self.pieces)
             self.pieces.append(piece)
             self._boxes.add(box)
 
-    def _note_replaced(self, new: BufferPiece) -> None:
-        for old in self.pieces:
-            if len(old.names) == len(new.names) == 1 and old.map == new.map and old.names != new.names:
-                self.replaced[old.names[0]] = new.names[0]
-
 
 class LiveBuffer(Buffer):
-    """The allocation of a live tensor, found by its storage and its range of bytes in it."""
+    """The allocation of a live tensor, identified by its storage and byte range."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         super().__init__(tensor.dtype, grid_of(tuple(tensor.shape), tensor.stride()), int(tensor.storage_offset()))
         self.name = name
-        # Keep the storage alive. Its identity is the key, and another tensor could reuse the identity of a freed
-        # storage.
+        # The storage's identity is the key, and a freed storage's identity could be reused, so keep the tensor.
         self.tensor = tensor.detach()
         span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.start_bytes = self.offset * tensor.itemsize
@@ -85,7 +77,7 @@ class LiveBuffer(Buffer):
 
 
 class _Boxes:
-    """Boxes sorted by their start in the first dim, so that a new box is compared with few of thousands."""
+    """Boxes sorted by their start in the first dim, so that a new box is compared with few boxes."""
 
     def __init__(self, boxes: Iterable[Box]) -> None:
         self._starts: list[int] = []
@@ -95,7 +87,6 @@ class _Boxes:
             self.add(box)
 
     def add(self, box: Box) -> None:
-        """Add a box."""
         start, stop = _first_dim(box)
         at = bisect.bisect_right(self._starts, start)
         self._starts.insert(at, start)
@@ -103,22 +94,20 @@ class _Boxes:
         self._longest = max(self._longest, stop - start)
 
     def meet(self, box: Box) -> bool:
-        """Return whether a box overlaps one of these boxes."""
         start, stop = _first_dim(box)
-        # A box that begins earlier than the longest length before this box also ends before it.
+        # No box is longer than `_longest`, so boxes that start earlier than this end before the new box.
         low = bisect.bisect_right(self._starts, start - self._longest)
         high = bisect.bisect_left(self._starts, stop)
         return any(_meet(box, old) for old in self._boxes[low:high])
 
 
 def _first_dim(box: Box) -> tuple[int, int]:
-    """Return the range of a box in the first dim. A scalar counts as one element."""
+    """Return the range of a box in the first dim. A scalar has one element."""
     return (box.start[0], box.stop[0]) if box.start else (0, 1)
 
 
 def _meet(box: Box, other: Box) -> bool:
-    """Return whether two boxes overlap."""
-    # This is `intersect.common_box` without allocating a box.
+    # Unlike `intersect.common_box`, this allocates no box.
     for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
         if a >= d or c >= b:
             return False
@@ -131,17 +120,17 @@ def identity(box: Box) -> StrideMap:
     return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
 
 
-# Cached, because loaders copy thousands of tensors with the same few shapes.
+# Loaders copy thousands of tensors with the same few shapes.
 grid_of = functools.lru_cache(maxsize=1024)(StrideGrid)
 
 
 def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
-    """Yield the rest of a piece after `box` is overwritten."""
+    """Yield the remaining pieces after `box` is overwritten."""
     whole = piece.map.target_box()
     if common_box(whole, box) is None:
         yield piece
         return
-    # Cut off the parts before and after the box in each dim. What remains at the end is inside the box.
+    # Cut off the parts before and after the box in each dim.
     start, stop = list(whole.start), list(whole.stop)
     for dim in range(len(start)):
         for low, high in ((start[dim], box.start[dim]), (box.stop[dim], stop[dim])):
@@ -152,7 +141,7 @@ def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a buffer that a tensor shows. The offset counts elements from the buffer's first."""
+    """The elements of a buffer that a tensor views. The offset counts elements from the buffer's first element."""
 
     buffer: Buffer
     offset: int
@@ -161,19 +150,16 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     dtype: torch.dtype
 
     def region(self) -> list[StrideMap]:
-        """Return the shown boxes of the buffer, each as a map to itself. Raise NotBoxes if they are not boxes."""
+        """Return the viewed boxes of the buffer, as maps to themselves. Raise NotBoxes."""
         grid = self.buffer.grid
         return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[BufferPiece]:
-        """Yield this view's pieces as pieces of `target`'s buffer. Both have the same shape.
-
-        Raise NotBoxes as `region` does.
-        """
+        """Yield this view's pieces as pieces of `target`'s buffer. Both views have the same shape. Raise NotBoxes."""
         mine, theirs = self.buffer, target.buffer
         whole = between(mine.grid, self.offset, self.strides, theirs.grid, target.offset, target.strides, self.shape)
         for part in boxes(whole):
-            # The usual source is a whole checkpoint tensor, which needs no intersection with its single piece.
+            # The usual source is a whole checkpoint tensor, whose single piece needs no intersection.
             if mine.untouched:
                 yield replace(mine.pieces[0], map=part)
                 continue

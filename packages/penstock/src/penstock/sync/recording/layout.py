@@ -1,11 +1,8 @@
 """The recorded copies of a loader as values, and their use.
 
-A `Recording` says which boxes of each checkpoint tensor are needed. `fill` applies the records and is the reference for
-every transfer. `checkpoint_shards` declares a trainer's own parameters as `Shard`s of the checkpoint's tensors, in the
-same memory. `requirements.record` makes the recording, and `plan` plans a transfer.
-
-    transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
-    has a shard of the merged tensor, and engines request the separate ones
+A `Recording` lists the required boxes of each checkpoint tensor. `fill` applies the records and is the reference for
+every transfer. `checkpoint_shards` declares a trainer's parameters as `Shard`s of checkpoint tensors, for example a
+merged expert tensor as the experts' separate tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from penstock.sync.shards import Declarable, Shard, ShardRow, declared
 from penstock.types import Box, DType
 
 Step = tuple[Literal["cast", "view"], DType]
-"""A conversion of each element. It casts the value to another dtype, or views the bits as another dtype of the same
-width."""
+"""A conversion of each element: a cast of the value, or a view of the bits as another dtype of the same width."""
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A model's `load_weights`, which takes tensors by their checkpoint names and fills the model."""
@@ -39,7 +35,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A copy from one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), after
-    `steps`. Boxes count elements as torch shows them: two F4 elements count as one.
+    `steps`. Boxes count elements as torch does, which counts two F4 elements as one.
     """
 
     source: str
@@ -52,7 +48,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_order(self) -> bool:
-        """Return whether both boxes have their elements in the same order, so that nothing has to be permuted."""
+        """Return whether both boxes have the same order of elements."""
         return self.permutation == tuple(range(len(self.permutation)))
 
 
@@ -67,7 +63,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The copies of a loader from a checkpoint, without values. No element of a parameter is in two records."""
+    """The copies of a loader from a checkpoint. No element of a parameter is in two records."""
 
     layout: str
     """Digest of the recorded checkpoint's names, dtypes and shapes."""
@@ -76,21 +72,21 @@ class Recording:
     records: tuple[LayoutRecord, ...]
     constants: tuple[Constant, ...]
     unrecorded: Mapping[str, str]
-    """Checkpoint tensors that must be received whole and pass through the loader itself, with the reason."""
+    """Checkpoint tensors that must be received unsliced and pass through the loader itself, with the reason."""
     unused: tuple[str, ...]
-    """Checkpoint tensors that fill nothing in this model, for example those for other ranks."""
+    """Checkpoint tensors that fill nothing in this model, for example tensors for other ranks."""
     unfilled: Mapping[str, int]
     """Number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
     touched: frozenset[str] = frozenset()
-    """Live tensors that the loader writes to when it gets only the unrecorded tensors. Records into these tensors must
-    be installed after it has run."""
+    """Live tensors that the loader writes to when it gets only the unrecorded tensors. Install records into these
+    tensors after the loader has run."""
     fillable: frozenset[str] | None = None
     """Live tensors that the unrecorded tensors may fill. None means any, because the loader decides by values."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensors that were replaced in a tied parameter, each with the tensor that remains there."""
+    """Checkpoint tensors that were replaced in a tied parameter, each with the tensor that replaced it."""
 
     def wants(self) -> tuple[TensorRequirement, ...]:
-        """Return the needed boxes of each checkpoint tensor, sorted by name. Unrecorded tensors are needed whole."""
+        """Return the required boxes of each checkpoint tensor, sorted by name."""
         boxes: dict[str, dict[Box, None]] = {}
         for record in self.records:
             boxes.setdefault(record.source, {})[record.source_box] = None
@@ -108,26 +104,19 @@ class TensorRequirement:
 
     name: str
     boxes: tuple[Box, ...]
-    """No box lies inside another. Two boxes may overlap if a loader uses elements twice."""
+    """No box contains another. Boxes may overlap if a loader uses elements twice."""
     whole: bool = False
-    """Whether the tensor is unrecorded, so that it must be received whole and passed through the loader."""
+    """Whether the tensor is unrecorded, so that it must be received unsliced and passed through the loader."""
 
 
 def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Return the boxes that lie in no other box, in order."""
-    # Start with the largest, because a box can only lie in one that is at least as large.
+    """Return the boxes that no other box contains, in order."""
     outermost: list[Box] = []
+    # A box can only be inside a box that is at least as large.
     for box in sorted(boxes, key=lambda box: (-box.num_elements, box.start)):
-        if not any(_inside(box, other) for other in outermost):
+        if not any(common_box(box, other) == box for other in outermost):
             outermost.append(box)
     return tuple(sorted(outermost, key=lambda box: box.start))
-
-
-def _inside(box: Box, other: Box) -> bool:
-    """Return whether `box` lies in `other`."""
-    return all(a >= b for a, b in zip(box.start, other.start, strict=True)) and all(
-        a <= b for a, b in zip(box.stop, other.stop, strict=True)
-    )
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -136,7 +125,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         PlanError: a parameter or buffer has no shape yet.
     """
-    # Use all names, because a loader may fill a tied weight by either name, and buffers that no state dict has.
+    # A loader may fill a tied weight by either name, and buffers that no state dict has.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         require_initialised(name, tensor)
@@ -144,7 +133,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which these tensors may be written, even if they were made in inference mode."""
+    """Return a context in which these tensors may be written, even if they were created in inference mode."""
     return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
 
 
@@ -155,8 +144,6 @@ def fill(
 
     Args:
         recording: made from this model, or from a model with the same parameters.
-        source: the checkpoint's tensors by name.
-        model: filled in place.
         load: the model's own loader, for unrecorded tensors.
 
     Raises:
@@ -166,8 +153,8 @@ def fill(
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
         hint = "pass the model's loader as load="
         raise PlanError(f"{len(recording.unrecorded)} tensors are unrecorded: {examples}", hint=hint)
-    if recording.unrecorded and load is not None:
-        # Run the loader first, as in an update, because records and constants may overwrite some of its writes.
+    if load is not None and recording.unrecorded:
+        # Records and constants may overwrite writes of the loader.
         load((name, source[name]) for name in recording.unrecorded)
     targets = live_tensors(model)
     with writing(targets.values()):
@@ -178,8 +165,8 @@ def fill(
 
 
 def install(record: LayoutRecord, piece: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a record's source box to its place in the target. `piece` has that box's shape and may be on any device."""
-    # Invert the recorded view, so that the source's runs are in the target's order.
+    """Copy a record's source box into the target. `piece` has that box's shape and may be on any device."""
+    # Bring the source's runs into the target's order.
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))
@@ -195,17 +182,17 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def checkpoint_shards(
     params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
 ) -> dict[str, Sequence[Shard]]:
-    """Return a rank's shards of the checkpoint tensors that its loader fills the model from.
+    """Return a rank's shards of the checkpoint tensors that fill its model.
+
+    Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
 
     Args:
-        params: as for `declared`, by the parameters' names.
+        params: see `declared`, by the parameters' names.
         recording: made from the whole model's loader on one rank. A model on the meta device is enough. Casts are
             ignored, because a parameter is declared in its own dtype.
 
     Raises:
-        PlanError: part of the loading was not recorded, so it cannot be reversed. Others as `declared`.
-
-    Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
+        PlanError: the loader was only partly recorded, so it cannot be reversed. See also `declared`.
     """
     if recording.unrecorded:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -228,12 +215,12 @@ def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iter
     if common is None:
         return
     if any(kind == "view" for kind, _ in record.steps):
-        # A shard declares values of one dtype. Bits under another dtype would be sent as wrong values.
+        # A shard declares values of one dtype, so viewed bits would be sent as wrong values.
         raise PlanError(f"the loader views its bits as another dtype in {record.target}", tensor=record.source)
     global_shape = torch_shape(row.form.dtype, shape)
     strides = row.tensor.stride()
     first = int(row.tensor.storage_offset())
-    # Restrict the recorded map to the part of the target on this rank, and cut it until both ends are boxes.
+    # Restrict the recorded map to this rank's part of the target, and cut the map until both ends are boxes.
     for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
         inside = zip(part.target_start, box.start, strides, strict=True)
         begin = first + sum((at - start) * step for at, start, step in inside)
@@ -251,9 +238,8 @@ def _torch_box(row: ShardRow) -> Box:
 
 
 def _map_of(record: LayoutRecord) -> StrideMap:
-    """Return the stride map from which a record was made."""
-    # A record keeps shapes but no steps. The steps follow from the boxes, whose digits fill each dim from the outermost
-    # one.
+    """Return the stride map of a record."""
+    # A record stores shapes but no steps. The digits of each box fill its dims from the outermost dim.
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}
@@ -264,13 +250,13 @@ def _map_of(record: LayoutRecord) -> StrideMap:
 def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
     """Return the dim and step of each digit of a box, outermost first."""
     places: list[tuple[int, int]] = []
-    dim, left = -1, 1
+    dim, remaining = -1, 1
     for n in digits:
-        while left == 1 and n > 1:
+        while remaining == 1 and n > 1:
             dim += 1
-            left = shape[dim]
-        left //= n
-        places.append((max(dim, 0), left))
+            remaining = shape[dim]
+        remaining //= n
+        places.append((max(dim, 0), remaining))
     return places
 
 
@@ -278,7 +264,7 @@ def _boxes(
     part: StrideMap, strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
     """Yield start, extent, strides and element offset of the source boxes with one stride per dim."""
-    # `as_strided` has one stride per dim, so a dim that the loader split into several runs becomes several boxes.
+    # A dim that the loader split into several runs becomes several boxes, because `as_strided` has one stride per dim.
     dims: list[list[tuple[int, int]]] = []
     for dim in range(len(part.source_start)):
         runs = [(1, 1)]
@@ -301,7 +287,7 @@ def _boxes(
 
 
 def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield extent, source step and target stride of each level above a dim's first."""
+    """Yield extent, source step and target stride of each level above a dim's first level."""
     below = runs[0][0]
     for n, step in runs[1:]:
         yield n, below, step

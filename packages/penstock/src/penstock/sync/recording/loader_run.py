@@ -1,8 +1,4 @@
-"""Runs a model's own loader on tensors without storage, and restores the model afterwards.
-
-A recorder follows each run. `requirements` turns its pieces into records, and `meta_tensors` has the effect of each
-operator.
-"""
+"""Runs a model's own loader on tensors without storage, and restores the model afterwards."""
 
 from __future__ import annotations
 
@@ -20,18 +16,16 @@ from penstock.sync.recording.meta_tensors import LoadRecorder, Recorded, written
 from penstock.sync.shards import unwrapped
 
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each checkpoint tensor, as torch shows it."""
+"""Dtype and shape of each checkpoint tensor in torch's elements."""
 
 
 class LoaderRaised(Exception):
-    """The loader itself raised an error, which is the cause.
+    """The loader itself raised an error, which is the cause. `record` decides how to continue.
 
     Attributes:
-        last: the last tensor that the loader received. Empty if it received all of them or none.
-        lacked: True if the loader did not receive all tensors of the checkpoint.
+        last: the last tensor that the loader received. Empty if it received all tensors or none.
+        was_incomplete: whether the loader did not receive all tensors of the checkpoint.
     """
-
-    # This is no PenstockError, because `record` decides whether the loader can work without a recording.
 
     def __init__(self, last: str) -> None:
         super().__init__(last)
@@ -62,13 +56,14 @@ def follow(
     """Run the loader until it reads no values, each time without the tensors whose values it has read.
 
     Args:
-        specs: the tensors that it may receive.
-        left_out: tensors that it does not receive, with the reason. Tensors whose values it reads are added.
+        specs: the tensors for the loader.
+        left_out: tensors that the loader does not receive, with the reason. Tensors whose values it reads are added.
 
     Raises:
-        LoaderRaised: the loader raised an error. PlanError: as `LoadRecorder`.
+        LoaderRaised: the loader raised an error.
+        PlanError: see `LoadRecorder`.
     """
-    # Each run leaves out at least one more tensor, so this ends.
+    # The loop ends, because each run leaves out at least one more tensor.
     while True:
         recorder = LoadRecorder(model, device)
         available = {name: spec for name, spec in specs.items() if name not in left_out}
@@ -89,8 +84,7 @@ def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: 
     Raises:
         LoaderRaised: the loader needs other tensors too.
     """
-    # This run has no values either. The watch is inside the recorder's, so it sees each operator before the recorder
-    # replaces it.
+    # The watch is inside the recorder's watch, so it sees each operator before the recorder replaces it.
     seen = _WriteWatch()
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,15 +92,22 @@ def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: 
             run(weights)
 
     follow(model, specs, watched, device, {})
+    by_storage: dict[int, list[tuple[int, int]]] = {}
+    for storage, start, stop in seen.spans:
+        by_storage.setdefault(storage, []).append((start, stop))
     live = {name: span(tensor) for name, tensor in live_tensors(model).items()}
-    return frozenset(_meeting(live, seen.spans))
+    return frozenset(
+        name
+        for name, (storage, start, stop) in live.items()
+        if any(a < stop and start < b for a, b in by_storage.get(storage, ()))
+    )
 
 
 def own_loader(model: torch.nn.Module) -> Load:
-    """Return the model's own loader, which is `load_weights` or otherwise `load_state_dict`."""
+    """Return the model's own loader, which is `load_weights` or else `load_state_dict`."""
     # The wrappers for torch.compile and data parallelism add a prefix to all names.
     model = unwrapped(model)
-    # vLLM and SGLang call it `load_weights`. It takes the checkpoint's own names.
+    # vLLM and SGLang define `load_weights`, which takes the checkpoint's own names.
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -114,14 +115,14 @@ def own_loader(model: torch.nn.Module) -> Load:
 
 
 class _Pass:
-    """A run of the loader. It watches operators during the run and restores the model's tensors after it."""
+    """A run of the loader. It watches operators during the run and restores the model's tensors afterwards."""
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder
-        # The tensor that the loader received last, or "" once it has asked for more tensors than there are.
+        # The last tensor that the loader received, or "" after it has received all tensors.
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
-        # The model's tensors and their memory before the run, to be restored.
+        # The model's tensors and their memory before the run.
         self._saved = [(group, dict(group)) for group in groups]
         self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
 
@@ -129,8 +130,8 @@ class _Pass:
         """Yield the recording tensors one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
-            # Create them unwatched, because watching takes a third of the time of a recording. Create them during the
-            # run, because in the loader's inference mode torch refuses views of tensors that were made outside.
+            # Watching their creation would take a third of the time of a recording. They must be created during the
+            # run, because in inference mode torch refuses views of tensors that were created outside.
             with torch._C._DisableTorchDispatch():
                 tensor = self._recorder.checkpoint_tensor(name, dtype, shape)
             yield name, tensor
@@ -142,16 +143,7 @@ class _Pass:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
-        self._restore()
-        if isinstance(error, Exception) and self._recorder.read:
-            # A placeholder for a value misled the loader. The next run leaves that tensor out.
-            return True
-        if isinstance(error, Exception) and not isinstance(error, PenstockError):
-            raise LoaderRaised(self._last) from error
-        return False
-
-    def _restore(self) -> None:
-        """Restore the model's tensors. Record a tensor that replaced a parameter as that parameter's values."""
+        # A tensor that replaced a parameter has the parameter's values.
         for group, saved in self._saved:
             for name, old in saved.items():
                 new = group.get(name)
@@ -163,6 +155,12 @@ class _Pass:
         for tensor, data in self._data:
             if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
                 tensor.data = data
+        if isinstance(error, Exception) and self._recorder.read:
+            # A placeholder for a value misled the loader. The next run leaves out the tensor that was read.
+            return True
+        if isinstance(error, Exception) and not isinstance(error, PenstockError):
+            raise LoaderRaised(self._last) from error
+        return False
 
 
 class _WriteWatch(TorchDispatchMode):
@@ -178,17 +176,7 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a tensor's storage and the range of bytes that it covers there."""
+    """Return a tensor's storage and its byte range in the storage."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = int(tensor.storage_offset()) * tensor.itemsize
     return int(tensor.untyped_storage()._cdata), first, first + (int(reach) * tensor.itemsize if tensor.numel() else 0)
-
-
-def _meeting(live: Mapping[str, tuple[int, int, int]], spans: Iterable[tuple[int, int, int]]) -> Iterator[str]:
-    """Yield the names of live tensors whose bytes overlap one of the spans."""
-    by_storage: dict[int, list[tuple[int, int]]] = {}
-    for storage, start, stop in spans:
-        by_storage.setdefault(storage, []).append((start, stop))
-    for name, (storage, start, stop) in live.items():
-        if any(a < stop and start < b for a, b in by_storage.get(storage, ())):
-            yield name

@@ -1,12 +1,9 @@
 """Tensors without storage, and the effect of each torch operator on the known provenance of their elements.
 
-For each buffer, live or temporary, a recorder keeps the pieces that it consists of. Pieces do not overlap. A piece is a
-box of a checkpoint tensor, a number, or unknown with a reason. Views need no rules, because a meta tensor's storage,
-offset and strides say what a view shows. Operators that allocate (`MAKE`) or copy elements (`RULES`) have rules. All
-other operators make the elements that they write unknown. So a loader that the recorder does not understand costs time
-at each update, but stays correct.
-
-`requirements.record` runs the loader and turns pieces into records. `stride_map` describes strided copies.
+A recorder stores the disjoint pieces of each buffer. A piece is a box of a checkpoint tensor, a number, or unknown with
+a reason. Views need no rules, because a meta tensor has a storage, an offset and strides. Operators that allocate
+(`MAKE`) or copy elements (`RULES`) have rules. Other operators make their results unknown, so a loader that the
+recorder does not understand costs time at each update, but stays correct.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from penstock.types import Box
 
 
 class ReadsValues(Exception):
-    """The loader read values, which do not exist during a recording. It ends this run, and callers never see it."""
+    """The loader read values, which do not exist during a recording. This error ends the run."""
 
 
 class Recorded(torch.Tensor):
-    """A tensor with a dtype, shape and strides but no values. The provenance of its elements is recorded."""
+    """A tensor with a dtype, shape and strides but no values. A recorder stores the provenance of its elements."""
 
     _meta: torch.Tensor
     _recorder: LoadRecorder
@@ -45,10 +42,7 @@ class Recorded(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device, buffer: Buffer | None
     ) -> Recorded:
-        """Return a tensor that shows the same part of its buffer as `meta`.
-
-        `buffer` is None for tensors without elements.
-        """
+        """Return a tensor that views its buffer as `meta` does. Without elements it has no buffer."""
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
@@ -64,7 +58,7 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Pass the operator to the recorder. In a thread that is not watched, this is the only way to see it."""
+        """Pass the operator to the recorder. Threads without a watch only use this method."""
         tensor = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
         return tensor._recorder.dispatch(func, args, kwargs or {})
 
@@ -72,19 +66,16 @@ class Recorded(torch.Tensor):
         return f"Recorded({list(self.shape)}, {self.dtype})"
 
     def tolist(self) -> Any:
-        """Raise `ReadsValues`: the tensor has no values."""
+        """Raise `ReadsValues`, because the tensor has no values."""
         raise self._recorder.refuse([self], "tolist")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise `ReadsValues`: the tensor has no values."""
+        """Raise `ReadsValues`, because the tensor has no values."""
         raise self._recorder.refuse([self], "numpy")
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Dispatch mode that passes every operator of this thread to the recorder.
-
-    Plain operators write live tensors too.
-    """
+    """Dispatch mode that passes every operator of this thread to the recorder, because all may write live tensors."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,8 +83,8 @@ class _OperatorWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # By default torch wraps `__torch_dispatch__` to hide it from Dynamo, and the wrapper imports Dynamo at its
-        # first call. This takes 1 to 4 s in the first update of a process, even if nothing is compiled.
+        # By default torch wraps `__torch_dispatch__` to hide it from Dynamo, and the wrapper imports Dynamo, which
+        # takes 1 to 4 s in the first update of a process.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +92,7 @@ class _OperatorWatch(TorchDispatchMode):
 
 
 class _HiddenWatch(_OperatorWatch):
-    """The same watch hidden from Dynamo, for processes that have imported it, as `torch.compile` does."""
+    """The same watch hidden from Dynamo, for processes that have imported Dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -118,16 +109,16 @@ class LoadRecorder:
         self.watch = (_HiddenWatch if "torch._dynamo" in sys.modules else _OperatorWatch)(self)
         self.device = device
         self.read: dict[str, str] = {}
-        """Tensors whose values were read, with the reason. They make this run unusable."""
+        """Tensors whose values were read, with the reason. Such a run is unusable."""
         self.lost: dict[str, str] = {}
         """Tensors that were copied to an unknown place, with the reason."""
         # Loaders copy from several threads. The lock is re-entrant because an operator may decompose into others.
         self._lock = threading.RLock()
-        # Keyed by storage, which several live tensors may share.
+        # The key is the storage, which several live tensors may share.
         self._live: dict[int, list[LiveBuffer]] = {}
         # Checkpoint tensors with the same dtype and shape differ only in their buffers.
         self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, StrideGrid, StrideMap]] = {}
-        # Start with the largest, because a tensor inside another's memory is recorded as a part of it.
+        # Start with the largest, so that a tensor inside another's memory is recorded as part of the other tensor.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
                 buffers = self._live.setdefault(_storage(tensor), [])
@@ -144,12 +135,12 @@ class LoadRecorder:
         return Recorded(meta, self, self.device, buffer)
 
     def live_pieces(self) -> Iterator[tuple[str, list[BufferPiece]]]:
-        """Yield the name and the pieces of each live tensor. Tied tensors appear under their first name."""
+        """Yield the name and the pieces of each live tensor. Tied tensors have their first name."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
     def replaced(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the name of each live tensor with replaced checkpoint tensors, and what replaced them."""
+        """Yield the name of each live tensor with replaced checkpoint tensors, and the replacements."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.replaced) for buffer in buffers if buffer.replaced)
 
@@ -161,7 +152,7 @@ class LoadRecorder:
     def assigned(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record that the loader replaced the tensor `old` with `new`."""
         names = self.names([new])
-        # Without names the values of the new tensor are unknown, because they are not from the checkpoint.
+        # Without names, the values of the new tensor are not from the checkpoint.
         if old.shape == new.shape and names:
             self.write(old, new)
         else:
@@ -169,16 +160,16 @@ class LoadRecorder:
             self.unknown([old], names, "the loader replaced it with another tensor")
 
     def refuse(self, tensors: Iterable[torch.Tensor], what: str) -> ReadsValues:
-        """Note that the values of `tensors` are read, and return the error to raise."""
+        """Record that the values of `tensors` are read, and return the error to raise."""
         names = self.names(tensors)
-        # Without a checkpoint tensor to leave out, the next run would end here again.
+        # Without a checkpoint tensor to leave out, the next run would fail in the same place.
         if not names:
             raise PlanError(f"the loader reads values that are not from the checkpoint ({what}); it cannot be recorded")
         self.read |= dict.fromkeys(names, f"its values are read ({what})")
         return ReadsValues(what)
 
     def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
-        """Return the buffer that a tensor shows, or None if it is not recorded."""
+        """Return the buffer that a tensor views, or None if it is not recorded."""
         if isinstance(tensor, Recorded):
             return tensor._buffer
         if tensor.layout is not torch.strided:
@@ -186,22 +177,17 @@ class LoadRecorder:
         buffers = self._live.get(_storage(tensor))
         if buffers is None:
             return None
-        # Compare bytes, because a storage can have several parameters and a view's dtype may differ from its buffer's.
+        # Compare bytes, because parameters may share a storage and a view's dtype may differ from its buffer's.
         start = tensor.storage_offset() * tensor.itemsize
         at = bisect.bisect_right(buffers, start, key=lambda buffer: buffer.start_bytes) - 1
         return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
 
     def _view(self, tensor: torch.Tensor) -> View | None:
-        """Return the part of a buffer that a tensor shows.
-
-        Raises:
-            NotBoxes: its elements have a different width from the buffer's.
-        """
+        """Return a tensor's view of its buffer. Raise NotBoxes if their elements have different widths."""
         buffer = self._buffer(tensor)
         return None if buffer is None else self._view_of(buffer, tensor)
 
     def _view_of(self, buffer: Buffer, tensor: torch.Tensor) -> View:
-        """Return the part of its buffer that a tensor shows. Raise NotBoxes as `_view` does."""
         meta = tensor._meta if isinstance(tensor, Recorded) else tensor
         if meta.itemsize != buffer.dtype.itemsize or meta.is_conj() or meta.is_neg():
             raise NotBoxes(f"{buffer.dtype} viewed as {meta.dtype}")
@@ -209,19 +195,19 @@ class LoadRecorder:
         return View(buffer=buffer, offset=offset, shape=tuple(meta.shape), strides=meta.stride(), dtype=meta.dtype)
 
     def names(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-        """Return the checkpoint tensors that are in the buffers of `tensors`."""
+        """Return the checkpoint tensors in the buffers of `tensors`."""
         buffers = [self._buffer(tensor) for tensor in tensors if tensor.numel()]
         return tuple(dict.fromkeys(name for buffer in buffers if buffer for name in buffer.names()))
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's values are not known, because it is recorded or the loader wrote to it."""
+        """Return whether a tensor is recorded or the loader wrote to it, so that its values are unknown."""
         if isinstance(tensor, Recorded):
             return True
         buffer = self._buffer(tensor)
         return buffer is not None and bool(buffer.pieces)
 
     def _lose(self, names: Iterable[str], why: str) -> None:
-        """Note checkpoint tensors whose elements can no longer be followed."""
+        """Record checkpoint tensors whose elements can no longer be followed."""
         self.lost |= dict.fromkeys(names, why)
 
     def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
@@ -229,19 +215,19 @@ class LoadRecorder:
         for tensor in tensors:
             buffer = self._buffer(tensor) if tensor.numel() else None
             if buffer is None:
-                # The tensor is not tracked, so nobody knows where its elements go from there.
+                # The tensor is not tracked, so later copies from it would be lost.
                 self._lose(names, why)
                 continue
             try:
                 view = self._view(tensor)
                 maps = view.region() if view else []
             except NotBoxes:
-                # The elements are not boxes, so the whole buffer must count as unknown.
+                # The elements form no boxes, so the whole buffer counts as unknown.
                 maps = [identity(Box.full(buffer.grid.shape))]
             buffer.put([(BufferPiece(map=region, names=names, why=why), region.target_box()) for region in maps])
 
     def set_number(self, target: torch.Tensor, value: float) -> None:
-        """Set all elements in a tensor to one number."""
+        """Record that all elements of a tensor are set to one number."""
         if not target.numel():
             return
         try:
@@ -260,7 +246,7 @@ class LoadRecorder:
         if buffer is None:
             self._lose(self.names([source]), "copied into a tensor that is not a parameter or buffer of the model")
         elif not self.is_tracked(source):
-            # The loader made this scalar itself, for example padding. Its value is real and the same in every load.
+            # The loader created this scalar, for example padding, so its value is real and the same in every load.
             if source.numel() == 1 and self._buffer(source) is None and not source.is_meta:
                 self.set_number(target, source.item())
             else:
@@ -272,11 +258,7 @@ class LoadRecorder:
                 self.unknown([target], self.names([source]), str(error))
 
     def _copy(self, buffer: Buffer, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the pieces of a source to a target in a buffer, with conversions.
-
-        Raises:
-            NotBoxes: the pieces are not boxes.
-        """
+        """Copy the pieces of a source to a target in a buffer, with conversions. Raise NotBoxes."""
         # `copy_` broadcasts its source.
         expanded = source
         if source.shape != target.shape:
@@ -284,7 +266,7 @@ class LoadRecorder:
         to, view = self._view_of(buffer, target), self._view(expanded)
         if view is None:
             return
-        # List the conversion of the values and, on either side, the view of a buffer's bits as another dtype.
+        # A conversion of the values may have a view of a buffer's bits as another dtype on either side.
         steps: list[Step] = []
         if view.dtype != view.buffer.dtype:
             steps.append(("view", dtype_of(view.dtype)))
@@ -293,8 +275,7 @@ class LoadRecorder:
         if to.dtype != to.buffer.dtype:
             steps.append(("view", dtype_of(to.buffer.dtype)))
         pieces = [(piece, piece.map.target_box()) for piece in view.pieces_to(to)]
-        # Parts of a new buffer may never have been written. A real load would copy garbage from there, so the target is
-        # unknown.
+        # A real load would copy garbage from elements that were never written, so the target is unknown.
         if not view.buffer.untouched and sum(box.num_elements for _, box in pieces) < target.numel():
             self.unknown([target], self.names([source]), "elements that were never written")
         if steps:
@@ -318,7 +299,7 @@ class LoadRecorder:
         """Apply one operator to the recorded provenance. Run operators on other tensors as usual."""
         with self._lock:
             packet = func.overloadpacket
-            # Handle views first, because they are most of a loader's operators and write nothing.
+            # Handle views first, because most of a loader's operators are views.
             if packet in VIEWS:
                 whole = args[0]
                 if not isinstance(whole, Recorded):
@@ -329,12 +310,12 @@ class LoadRecorder:
                 return tree_map(lambda meta: Recorded(meta, self, whole.device, whole._buffer), out)
             if packet in MAKE:
                 return make(self, func, args, kwargs)
-            # Apply the rule for `copy_` without examining all arguments, because it is nearly all that a loader writes.
+            # Most writes of a loader are `copy_`, so skip the examination of all arguments.
             if packet is _aten.copy_ and len(args) > 1 and (self.is_tracked(args[1]) or self._buffer(args[0])):
                 return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
-            # This is a loader's own arithmetic with shapes, indices or expert maps. Run it as usual.
+            # The loader computes shapes, indices or expert maps of its own.
             if not writes and not any(self.is_tracked(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             rule = RULES.get(packet)
@@ -358,7 +339,7 @@ class LoadRecorder:
         try:
             out = func(*on_meta(args), **on_meta(kwargs))
         except (NotImplementedError, RuntimeError) as error:
-            # Without a meta kernel, the shape of the result depends on values.
+            # The operator has no meta kernel, so the shape of its result depends on values.
             raise self.refuse(tensors, what) from error
 
         def unknown(leaf: Any) -> Any:
@@ -372,7 +353,7 @@ class LoadRecorder:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage. It distinguishes tensors on the meta device too."""
+    """Return the identity of a tensor's storage, which also exists on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -389,7 +370,7 @@ VIEWS = frozenset(
     | {_aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold, _aten.unsqueeze, _aten.view}
     | {_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh}
 )
-"""Operators that show the same elements. narrow, chunk, reshape, T, indexing and the like decompose into these."""
+"""Operators that view the same elements. Operators such as narrow, chunk, reshape and T decompose into these."""
 
 _EMPTY = frozenset({_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided})
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
@@ -401,7 +382,7 @@ MAKE = _EMPTY | _ZEROS
 def on_meta(arguments: Any) -> Any:
     """Return an operator's arguments with each tensor and device replaced by its meta counterpart."""
 
-    def turned(leaf: Any) -> Any:
+    def to_meta(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
             return torch.device("meta")
         if not isinstance(leaf, torch.Tensor):
@@ -411,7 +392,7 @@ def on_meta(arguments: Any) -> Any:
             return meta
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
-    return tree_map(turned, arguments)
+    return tree_map(to_meta, arguments)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -426,15 +407,15 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate a tensor. It is a recording one if it can be a weight. Counters and indices stay real."""
+    """Allocate a recording tensor if it can become a weight. Counters and indices stay real."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
-    # The loader itself made it without storage, so it cannot become a weight.
+    # A tensor that the loader creates without storage cannot become a weight.
     if device.type == "meta":
         return func(*args, **kwargs)
-    # Loaders compute with integers, such as expert maps, whose values are needed during the recording. `like` may be a
-    # recording tensor without values, so an empty tensor of its shape replaces it.
+    # Integers such as expert maps must have values during the recording. `like` may be a recording tensor without
+    # values, so an empty tensor of its shape replaces it.
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
@@ -500,14 +481,14 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
-    # Everything is padding at first. The source is then written over the middle.
+    # Everything is padding until the source is written over the middle.
     out = recorder.allocated(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
         return out
 
     def inside(m: torch.Tensor) -> torch.Tensor:
-        # Torch lists paddings from the last dim on, as pairs of before and after.
+        # Torch lists paddings from the last dim, as pairs of before and after.
         for i, before in enumerate(pads[::2]):
             m = m.narrow(-1 - i, before, source.shape[-1 - i])
         return m
@@ -517,7 +498,7 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Select rows by a list of numbers, as in `w[[2, 5]]` or `index_select`."""
+    """Select rows by a list of indices, as in `w[[2, 5]]` or `index_select`."""
     source = args[0]
     if func.overloadpacket is _aten.index_select:
         dim, index = args[1] % max(source.ndim, 1), args[2]
@@ -531,7 +512,7 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
-    # The loader made the index itself, so its values are real.
+    # The loader created the index, so its values are real.
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
     shape = (*source.shape[:dim], len(rows), *source.shape[dim + 1 :])
     out = recorder.allocated(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)
@@ -542,7 +523,7 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a placeholder for one value. The run is unusable, but it continues to find the other reads."""
+    """Return a placeholder for one value. The run is unusable, but it continues, to find other reads."""
     recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

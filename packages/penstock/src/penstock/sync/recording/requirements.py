@@ -1,20 +1,9 @@
 """A receiver's requirements from a checkpoint. `record` runs the model's own loader once, and `wanted` derives rows.
 
-`record` returns a `Recording` and leaves the model unchanged, bit for bit. `Requirements` are rows for the planner with
-each element once, in live parameters if these store the same bytes, otherwise in scratch. `install` and `finish`
-process the arrived rows.
-
-    names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
-                                                                                               caught, not carried out
-
-    record in order, dtype of the wire  -> row in the parameter itself
-    permuted or cast                    -> row in scratch  -> install: into the parameter
-    elements used twice                 -> one row         -> install: copied
-    unrecorded                          -> whole, scratch  -> finish: through the loader
-    constants                                              -> finish
-
-`stride_map` describes strided copies, `meta_tensors` has the effect of operators, `layout` has records as values, and
-`sync.copy_plan` has staging copies of live memory.
+The loader gets tensors that only know the provenance of their elements. Its copies into live memory are recorded and
+not executed. `Requirements` are rows for the planner that contain each element once. A record whose target has the same
+order, dtype and contiguous runs gets a row in the parameter itself, and other records get rows in scratch. `install`
+then permutes, casts and copies the rows. `finish` passes unrecorded tensors through the loader and sets constants.
 """
 
 from __future__ import annotations
@@ -59,25 +48,22 @@ def record(
     load: Load | None = None,
     device: torch.device | str = "cpu",
 ) -> Recording:
-    """Record a model's loader as copies of boxes.
+    """Record a model's loader as copies of boxes. The model is bit-identical afterwards.
+
+    If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
+    through the loader at each update. If it fails without that tensor, all tensors pass through it. Effects of the
+    loader on anything but the model's tensors remain. The tensors need no memory. Each operator of the loader takes
+    about 50 us of Python. Nothing else may use the model during the call.
 
     Args:
         model: live, on any device, including "meta". Copies into its parameters and buffers are recorded.
         table: the checkpoint's tensors, from its manifest or its publisher.
-        load: takes the tensors as pairs (name, tensor). None means `model.load_weights`, or `model.load_state_dict` if
-            that does not exist.
+        load: takes the tensors as pairs (name, tensor). None means `model.load_weights`, or else
+            `model.load_state_dict`.
         device: the device that the recording tensors report.
 
     Raises:
-        PlanError: the loader raised an error, which is the cause, or it reads values that are not from the checkpoint,
-            so that no run can be trusted.
-
-    If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
-    through the loader at each update. If it fails without that tensor, all tensors pass through it. Effects of the
-    loader on anything but the model's tensors remain.
-    Order: nothing else may use the model during the call. The loader's threads are followed where they use these
-    tensors.
-    Cost: no memory for the tensors; about 50 us of Python per operator that the loader calls.
+        PlanError: the loader raised an error, which is the cause, or it reads values that are not from the checkpoint.
     """
     run = load or own_loader(model)
     left_out: dict[str, str] = {}
@@ -86,14 +72,18 @@ def record(
         try:
             specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
         except PlanError as error:
-            # Torch cannot hold it, so no loader gets it. The model may not use it either.
+            # No loader gets a tensor whose dtype torch does not support. The model may not use it either.
             left_out[name] = error.message
     device, unheld = torch.device(device), dict(left_out)
     try:
         recorder = follow(model, specs, run, device, left_out)
     except LoaderRaised as raised:
         if not raised.was_incomplete:
-            raise _refused(raised) from raised.__cause__
+            raise PlanError(
+                f"the loader raised {error_text(raised.__cause__)} while it was recorded",
+                tensor=raised.last or None,
+                hint="the loader must accept the published names, dtypes and shapes",
+            ) from raised.__cause__
         return _unrecorded(model, table, specs, unheld, raised)
     recording = _recording(model, table, recorder, left_out)
     alone = {name: spec for name, spec in specs.items() if name in recording.unrecorded}
@@ -107,19 +97,10 @@ def record(
     return replace(recording, touched=touched, fillable=fillable)
 
 
-def _refused(raised: LoaderRaised) -> PlanError:
-    """Return the error for a loader that cannot load the checkpoint."""
-    return PlanError(
-        f"the loader raised {error_text(raised.__cause__)} while it was recorded",
-        tensor=raised.last or None,
-        hint="the loader must accept the published names, dtypes and shapes",
-    )
-
-
 def _unrecorded(
     model: torch.nn.Module, table: TensorTable, specs: Specs, unheld: Mapping[str, str], raised: LoaderRaised
 ) -> Recording:
-    """Return the recording of a loader that needs all tensors in one call, so that all of them pass through it."""
+    """Return the recording of a loader that needs all tensors in one call."""
     why = f"the loader needs all tensors in one call: with some of them it raised {error_text(raised.__cause__)}"
     return Recording(
         layout=layout_digest(table),
@@ -135,7 +116,7 @@ def _unrecorded(
 def _recording(
     model: torch.nn.Module, table: TensorTable, recorder: LoadRecorder, left_out: Mapping[str, str]
 ) -> Recording:
-    """Turn the pieces of the live tensors into records, constants, and names that must pass through the loader."""
+    """Turn the pieces of the live tensors into records, constants, and unrecorded tensors."""
     unrecorded = {**left_out, **recorder.lost}
     records: list[LayoutRecord] = []
     constants: list[Constant] = []
@@ -145,7 +126,7 @@ def _recording(
         for piece in pieces:
             box = piece.map.target_box()
             if piece.why:
-                # This does not count as filled, because nobody knows what the loader makes of unrecorded tensors.
+                # The loader may or may not fill this box from unrecorded tensors, so the box counts as unfilled.
                 unrecorded |= dict.fromkeys(piece.names, piece.why)
                 computed.add(target)
                 continue
@@ -170,7 +151,7 @@ def _recording(
     # Tied parameters, and parameters inside another's memory, are recorded under the other's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
-    # Values that the loader read, or that went to an unknown place, may decide what it fills.
+    # Values that the loader read, or that went to an unknown place, may decide which tensors it fills.
     is_known = not left_out and not recorder.lost
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
     return Recording(
@@ -189,16 +170,16 @@ def _recording(
 def _repeated(
     records: Sequence[LayoutRecord], recorder: LoadRecorder, num_names: Mapping[str | None, int]
 ) -> dict[str, str]:
-    """Return the checkpoint tensors that were replaced in a tied parameter, each with the tensor that remains there."""
+    """Return the checkpoint tensors that were replaced in a tied parameter, each with the tensor that replaced it."""
     targets: dict[str, set[str]] = {}
     for entry in records:
         targets.setdefault(entry.source, set()).add(entry.target)
     repeated = {}
     for home, replaced in recorder.replaced():
-        # In a parameter with one name, the loader means the last tensor that it writes.
+        # In a parameter with one name, the loader intends the last tensor.
         for name in replaced if num_names[home] > 1 else ():
             last = name
-            # Iterate at most once for each, because a loader may copy two of them alternately and then something else.
+            # A loader may copy two tensors alternately, which makes a cycle, so bound the iterations.
             for _ in replaced:
                 if last not in targets:
                     last = replaced.get(last, last)
@@ -208,12 +189,12 @@ def _repeated(
 
 
 _NAMED = 10
-"""Maximum number of unrecorded tensors that a warning names. The rest are counted."""
+"""Maximum number of unrecorded tensors that a warning names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Step:
-    """A step on arrived bytes: the conversion of a record, or a plain copy if there is no record."""
+    """A conversion of arrived bytes by a record, or a plain copy without a record."""
 
     piece: torch.Tensor
     target: torch.Tensor
@@ -230,23 +211,22 @@ class _Step:
 class Requirements:
     """The rows that a receiver needs, and serves once it has a version.
 
-    With staging, all rows arrive in the staging copy and are then flipped to live memory and scratch. Without it, they
-    arrive there directly. Then `install` and `finish` follow.
+    With staging, all rows arrive in the staging copy and are then flipped to live memory and scratch. Without staging,
+    they arrive there directly. Call `install` and `finish` afterwards.
     """
 
     rows: tuple[ShardRow, ...]
     num_live: int
-    """Number of rows in live memory. The rows after them are in scratch, or share the memory of earlier rows
-    (`tied`)."""
+    """Number of rows in live memory. Later rows are in scratch, or share the memory of earlier rows (`tied`)."""
     scratch_bytes: int
     tied: tuple[tuple[int, ...], ...] = ()
-    """Groups of rows with the same memory under several names. Their sources must have equal bytes."""
+    """Groups of rows with the same memory under several names. Their sources must have identical bytes."""
     unrecorded: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that are received whole and pass through the loader, with the reason."""
+    """Tensors that are received unsliced and pass through the loader, with the reason."""
     unfilled: Mapping[str, int] = field(default_factory=dict)
-    """Number of elements that no version fills, for each parameter and buffer. They keep their values."""
+    """Number of elements that no version fills, for each parameter and buffer. They retain their values."""
     unsure: tuple[str, ...] = ()
-    """Parameters that the loader may fill from unrecorded tensors. It reads values to decide whether it does."""
+    """Parameters that the loader may fill from unrecorded tensors, depending on values."""
     _steps: Mapping[str, tuple[_Step, ...]] = field(default_factory=dict, repr=False)
     _last: tuple[_Step, ...] = field(default=(), repr=False)
     _constants: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
@@ -254,15 +234,11 @@ class Requirements:
     _load: Load | None = field(default=None, repr=False)
     _model: torch.nn.Module | None = field(default=None, repr=False)
     _is_inference: bool = False
-    """Whether some of the model's tensors were made in inference mode."""
+    """Whether some of the model's tensors were created in inference mode."""
 
     @classmethod
     def as_declared(cls, rows: Sequence[ShardRow]) -> Requirements:
-        """Return these rows as requirements without steps after arrival.
-
-        Raises:
-            PlanError: two rows, or elements of one row, share memory.
-        """
+        """Return these rows as requirements without steps after arrival. Raise PlanError if rows share memory."""
         tied = tied_targets([row.name for row in rows], [row.tensor for row in rows])
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
 
@@ -270,7 +246,7 @@ class Requirements:
         """Return these requirements with rows for more names of memory that is already received.
 
         Args:
-            others: maps each further name to the name whose rows have the memory.
+            others: for each further name, the name whose rows have the memory.
         """
         rows, tied = list(self.rows), []
         for other, name in others.items():
@@ -310,10 +286,9 @@ class Requirements:
     def install(self, names: Iterable[str] | None = None) -> None:
         """Permute, cast and copy the arrived rows of these tensors. None means all tensors.
 
-        Call it on the current stream after every update, once all rows of a tensor have a verified version in live
-        memory.
+        Call this on the current stream after every update, once all rows of the tensors are verified in live memory.
         """
-        # A name without steps has rows that arrived in the parameters themselves.
+        # The rows of a name without steps arrived in the parameters themselves.
         with self._writing():
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
@@ -322,15 +297,14 @@ class Requirements:
     def in_copy(self, moved: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Return the live tensors as an update would leave them, from rows in a copy of the memory.
 
+        Call this once all rows have arrived in the copy. Live memory does not change. The steps of `install` and
+        `finish` run, and tensors that are filled outside of the copy or only in part are cloned.
+
         Args:
-            moved: returns the tensor in the copy for a tensor, or None if the copy does not have its memory.
+            moved: returns a tensor's counterpart in the copy, or None if the copy does not have its memory.
 
         Returns:
-            The tensors by name, without those that no row fills. Also the names of tensors that the loader itself fills
-            and that are therefore unknown.
-
-        Call it once all rows have arrived in the copy. Nothing live changes. It costs the steps of `install` and
-        `finish`, and a second tensor for each that they fill outside of the copy or that versions fill in part.
+            The filled tensors by name, and the names of tensors that the loader itself fills, whose values are unknown.
         """
         if self._model is None:
             names = Counter(row.name for row in self.rows)
@@ -346,7 +320,7 @@ class Requirements:
             copied = moved(tensor)
             if copied is not None:
                 return copied
-            # It is filled only from scratch, so its memory is no region. A copy of its storage represents it.
+            # A tensor that is filled only from scratch is in no region, so a clone of its storage represents it.
             storage = tensor.untyped_storage()
             home = others.get(storage._cdata)
             if home is None:
@@ -365,16 +339,16 @@ class Requirements:
             unknown = set(self.unfilled) if self.unrecorded else set()
             tensors = {}
             for name, tensor in live.items():
-                left = self.unfilled.get(name, 0)
-                if name in unknown or left == tensor.numel():
+                num_unfilled = self.unfilled.get(name, 0)
+                if name in unknown or num_unfilled == tensor.numel():
                     continue
-                tensors[name] = staged(tensor) if not left else self._partly(tensor, steps, staged)
+                tensors[name] = staged(tensor) if not num_unfilled else self._partly(tensor, steps, staged)
         return tensors, unknown
 
     def _partly(
         self, tensor: torch.Tensor, steps: Sequence[_Step], staged: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a live tensor as an update would leave it if some of its elements keep their values."""
+        """Return a live tensor as an update would leave it if some of its elements retain their values."""
         whole = tensor.clone(memory_format=torch.preserve_format)
         pieces = [row.tensor for row in self.rows[: self.num_live]]
         pieces += [step.target if step.record is None else cut(step.target, step.record.target_box) for step in steps]
@@ -389,9 +363,7 @@ class Requirements:
         return whole
 
     def finish(self) -> None:
-        """Run the steps that need all tensors: the loader on unrecorded tensors, and constants.
-
-        Call it after `install`.
+        """Run the steps that need all tensors: the loader on unrecorded tensors, and constants. Call `install` first.
 
         Raises:
             PlanError: the loader raised an error or replaced the memory of a parameter. `mutated` is True.
@@ -399,16 +371,15 @@ class Requirements:
         with self._writing():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
-                # Pass clones, because a loader may compute in place and this process serves the received bytes to
-                # others.
+                # A loader may compute in place, but this process serves the received bytes, so pass clones.
                 with user_code(f"the loader, given {names_text(list(self._whole))},", mutated=True):
                     self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
-                    # The registrations and rows refer to the old memory, where no engine would see the next version.
+                    # Registrations and rows refer to the old memory, so the engine would not get the next version.
                     hint = "use a loader that copies into the parameters"
                     message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
-            # Run these after the loader, which may write to the same tensors.
+            # The loader may write to the same tensors, so run these steps afterwards.
             for target, value in self._constants:
                 target.fill_(value)
             for step in self._last:
@@ -423,21 +394,19 @@ def wanted(
     load: Load | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return a model's requirements from the recorded checkpoint.
+    """Return a model's requirements from the recorded checkpoint. Rows keep live memory and scratch alive.
 
     Args:
         model: the live model that was recorded, or a model with the same parameters.
         recording: made from this table.
         table: the publishers' tensors.
-        load: as for `record`. It is only called for unrecorded tensors.
+        load: see `record`. It is only called for unrecorded tensors.
         tags: the tag for each tensor that is read under a tag.
 
     Raises:
         PlanError: the recording was made from another table, the model has no memory, or torch has no dtype for an
             unrecorded tensor.
         DestinationError: there is not enough memory for the scratch.
-
-    Ownership: rows keep live memory and scratch alive.
     """
     if recording.layout != layout_digest(table):
         raise PlanError("the model was recorded with another checkpoint", hint="record it again")
@@ -453,7 +422,7 @@ def wanted(
             source = _Source(name=name, kind=torch_dtype(dtype), shape=torch_shape(dtype, shape))
             places.lay(source, by_source.get(name, []), whole=name in recording.unrecorded)
     requirements = places.requirements(recording, run, tags or {})
-    # Warn at the first update and not only in the report, because these tensors cost memory and time each time.
+    # Unrecorded tensors cost memory and time at each update, so warn immediately and not only in the report.
     for line in requirements.why():
         warnings.warn(printable(line), RuntimeWarning, stacklevel=2)
     return requirements
@@ -461,7 +430,7 @@ def wanted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """The name, dtype and shape of a checkpoint tensor, as torch shows it."""
+    """The name, dtype and shape of a checkpoint tensor in torch's elements."""
 
     name: str
     kind: torch.dtype
@@ -470,7 +439,7 @@ class _Source:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _BoxPlace:
-    """A destination for a box of a checkpoint tensor. In scratch it has no tensor until the scratch is allocated."""
+    """A destination for a box of a checkpoint tensor. `tensor` is None until the scratch is allocated."""
 
     source: _Source
     box: Box
@@ -478,7 +447,7 @@ class _BoxPlace:
     tensor: torch.Tensor | None
 
     def cut(self, box: Box) -> torch.Tensor:
-        """Return the part of this place that an inner box covers."""
+        """Return the tensor for a box inside this box."""
         assert self.tensor is not None
         if box == self.box:
             return self.tensor
@@ -504,16 +473,15 @@ class _Destinations:
     def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
         """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_BoxPlace] = []
-        # The loader gets the whole tensor from scratch. Records of the same tensor are copied from there too.
+        # The loader gets the unsliced tensor from scratch. Records of the same tensor are copied from there too.
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
             self._rows.append((mine[0], mine[0].box))
             self._whole[source.name] = mine[0]
         views = [(entry, None if whole else self._direct(entry, source)) for entry in records]
-        # Put larger boxes first, so that a box inside another needs no row. Among equal boxes, put those read directly
-        # first.
+        # After larger boxes, a box inside another box needs no row. Of equal boxes, prefer a direct read.
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
-        # The experts of a layer have hundreds of boxes. If one dim separates them all, skip the pairwise comparison.
+        # A layer's experts have hundreds of boxes. If one dim separates them all, skip the pairwise comparison.
         apart = not whole and _apart([entry.source_box for entry in records])
         for entry, view in views:
             overlapping = [] if apart else [(p, m) for p in mine if (m := common_box(p.box, entry.source_box))]
@@ -521,13 +489,13 @@ class _Destinations:
                 self._moves.append((inside, entry))
                 continue
             place = self._add(source, entry.source_box, self._live[entry.target].device, view)
-            # Copy elements that another place already receives from there, so that no element crosses the wire twice.
-            left = [place.box]
+            # Copy elements that another place already receives, so that no element is transferred twice.
+            missing = [place.box]
             for other, _ in overlapping:
-                for common in filter(None, [common_box(rest, other.box) for rest in left]):
+                for common in filter(None, [common_box(rest, other.box) for rest in missing]):
                     self._copies.append((place, other, common))
-                left = [part for rest in left for part in minus(rest, other.box)]
-            self._rows += [(place, rest) for rest in left]
+                missing = [part for rest in missing for part in minus(rest, other.box)]
+            self._rows += [(place, rest) for rest in missing]
             mine.append(place)
             if view is None:
                 self._moves.append((place, entry))
@@ -548,9 +516,9 @@ class _Destinations:
             try:
                 target = target.view(record.source_box.shape)
             except RuntimeError:
-                # torch raises this if the strides do not allow the view.
+                # The strides do not allow the view.
                 return None
-        # The innermost dim must be contiguous. Otherwise every element would be a separate read.
+        # Without a contiguous innermost dim every element would be a separate read.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
         if inner != 1:
             return None
@@ -558,7 +526,7 @@ class _Destinations:
 
     def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """Allocate scratch, and return the requirements."""
-        # Distinguish live places now, because scratch places have no tensors yet.
+        # Scratch places have no tensors yet, which distinguishes them from live places.
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
@@ -579,8 +547,7 @@ class _Destinations:
             scratch_bytes=scratch_bytes,
             unrecorded=recording.unrecorded,
             unfilled=recording.unfilled,
-            # Writes to them are not noticed later either, because the loader's threads and code outside of torch write
-            # unseen.
+            # Later writes cannot be detected, because threads and code outside of torch write unseen.
             unsure=tuple(name for name in recording.unfilled if recording.fillable is None and name in params),
             _steps={name: tuple(mine) for name, mine in steps.items()},
             _last=tuple(last),
@@ -595,12 +562,12 @@ class _Destinations:
         )
 
     def _allocate(self, places: Sequence[_BoxPlace]) -> int:
-        """Allocate one arena per device for all rows in scratch. Return the total bytes."""
+        """Allocate one arena per device for all rows in scratch. Return the total number of bytes."""
         total = 0
         for device in dict.fromkeys(place.device for place in places):
             mine = [place for place in places if place.device == device]
             nbytes = [place.box.num_elements * place.source.kind.itemsize for place in mine]
-            # The arena is remappable, because a flip exchanges the memory of either all regions or none.
+            # A flip exchanges the memory of either all regions or none, so the arena must be remappable.
             arena = Arena.allocate(needed_bytes(nbytes), device, is_remappable=True)
             for place, length, offset in zip(mine, nbytes, arena.place(nbytes), strict=True):
                 place.tensor = arena.bytes_at(offset, length).view(place.source.kind).view(place.box.shape)
@@ -609,7 +576,7 @@ class _Destinations:
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
-    """Return whether a single dim separates all boxes. False does not mean that two boxes overlap."""
+    """Return whether a single dim separates all boxes. If False, boxes may still be disjoint."""
     for dim in range(len(boxes[0].start)) if boxes else ():
         runs = sorted((box.start[dim], box.stop[dim]) for box in boxes)
         if all(run[1] <= other[0] for run, other in pairwise(runs)):
@@ -618,5 +585,4 @@ def _apart(boxes: Sequence[Box]) -> bool:
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Return the address of each live tensor."""
     return {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}

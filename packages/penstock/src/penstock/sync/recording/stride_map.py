@@ -1,10 +1,8 @@
 """Describes copies between strided tensors as digits. Each digit maps a run in a source dim to a run in a target dim.
 
-A `StrideMap` can be cut until both ends are boxes, restricted to a box, and composed with another. `meta_tensors` has
-the tensors themselves. This module does not use torch.
-
-    W [heads * 4, n] viewed as [heads, 4, n], transposed to P [4, heads * n]: three digits
-    (heads: dim 0 step 4 -> dim 1 step n)  (4: dim 0 step 1 -> dim 0 step 1)  (n: dim 1 step 1 -> dim 1 step 1)
+A `StrideMap` can be cut until both ends are boxes, restricted to a box, and composed with another map. For example, a
+transpose of `W [heads * 4, n]`, viewed as `[heads, 4, n]`, to `P [4, heads * n]` has three digits: `heads` maps dim 0
+step 4 to dim 1 step n, `4` maps dim 0 step 1 to dim 0 step 1, and `n` maps dim 1 step 1 to dim 1 step 1.
 """
 
 from __future__ import annotations
@@ -21,24 +19,19 @@ from penstock.plan.intersect import common_box
 from penstock.types import Box
 
 MAX_BOXES = 1 << 14
-"""Maximum number of boxes that one copy is cut into. With more, the loader itself is faster. DeepSeek-V3's 128 heads
-make 128 boxes."""
+"""Maximum number of boxes of one copy. With more boxes the loader itself is faster. DeepSeek-V3 needs 128 boxes."""
 
 Digit = tuple[int, int, int, int, int]
 """Extent, source dim, source step, target dim, target step. Source dim -1 with step 0 repeats one element."""
 
 
 class NotBoxes(Exception):
-    """The copy is not a copy between a few boxes. The message says why. It never leaves the recording."""
+    """The copy is not a copy between a few boxes, for the reason in the message."""
 
 
-# A recording creates these values several times for each tensor, so they are Structs. Dataclasses take five times as
-# long.
+# A recording creates these values several times for each tensor, and dataclasses take five times as long as Structs.
 class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of element copies, one for each combination of digit values.
-
-    The index at either end is start plus value times step.
-    """
+    """A set of element copies, one for each combination of digit values. An index is start plus value times step."""
 
     source_start: tuple[int, ...]
     target_start: tuple[int, ...]
@@ -62,13 +55,12 @@ class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
         return _order(self.digits)
 
 
-# The copies of a loader have thousands of starts but few digits, so results that depend only on digits are cached.
+# A loader's copies have thousands of starts but few digits, so results that depend only on digits are cached.
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and permutation of `StrideMap.order`."""
-    # Merge digits that continue each other at both ends. Most copies are then in order and need no permute.
+    # After digits that continue each other are merged, most copies need no permutation.
     merged: list[Digit] = []
     for n, sd, ss, td, ts in sorted(digits, key=lambda digit: (digit[1], -digit[2])):
         if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
@@ -81,10 +73,7 @@ def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 @functools.lru_cache(maxsize=1 << 12)
 def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int, ...]:
-    """Return the extents of a box at one end, which is the product of the digits in each dim.
-
-    `dim_at` is the dim's index in a digit.
-    """
+    """Return the extents of a box: the product of the digits in each dim. `dim_at` is the dim's index in a digit."""
     extents = [1] * num_dims
     for digit in digits:
         extents[digit[dim_at]] *= digit[0]
@@ -92,17 +81,16 @@ def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int
 
 
 def _box(start: tuple[int, ...], extents: tuple[int, ...]) -> Box:
-    """Return the box with these extents from `start`."""
     return Box(start=start, stop=tuple(map(operator.add, start, extents)))
 
 
 class StrideGrid:
-    """A tensor's shape and strides, to locate element offsets in it. The tensor must have elements."""
+    """A tensor's shape and strides, to locate element offsets. The tensor must have elements."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.strides = tuple(strides)
-        # Skip dims of extent 1, because their arbitrary strides would confuse the order.
+        # Dims of extent 1 have arbitrary strides.
         wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
         self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
 
@@ -129,21 +117,21 @@ class StrideGrid:
         for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
             if dim >= 0:
                 last[dim] += step * (n - 1)
-        # Each dim may fit while their sum leaves a row, so check the last element as well as the first.
+        # Check the last element too, because the sum of the dims may leave a row even if each dim fits.
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
             raise NotBoxes("a view that continues from one row into the next")
         return start, placed
 
     def has(self, start: Sequence[int], reach: Sequence[int]) -> bool:
         """Return whether the element at `start` plus `reach` is inside the tensor in every dim."""
-        # Use a plain loop, because this runs twice for each copy of a loader.
+        # This runs twice for each copy of a loader, so use a plain loop.
         for a, b, n in zip(start, reach, self.shape, strict=True):  # noqa: SIM110
             if a + b >= n:
                 return False
         return True
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
-        """Return the digits of one dim of a view, outermost first. Their target halves are 0."""
+        """Return the digits of one dim of a view, outermost first, with zeros for the target."""
         if extent == 1:
             return []
         if stride == 0:
@@ -151,8 +139,8 @@ class StrideGrid:
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
             raise NotBoxes("a view that steps inside an element")
-        # The inner digit lies in the dim with the largest stride that is not above the view's. If the view continues
-        # past the end of that dim, the rest is a digit of the dim around it, provided that the two are dense together.
+        # The inner digit is in the dim with the largest stride up to the view's stride. If the view continues past the
+        # end of that dim, the next digit is in the dim around it, and the two dims must be dense together.
         inner: list[Digit] = []
         while True:
             dim = self._outer_first[level]
@@ -177,15 +165,13 @@ def between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """Return the copy from a view of `source` to a view of `target`, both with `shape`.
-
-    Offsets and strides count elements.
+    """Return the copy from a view of `source` to a view of `target`, both with `shape`. Offsets count elements.
 
     Raises:
         NotBoxes: a view steps unevenly.
     """
-    # Views of experts differ in their starts. The digits of a view do not depend on the start while each of its dims
-    # ends inside the tensor dim in which it begins. Otherwise find them for this start.
+    # Views of experts differ only in their starts. While each dim of a view ends inside the tensor dim in which it
+    # begins, the digits do not depend on the start.
     even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
     if even is not None:
         digits, source_reach, target_reach = even
@@ -207,13 +193,13 @@ def _even(
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Return the digits of a copy for any start of its views, and their reach in each dim at either end.
 
-    Returns None if the digits depend on the starts, or if the views are not boxes.
+    Return None if the digits depend on the starts, or if the views are not boxes.
     """
     try:
         whole = _between(source, 0, source_strides, target, 0, target_strides, shape)
     except NotBoxes:
         return None
-    # With one digit for each dim of the view, no dim was split at the end of a dim of the tensor.
+    # With one digit for each dim of the view, no dim was split at the end of a tensor dim.
     if len(whole.digits) != sum(extent > 1 for extent in shape):
         return None
     reach = [[0] * len(source.shape), [0] * len(target.shape)]
@@ -233,8 +219,7 @@ def _between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """Return the copy for these offsets only. See `between`."""
-    # Find the source's digits first. Then locate each of them in the target, which may split it again.
+    # Locate the source's digits in the target, which may split them again.
     source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
     for digits, stride in zip(placed, target_strides, strict=True):
@@ -261,7 +246,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     if _are_dense(whole.digits):
         return [whole]
     loops: set[int] = set()
-    # Removing a digit can leave a gap under another, so repeat until both ends are boxes.
+    # Removing a digit can leave a gap under another digit, so repeat until both ends are boxes.
     while True:
         gaps = _gaps(whole.digits, loops)
         if not gaps:
@@ -292,7 +277,7 @@ def _are_dense(digits: tuple[Digit, ...]) -> bool:
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
     """Return the digits outside `loops` that leave gaps in a dim at either end."""
     uneven: set[int] = set()
-    # A digit has its source dim at index 1 and its target dim at 3, each followed by the step.
+    # In a digit, index 1 is the source dim and index 3 the target dim, each followed by its step.
     for dim_at in (1, 3):
         run: dict[int, int] = {}
         for i in sorted(range(len(digits)), key=lambda i: digits[i][dim_at + 1]):
@@ -307,9 +292,9 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 
 
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
-    """Return the part of a map of boxes that writes into `box`, which lies inside the map's target.
+    """Return the maps that write into `box`, which must be inside the target of `whole`.
 
-    The result has several maps if the box cuts a digit that has others below it.
+    The result has several maps if the box cuts a digit above other digits.
     """
     parts = [whole]
     for dim in range(len(box.start)):
@@ -341,7 +326,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
     if not extents:
         yield []
         return
-    # As with decimal numbers, there is a first part up to a whole step of the outer digit, whole steps, and a rest.
+    # As with decimal numbers, there are numbers up to a whole step of the outer digit, whole steps, and a remainder.
     below = math.prod(extents[1:])
     edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
     for low, high in itertools.pairwise(sorted(edges)):
@@ -354,7 +339,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
 
 
 def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
-    """Compose two maps. Yield maps from the source of `first` to the target of `then`, which may not be boxes yet.
+    """Compose two maps. The results map the source of `first` to the target of `then`, and may not be boxes yet.
 
     Raises:
         NotBoxes: their digits do not divide each other.
@@ -367,16 +352,16 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
             if writer.target_box() == reader.target_box():
                 yield _joined(writer, reader)
             else:
-                # The reader's box was cut at the writer's digits. Now cut the writer's box at the new ones.
+                # The reader's box was cut at the writer's digits, so cut the writer's box at the new digits.
                 yield from chain(writer, reader.flipped())
 
 
 def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
-    """Return the map from the writer's source to the reader's. Both have the same target box."""
+    """Return the map from the writer's source to the reader's source. Both maps have the same target box."""
     joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
-        # Take digits from both ends alternately, innermost first, and cut each pair to the smaller of the two.
+        # Take digits from both ends alternately, innermost first, and cut each pair to the smaller digit.
         while left and right:
             (n, d, s), (m, e, t) = left.pop(), right.pop()
             common = min(n, m)
