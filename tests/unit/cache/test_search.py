@@ -1,4 +1,4 @@
-"""The choice among what keepers of one host have; the hub is a stand-in, and so are the GPUs."""
+"""The choice among the weights of several caches on one host, with a fake hub and fake GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(gpu: int, revision: str = "w1-a", tier: str = "") -> HoldingState:
-    # Each keeper sees its own GPU only, so both call it cuda:0.
+    # Each cache sees only its own GPU, so both caches report cuda:0.
     state: Any = "filling" if tier else "whole"
     device = {"device": "cuda:0", "device_id": GPUS[gpu]}
     return key_state(((0, 100),), kept=True, tier=tier, state=state, revision=revision, **device)
@@ -46,7 +46,7 @@ def test_search_finds_model_on_wanted_gpu_only() -> None:
         found(None, first, second)
 
 
-def test_model_on_other_device_is_named() -> None:
+def test_error_names_device_of_model() -> None:
     with pytest.raises(ConfigError, match=r"kept on cuda:0 and not on cuda:1"):
         found(torch.device("cuda", 1), kept(0))
     with pytest.raises(NotFound, match=r"here: kept, whole, on cuda:0"):

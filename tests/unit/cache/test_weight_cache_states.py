@@ -1,4 +1,4 @@
-"""States of a weight cache and of its models, over a source and a fleet that are objects of this process."""
+"""States of a weight cache and of its models, with a source and a fleet in memory."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ TIMING = Timing(cache_drain_s=0.1, recall_wait_s=0.05, tier_pause_s=0.001)
 
 
 class Source:
-    """The source of every model: gives its bytes, fails, or waits."""
+    """The source of every model. It sends bytes, fails, or waits."""
 
     def __init__(self) -> None:
         self.error: PenstockError | None = None
         self.revision = "w1-a"
-        self.may_give = threading.Event()
-        self.may_give.set()
-        self.num_asked = 0
+        self.may_send = threading.Event()
+        self.may_send.set()
+        self.num_fetches = 0
 
 
 class Server:
-    """The server of a member: counts of attached engines and readers that a test sets."""
+    """The server of a member with a number of engines and readers that tests set."""
 
     def __init__(self) -> None:
         self.recall: Any = None
@@ -104,8 +104,8 @@ class HolderFleet:
 
     def fetch(self, target: Any, **_: object) -> Any:
         source = self.member.source
-        source.num_asked += 1
-        assert source.may_give.wait(30)
+        source.num_fetches += 1
+        assert source.may_send.wait(30)
         if source.error is not None:
             raise source.error
         tensors = {"t": torch.arange(NBYTES, dtype=torch.uint8)}
@@ -146,7 +146,7 @@ def cache(member: Member, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightCac
     with make_cache(member) as cache:
         cache.keep("m", "u")
         yield cache
-        member.source.may_give.set()
+        member.source.may_send.set()
 
 
 def state_of(cache: WeightCache) -> str:
@@ -162,18 +162,15 @@ def wait_until(cache: WeightCache, state: ResidentState) -> None:
 
 
 def damage(member: Member) -> None:
-    """Say that the model's memory changed, as the member's heartbeat does."""
+    """Report that the model's memory changed, as the member's heartbeat does."""
     (weights,) = member.weights
     member.on_damaged(weights, weights.mark_damaged(0))
 
 
 def recall(cache: WeightCache, member: Member) -> str:
-    """Request a lease; return the reason against it."""
+    """Request a lease. Return the reason for a refusal."""
     with member.server.recall(cache.models()[0].key) as why:
         return str(why)
-
-
-# -- The cache.
 
 
 def test_constructor_neither_joins_nor_serves() -> None:
@@ -212,8 +209,6 @@ def test_interrupted_leave_is_finished_by_next_leave(cache: WeightCache, member:
     assert cache.state is CacheState.LEFT and cache.models() == []
 
 
-# -- One model.
-
 ALLOWED = {
     "kept": {"reloading", "dropping", "dropped"},
     "reloading": {"kept", "lost", "dropped"},
@@ -230,23 +225,23 @@ def test_model_state_changes_only_by_listed_transitions(
 ) -> None:
     fleet = HolderFleet(Identity(model="m"), member, None, max_readers=1)
     model = ResidentModel(fleet, "w1-a", NBYTES)  # type: ignore[arg-type]
-    ways = {"kept": (), "lost": ("reloading", "lost")}
-    for step in ways.get(before, (before,)):
+    paths = {"kept": (), "lost": ("reloading", "lost")}
+    for step in paths.get(before, (before,)):
         assert model.become(ResidentState(step), "first")
     assert model.become(after, "second") is (after in ALLOWED[before])
     assert model.state == (after if after in ALLOWED[before] else before)
     assert (model.why == "second") is (after in ALLOWED[before])
 
 
-def test_damaged_model_is_loaded_again(cache: WeightCache, member: Member, source: Source) -> None:
-    source.may_give.clear()
+def test_corrupt_model_is_reloaded(cache: WeightCache, member: Member, source: Source) -> None:
+    source.may_send.clear()
     damage(member)
     wait_until(cache, ResidentState.RELOADING)
     assert "it is being loaded again" in recall(cache, member)
     cache.check()
-    source.may_give.set()
+    source.may_send.set()
     wait_until(cache, ResidentState.KEPT)
-    assert cache.models()[0].num_reloads == 1 and source.num_asked == 2
+    assert cache.models()[0].num_reloads == 1 and source.num_fetches == 2
     assert recall(cache, member) == "" and member.weights[0].damage is None
 
 
@@ -258,7 +253,7 @@ def test_damaged_model_is_loaded_again(cache: WeightCache, member: Member, sourc
         IntegrityError("wrong digest"),
         SourceBusy("full"),
         PermissionDenied("refused"),
-        BudgetTooSmall("no room", minimum_bytes=1),
+        BudgetTooSmall("no space", minimum_bytes=1),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -270,7 +265,7 @@ def test_model_is_lost_when_its_source_fails(
     wait_until(cache, ResidentState.LOST)
     with pytest.raises(IntegrityError, match=error.message):
         cache.check()
-    # A caller waits for a busy member, so a lost model must not say that it is busy.
+    # Readers wait for a busy member, so the error for a lost model must be permanent.
     with pytest.raises(NotFound, match=error.message):
         recall(cache, member)
     cache.drop("m")
@@ -298,16 +293,16 @@ def test_model_in_use_stays_kept_after_drop(cache: WeightCache, member: Member) 
 
 
 def test_drop_waits_for_reload(cache: WeightCache, member: Member, source: Source) -> None:
-    source.may_give.clear()
+    source.may_send.clear()
     damage(member)
     with pytest.raises(SourceBusy, match="being loaded again"):
         cache.drop("m", drain_s=0.02)
-    source.may_give.set()
+    source.may_send.set()
     cache.drop("m", drain_s=30.0)
     assert cache.models() == []
 
 
-def test_damage_during_drop_starts_no_reload(cache: WeightCache, member: Member, source: Source) -> None:
+def test_corruption_during_drop_starts_no_reload(cache: WeightCache, member: Member, source: Source) -> None:
     (weights,) = member.weights
 
     def drain(key: str, drain_s: float) -> int:
@@ -318,19 +313,19 @@ def test_damage_during_drop_starts_no_reload(cache: WeightCache, member: Member,
 
     member.server.drain = drain  # type: ignore[method-assign]
     cache.drop("m")
-    assert source.num_asked == 1 and weights.damage is not None
+    assert source.num_fetches == 1 and weights.damage is not None
 
 
 def test_leave_ends_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
-    source.may_give.clear()
+    source.may_send.clear()
     damage(member)
     (resident,) = cache.models()
     assert resident.state == "reloading"
     source.error = PeerLost("cancelled")
-    member.on_leave = source.may_give.set
+    member.on_leave = source.may_send.set
     cache.leave()
     assert cache.state is CacheState.LEFT and cache.models() == []
-    # The models are gone: their damage is no news any more.
+    # After `leave`, lost models are no longer reported.
     cache.check()
 
 

@@ -1,4 +1,4 @@
-"""The nearest link of a GPU, by the bridges above both: trees of directories stand for /sys and /proc."""
+"""The nearest link of a GPU by common PCI bridges, with directories in place of /sys and /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.peer import host_links
 
 
 class Host:
-    """Directories as the kernel shows PCI devices: `root/bridge/.../address`."""
+    """Directories like the kernel's PCI tree, such as `root/bridge/.../address`."""
 
     def __init__(self, directory: Path) -> None:
         self.sys, self.proc = directory / "sys", directory / "proc"
@@ -37,10 +37,10 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    made = Host(tmp_path)
-    monkeypatch.setattr(host_links, "SYS", made.sys)
-    monkeypatch.setattr(host_links, "PROC", made.proc)
-    return made
+    fake = Host(tmp_path)
+    monkeypatch.setattr(host_links, "SYS", fake.sys)
+    monkeypatch.setattr(host_links, "PROC", fake.proc)
+    return fake
 
 
 def test_gpus_behind_one_switch_share_its_nic(host: Host) -> None:

@@ -16,7 +16,7 @@ from penstock.types import DType
 
 
 def make(count: int = 5) -> LocalWeights:
-    """A holding of `count` tensors of 64 bytes; leaves of 16, chunks of 32."""
+    """Return weights with `count` tensors of 64 bytes, leaves of 16 bytes and chunks of 32 bytes."""
     tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(count)}
     _, rows = layout_of_tensors(tensors)
     table = tabulate(sorted(tensors), [DType.U8] * count, [(64,)] * count)
@@ -62,14 +62,14 @@ def test_flipped_bit_changes_its_chunk_digest_only() -> None:
     assert holding.differing_chunks(chunks, holding.digest(chunks), before).tolist() == [5]
 
 
-def test_manifest_shows_which_side_is_wrong() -> None:
+def test_manifest_contradicts_wrong_peer_digests() -> None:
     draft = make()
     chunks = np.array([0, 1])
     leaves = draft.digest(np.arange(draft.layout.chunks.num_chunks))
-    told = LocalWeights(draft.identity, draft.layout, draft.rows, leaves=leaves)
-    right = leaves[told.layout.chunks.leaves_of(chunks)]
-    assert told.contradicting_chunks(chunks, right).tolist() == []
-    assert told.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
+    weights = LocalWeights(draft.identity, draft.layout, draft.rows, leaves=leaves)
+    right = leaves[weights.layout.chunks.leaves_of(chunks)]
+    assert weights.contradicting_chunks(chunks, right).tolist() == []
+    assert weights.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
 
 
 def test_missing_manifest_requires_agreeing_digests() -> None:
@@ -113,7 +113,7 @@ def test_each_arena_and_storage_forms_a_region() -> None:
     assert [region.nbytes for region in place.regions] == [1024, 1024, 32]
 
 
-def test_status_message_passes_hub_validation() -> None:
+def test_status_lists_verified_ranges() -> None:
     holding = make()
     mark_verified(holding, 0, 1, 4)
     state = holding.status()
@@ -132,24 +132,24 @@ def test_spot_check_detects_changed_bytes() -> None:
 
 
 def test_chunk_reads_never_overwrite_neighbouring_chunks() -> None:
-    """The peer may not have it yet: what it would give there is not verified by anybody."""
+    """The bytes between two reads may belong to a chunk that the peer has not verified."""
     nbytes = [1100, 1024]
     arena = Arena.allocate(4096)
     rows = [arena.bytes_at(at, n) for at, n in zip(arena.place(nbytes), nbytes, strict=True)]
     table = tabulate(["a", "b"], [DType.U8] * 2, [(n,) for n in nbytes])
-    line = WeightLayout.of(table, leaf_bytes=1024, chunk_bytes=1024)
-    assert line.chunks.nbytes.tolist() == [1024, 76, 1024]
-    holding = LocalWeights(Identity(model="m"), line, rows, arenas=[arena])
+    layout = WeightLayout.of(table, leaf_bytes=1024, chunk_bytes=1024)
+    assert layout.chunks.nbytes.tolist() == [1024, 76, 1024]
+    holding = LocalWeights(Identity(model="m"), layout, rows, arenas=[arena])
     found = holding.segments(np.array([0, 2]), holding.place.row_region, holding.place.row_offset)[0, 0]
     assert found.dst.tolist() == [0, 1536] and found.nbytes.tolist() == [1024, 1024]
 
 
 def test_failed_region_registration_rolls_back_all() -> None:
-    """Registrations that nobody knows of would take the page's room until the process leaves."""
+    """Leaked registrations would occupy the page until the process exits."""
     made: list[str] = []
     closed: list[str] = []
 
-    class Made:
+    class FakeHandle:
         def __init__(self, name: str) -> None:
             self.name = name
             made.append(name)
@@ -157,13 +157,13 @@ def test_failed_region_registration_rolls_back_all() -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    class TwoOnly:
-        def register(self, memory: object) -> dict[str, Made]:
+    class TwoRegistrations:
+        def register(self, memory: object) -> dict[str, FakeHandle]:
             if len(made) == 2:
                 raise ConfigError("the page is full")
-            return {"shm": Made(f"h{len(made)}")}
+            return {"shm": FakeHandle(f"h{len(made)}")}
 
     holding = make(3)
     with pytest.raises(ConfigError):
-        holding.register(TwoOnly())
+        holding.register(TwoRegistrations())
     assert closed == made == ["h0", "h1"] and not holding.map().regions

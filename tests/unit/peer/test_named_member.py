@@ -1,4 +1,4 @@
-"""An answer about a member that the answering one could not reach names that member."""
+"""An error about an unreachable member names that member and not the responding member."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.peer.server import fault_of
 
 
 def received(error: PenstockError) -> PenstockError:
-    """Return what a client of the member `planner` raises for this error there."""
+    """Return the error that a client raises when the member `planner` responds with this error."""
     return refusal_of("penstock:planner", 503, msgspec.msgpack.encode(fault_of(error)))
 
 
@@ -23,9 +23,9 @@ def test_lost_member_is_named(kind: type[PenstockError]) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), SourceUnavailable("no file", uri="s3://bucket/key")])
-def test_other_error_names_answering_member(error: PenstockError) -> None:
+def test_other_error_names_responding_member(error: PenstockError) -> None:
     assert received(error).uri == "penstock:planner"
 
 
-def test_fault_without_member_keeps_its_bytes() -> None:
+def test_fault_without_member_omits_field() -> None:
     assert b"member" not in msgspec.msgpack.encode(Fault(error="busy"))

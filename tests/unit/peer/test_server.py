@@ -36,7 +36,7 @@ from penstock.transport.loopback import LoopbackTransport
 
 
 def member_socket(directory: Path) -> Path:
-    """Return a path for the socket of a member, in a directory as `RuntimeDir` makes it."""
+    """Return the path of a member's socket, in a directory like `RuntimeDir`'s."""
     home = directory / f"p-{secrets.token_hex(4)}"
     home.mkdir(mode=0o700)
     (home / "alive").touch()
@@ -44,52 +44,52 @@ def member_socket(directory: Path) -> Path:
 
 
 def allow(request: LeaseRequest) -> str:
-    """Accept the grant `good`, and `good` with the caller behind it."""
+    """Accept grants that begin with `good`. The remaining bytes name the caller."""
     if not request.grant.startswith(b"good"):
         raise GrantRefused("no")
     return request.grant.removeprefix(b"good").decode()
 
 
 @pytest.fixture
-def door(tmp_path: Path):
-    door = PeerServer.start(member_socket(tmp_path), allow)
-    yield door
-    door.close()
+def server(tmp_path: Path):
+    server = PeerServer.start(member_socket(tmp_path), allow)
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def holding(door: PeerServer) -> LocalWeights:
+def holding(server: PeerServer) -> LocalWeights:
     holding = make()
     holding.max_readers = 2
     with PeerLinks({"loopback": LoopbackTransport}) as links:
         holding.register(links)
-        door.show(holding)
+        server.show(holding)
         yield holding
 
 
-def peer(door: PeerServer, key: str, *, member: str = "reader", grant: bytes = b"good") -> PeerClient:
+def peer(server: PeerServer, key: str, *, member: str = "reader", grant: bytes = b"good") -> PeerClient:
     upstream = Upstream(
-        member="holder", host="h", doors=tuple(door.addresses), device="cpu", state="whole", num_have=0, grant=grant
+        member="holder", host="h", doors=tuple(server.addresses), device="cpu", state="whole", num_have=0, grant=grant
     )
     return PeerClient(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
-def test_reader_gets_map_table_and_log(door: PeerServer, holding: LocalWeights) -> None:
+def test_reader_gets_map_table_and_log(server: PeerServer, holding: LocalWeights) -> None:
     mark_verified(holding, 2)
-    with peer(door, holding.key) as reader:
+    with peer(server, holding.key) as reader:
         reader.lease()
         assert holding.num_readers == 1
         found = reader.map()
         assert (found.key, found.num_chunks, len(found.regions)) == (holding.key, 10, 5)
         assert from_message(reader.table()).digest == holding.layout.digest
         assert reader.log(0, 0.0).serial == 1
-    assert door.num_readers(holding.key) == 0
+    assert server.num_readers(holding.key) == 0
 
 
-def test_leases_are_limited_and_reusable(door: PeerServer, holding: LocalWeights) -> None:
-    first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
+def test_leases_are_limited_and_reusable(server: PeerServer, holding: LocalWeights) -> None:
+    first, second = peer(server, holding.key, member="a"), peer(server, holding.key, member="b")
     first.lease(), second.lease()
-    with peer(door, holding.key, member="c") as third:
+    with peer(server, holding.key, member="c") as third:
         with pytest.raises(SourceBusy, match="maximum number of readers"):
             third.lease()
         first.close()
@@ -97,31 +97,31 @@ def test_leases_are_limited_and_reusable(door: PeerServer, holding: LocalWeights
     second.close()
 
 
-def test_members_with_same_token_share_leases(door: PeerServer, holding: LocalWeights) -> None:
+def test_members_with_same_token_share_leases(server: PeerServer, holding: LocalWeights) -> None:
     with ExitStack() as stack:
 
         def lease(member: str, token: bytes) -> PeerClient:
-            reader = stack.enter_context(peer(door, holding.key, member=member, grant=b"good" + token))
+            reader = stack.enter_context(peer(server, holding.key, member=member, grant=b"good" + token))
             reader.lease()
             return reader
 
         first, second = lease("a", b"greedy"), lease("b", b"greedy")
         lease("c", b"other")
-        # The oldest of the greedy token's readers gave way. What it reads now is not cut off.
+        # The greedy token's oldest reader was displaced, but its lease is not revoked.
         with pytest.raises(SourceBusy, match="fewer"):
             first.log(0, 0.0)
-        assert door.num_readers(holding.key) == 3 and holding.num_readers == 2
+        assert server.num_readers(holding.key) == 3 and holding.num_readers == 2
         second.log(0, 0.0)
-        # Both tokens have as many now.
+        # Now both tokens have the same number of readers.
         for token in (b"greedy", b"other", b"third"):
             with pytest.raises(SourceBusy, match="maximum number of readers"):
                 lease("d", token)
         first.close()
-        assert door.num_readers(holding.key) == 2
+        assert server.num_readers(holding.key) == 2
 
 
-def test_lease_is_kept_against_same_token(door: PeerServer, holding: LocalWeights) -> None:
-    readers = [peer(door, holding.key, member=name, grant=b"good-one") for name in "abc"]
+def test_same_token_does_not_displace_lease(server: PeerServer, holding: LocalWeights) -> None:
+    readers = [peer(server, holding.key, member=name, grant=b"good-one") for name in "abc"]
     readers[0].lease(), readers[1].lease()
     with pytest.raises(SourceBusy, match="maximum number of readers"):
         readers[2].lease()
@@ -130,10 +130,10 @@ def test_lease_is_kept_against_same_token(door: PeerServer, holding: LocalWeight
 
 
 def test_displaced_silent_reader_loses_lease(
-    door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grants = {"a": b"good-1", "b": b"good-1", "c": b"good-2"}
-    readers = [peer(door, holding.key, member=name, grant=grant) for name, grant in grants.items()]
+    readers = [peer(server, holding.key, member=name, grant=grant) for name, grant in grants.items()]
     for reader in readers:
         reader.lease()
     monkeypatch.setattr("penstock.peer.server.LEASE_TTL_S", 0.1)
@@ -143,54 +143,54 @@ def test_displaced_silent_reader_loses_lease(
         with pytest.raises((SourceBusy, PermissionDenied)):
             readers[0].log(0, 0.0)
         time.sleep(0.02)
-    assert door.num_readers(holding.key) == 2
+    assert server.num_readers(holding.key) == 2
     for reader in readers:
         reader.close()
 
 
-def test_restarted_reader_reuses_its_lease(door: PeerServer, holding: LocalWeights) -> None:
-    readers = [peer(door, holding.key) for _ in range(5)]
+def test_restarted_reader_reuses_its_lease(server: PeerServer, holding: LocalWeights) -> None:
+    readers = [peer(server, holding.key) for _ in range(5)]
     for reader in readers:
         reader.lease()
-    assert door.num_readers(holding.key) == 1
+    assert server.num_readers(holding.key) == 1
     for reader in readers:
         reader.close()
 
 
-def test_bad_grant_key_or_lease_is_refused(door: PeerServer, holding: LocalWeights) -> None:
-    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
+def test_bad_grant_key_or_lease_is_refused(server: PeerServer, holding: LocalWeights) -> None:
+    with peer(server, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
-    with peer(door, "0" * 32) as reader, pytest.raises(NotFound):
+    with peer(server, "0" * 32) as reader, pytest.raises(NotFound):
         reader.lease()
-    with peer(door, holding.key) as reader:
+    with peer(server, holding.key) as reader:
         reader.lease()
-        door.release(reader._lease.lease)
+        server.release(reader._lease.lease)
         with pytest.raises(PermissionDenied, match="expired"):
             reader.log(0, 0.0)
 
 
-def test_draining_refuses_new_leases_and_waits(door: PeerServer, holding: LocalWeights) -> None:
-    reader = peer(door, holding.key)
+def test_draining_refuses_new_leases_and_waits(server: PeerServer, holding: LocalWeights) -> None:
+    reader = peer(server, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.close).start()
-    assert door.drain(holding.key, 10.0) == 0
-    with peer(door, holding.key) as late, pytest.raises(NotFound):
+    assert server.drain(holding.key, 10.0) == 0
+    with peer(server, holding.key) as late, pytest.raises(NotFound):
         late.lease()
 
 
-def test_pending_request_can_be_interrupted(door: PeerServer, holding: LocalWeights) -> None:
-    reader = peer(door, holding.key)
+def test_pending_request_can_be_interrupted(server: PeerServer, holding: LocalWeights) -> None:
+    reader = peer(server, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.interrupt).start()
     with pytest.raises(PeerLost):
         reader.log(0, 5.0)
     reader.close()
-    assert door.num_readers(holding.key) == 0
+    assert server.num_readers(holding.key) == 0
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_lease_is_released_over_open_connection(
-    door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+    server: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ) -> None:
     opened: list[str] = []
     connect = client.connect_peer_socket
@@ -200,15 +200,15 @@ def test_lease_is_released_over_open_connection(
         return connect(path, timeout_s)
 
     monkeypatch.setattr(client, "connect_peer_socket", count)
-    reader = peer(door, holding.key)
+    reader = peer(server, holding.key)
     reader.lease()
     if is_interrupted:
         reader.interrupt()
-        # Else a request that begins a moment after the interrupt would wait for news.
+        # A request after the interrupt must not wait.
         with pytest.raises(PeerLost, match="interrupted"):
             reader.log(0, 5.0)
     reader.close()
-    assert door.num_readers(holding.key) == 0 and len(opened) == 1
+    assert server.num_readers(holding.key) == 0 and len(opened) == 1
 
 
 def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding: LocalWeights) -> None:
@@ -233,14 +233,14 @@ def test_wildcard_listen_address_is_refused(tmp_path: Path) -> None:
 
 
 def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
-    door.show(holding)
-    door.addresses = door.addresses[1:]
-    with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
+    server = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    server.show(holding)
+    server.addresses = server.addresses[1:]
+    with peer(server, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
-    with peer(door, holding.key) as reader:
+    with peer(server, holding.key) as reader:
         assert reader.lease().ttl_s > 0
-    door.close()
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -261,16 +261,14 @@ def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeig
         ("GET", "//[x/", b"", 400),
     ],
 )
-def test_hostile_requests_are_answered_and_change_nothing(
-    tmp_path: Path, verb: str, path: str, body: bytes, code: int
-) -> None:
-    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
-    host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
+def test_hostile_request_returns_http_status(tmp_path: Path, verb: str, path: str, body: bytes, code: int) -> None:
+    server = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    host, _, port = server.addresses[1].removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.request(verb, path, body)
     assert connection.getresponse().status == code
     connection.close()
-    door.close()
+    server.close()
 
 
 @pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
@@ -281,13 +279,13 @@ def test_invalid_listen_address_raises_config_error(tmp_path: Path, listen: str)
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer.start(member_socket(tmp_path), allow, listen="[::1]:0")
-    door.show(holding)
-    door.addresses = door.addresses[1:]
-    assert door.addresses[0].startswith("http://[::1]:")
-    with peer(door, holding.key) as reader:
+    server = PeerServer.start(member_socket(tmp_path), allow, listen="[::1]:0")
+    server.show(holding)
+    server.addresses = server.addresses[1:]
+    assert server.addresses[0].startswith("http://[::1]:")
+    with peer(server, holding.key) as reader:
         assert reader.lease().ttl_s > 0
-    door.close()
+    server.close()
     with pytest.raises(ConfigError, match="other members cannot connect to this address"):
         PeerServer.start(member_socket(tmp_path), allow, listen="[::]:0")
 
@@ -298,18 +296,18 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 def test_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
     path = member_socket(tmp_path)
-    door = PeerServer.start(path, allow)
+    server = PeerServer.start(path, allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
         slow.connect(str(path))
-        slow.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")  # an earlier request gives no more time
+        slow.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")  # must not extend the deadline
         time.sleep(1.1)
         assert b"204" in slow.recv(999)
         slow.settimeout(0.05)
         slow.sendall(begun)
         deadline, is_open = time.monotonic() + 20.0, True
         while is_open:
-            assert time.monotonic() < deadline  # a byte each 50 ms never was 30 s of silence
+            assert time.monotonic() < deadline  # every byte restarts the silence timeout
             try:
                 slow.sendall(b"x")
                 is_open = bool(slow.recv(999))
@@ -317,62 +315,62 @@ def test_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: py
                 continue
             except OSError:
                 is_open = False
-    door.close()
+    server.close()
 
 
 def test_readers_share_rate_limit(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer.start(member_socket(tmp_path), allow, max_bytes_per_s=1000)
-    door.show(holding)
-    with peer(door, holding.key, member="a") as first:
+    server = PeerServer.start(member_socket(tmp_path), allow, max_bytes_per_s=1000)
+    server.show(holding)
+    with peer(server, holding.key, member="a") as first:
         assert first.lease().max_bytes_per_s == 1000
-        with peer(door, holding.key, member="b") as second:
+        with peer(server, holding.key, member="b") as second:
             assert second.lease().max_bytes_per_s == first.log(0, 0.0).max_bytes_per_s == 500
         assert first.log(0, 0.0).max_bytes_per_s == 1000
-    door.close()
+    server.close()
 
 
-def test_interrupted_reader_releases_its_lease(door: PeerServer, holding: LocalWeights) -> None:
+def test_interrupted_reader_releases_its_lease(server: PeerServer, holding: LocalWeights) -> None:
     for _ in range(20):
-        reader = peer(door, holding.key)
+        reader = peer(server, holding.key)
         reader.lease()
         ended = threading.Thread(target=reader.close)
         ended.start()
         reader.interrupt()
         ended.join()
-        assert door.num_readers(holding.key) == 0
+        assert server.num_readers(holding.key) == 0
 
 
 def test_unusable_listen_path_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
-        PeerServer.start(tmp_path / ("long" * 40) / "door.sock", allow)
+        PeerServer.start(tmp_path / ("long" * 40) / "peer.sock", allow)
     with pytest.raises(ConfigError, match="cannot listen on"):
         PeerServer.start(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
-def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:
+def test_closed_server_is_garbage_collected(tmp_path: Path) -> None:
     path = member_socket(tmp_path)
-    door = PeerServer.start(path, allow)
-    with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
+    server = PeerServer.start(path, allow)
+    with socket.socket(socket.AF_UNIX) as stopped:  # a suspended reader neither sends nor closes
         stopped.settimeout(20.0)
         stopped.connect(str(path))
         stopped.sendall(b"GET /v1/alive HTTP/1.1\r\n\r\n")
         assert b"204" in stopped.recv(999)
-        door.close()
+        server.close()
         assert stopped.recv(999) == b""
-        gone = weakref.ref(door)
-        del door
+        gone = weakref.ref(server)
+        del server
         deadline = time.monotonic() + 20.0
         while gone() is not None:
-            assert time.monotonic() < deadline, "a thread keeps the door"
+            assert time.monotonic() < deadline, "a thread holds the server"
             gc.collect()
             time.sleep(0.01)
 
 
 def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
-    door.show(holding)
-    host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
-    admission = door._servers[1]._listener.admission
+    server = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    server.show(holding)
+    host, _, port = server.addresses[1].removeprefix("http://").rpartition(":")
+    admission = server._servers[1]._listener.admission
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     for verb, path in (("GET", "/v1/alive"), ("GET", "/v1/alive/"), ("DELETE", "/v1/leases/none"), ("GET", "/v1/x")):
         connection.request(verb, path)
@@ -385,13 +383,13 @@ def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: Loca
     connection.request("DELETE", f"/v1/leases/{lease}")
     assert connection.getresponse().status == 204
     connection.close()
-    door.close()
+    server.close()
 
 
 def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
     path = member_socket(tmp_path)
-    door = PeerServer.start(path, allow)
+    server = PeerServer.start(path, allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
     with first, more:
@@ -410,48 +408,48 @@ def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest
                 late.sendall(ask)
                 found = late.recv(999)
         assert b"204" in found
-    door.close()
+    server.close()
 
 
-def ask_raw(door: PeerServer, request: bytes) -> bytes:
-    """Send bytes to the server's socket; return the first line of the answer."""
+def ask_raw(server: PeerServer, request: bytes) -> bytes:
+    """Send bytes to the server's socket. Return the status line of the response."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
-        sock.connect(door.addresses[0].removeprefix("unix://"))
+        sock.connect(server.addresses[0].removeprefix("unix://"))
         sock.sendall(request)
         return sock.recv(65536).partition(b"\r\n")[0]
 
 
-def test_deeply_nested_body_is_malformed(door: PeerServer) -> None:
+def test_deeply_nested_body_is_malformed(server: PeerServer) -> None:
     body = b"\x81\xa1x" + b"\x91" * 60_000 + b"\xc0"
     head = b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     for _ in range(3):
-        assert ask_raw(door, head + body).startswith(b"HTTP/1.1 400")
+        assert ask_raw(server, head + body).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("query", ["after=0&wait_ms=" + "9" * 400, "after=" + "9" * 400 + "&wait_ms=0"])
-def test_overlong_number_is_malformed(door: PeerServer, holding: LocalWeights, query: str) -> None:
-    with peer(door, holding.key) as reader:
+def test_overlong_number_is_malformed(server: PeerServer, holding: LocalWeights, query: str) -> None:
+    with peer(server, holding.key) as reader:
         lease = reader.lease().lease
         request = f"GET /v1/leases/{lease}/log?{query} HTTP/1.1\r\nHost: x\r\n\r\n"
-        assert ask_raw(door, request.encode()).startswith(b"HTTP/1.1 400")
+        assert ask_raw(server, request.encode()).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
-        pytest.param(b"\x81\xa5lease\xa2\xff\xff", id="no UTF-8"),
+        pytest.param(b"\x81\xa5lease\xa2\xff\xff", id="invalid UTF-8"),
         pytest.param(b"\x81\xa5lease" + b"\x91" * 60_000 + b"\xc0", id="nested"),
-        pytest.param(msgspec.msgpack.encode({"lease": "a b", "ttl_s": 1.0}), id="a lease that is no id"),
-        pytest.param(msgspec.msgpack.encode({"lease": "a\r\nX: y", "ttl_s": 1.0}), id="a line break in it"),
+        pytest.param(msgspec.msgpack.encode({"lease": "a b", "ttl_s": 1.0}), id="invalid lease id"),
+        pytest.param(msgspec.msgpack.encode({"lease": "a\r\nX: y", "ttl_s": 1.0}), id="line break in lease id"),
     ],
 )
-def test_undecodable_answer_blames_source(tmp_path: Path, answer: bytes) -> None:
+def test_malformed_response_blames_source(tmp_path: Path, response: bytes) -> None:
     def serve(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock:
             sock.recv(65536)
-            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(response) + response)
             sock.recv(1)
 
     path = member_socket(tmp_path)

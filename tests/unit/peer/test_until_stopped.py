@@ -26,7 +26,7 @@ def test_ready_error_restores_signal_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def ready() -> None:
-        raise BrokenPipeError("nobody reads")
+        raise BrokenPipeError("closed pipe")
 
     with pytest.raises(BrokenPipeError):
         until_stopped(threading.Event(), lambda: None, ready=ready)

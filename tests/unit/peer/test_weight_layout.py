@@ -18,50 +18,50 @@ from penstock.types import DType
 
 def test_layout_is_sorted_by_name() -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(4, dtype=torch.bfloat16)}
-    line, rows = layout_of_tensors(tensors)
+    layout, rows = layout_of_tensors(tensors)
     again, _ = layout_of_tensors(dict(reversed(tensors.items())))
-    assert line.table.names == ("a", "b") and line.digest == again.digest
+    assert layout.table.names == ("a", "b") and layout.digest == again.digest
     assert [row.numel() for row in rows] == [8, 24]
     assert rows[1].data_ptr() == tensors["b"].data_ptr()
 
 
 def test_tied_tensors_form_one_row() -> None:
     weight = torch.ones(3)
-    line, rows = layout_of_tensors({"head": weight, "embed": weight.detach()})
-    assert line.table.names == ("embed",) and len(rows) == 1
+    layout, rows = layout_of_tensors({"head": weight, "embed": weight.detach()})
+    assert layout.table.names == ("embed",) and len(rows) == 1
 
 
 def test_empty_tensors_are_rows_without_bytes() -> None:
-    line, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
-    assert line.table.nbytes.tolist() == [0, 0, 8] and line.chunks.num_chunks == 1
+    layout, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
+    assert layout.table.nbytes.tolist() == [0, 0, 8] and layout.chunks.num_chunks == 1
 
 
-def test_strided_tensor_is_refused_by_name() -> None:
+def test_strided_tensor_error_names_tensor() -> None:
     with pytest.raises(PlanError) as caught:
         layout_of_tensors({"w": torch.ones(4, 4).t()[:2]})
     assert caught.value.tensor == "w"
 
 
-def test_described_table_gives_equal_layout() -> None:
+def test_table_message_restores_layout() -> None:
     table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
-    line = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16, stem="adapter_model.fp16")
-    assert line.digest == WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16).digest
-    wire = msgspec.msgpack.encode(to_message(line))
+    layout = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16, stem="adapter_model.fp16")
+    assert layout.digest == WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16).digest
+    wire = msgspec.msgpack.encode(to_message(layout))
     found = from_message(msgspec.msgpack.decode(wire, type=TableMessage))
-    assert found.digest == line.digest and found.stem == line.stem
+    assert found.digest == layout.digest and found.stem == layout.stem
     assert found.table.names == ("w", "x")
-    assert found.chunks.nbytes.tolist() == line.chunks.nbytes.tolist()
+    assert found.chunks.nbytes.tolist() == layout.chunks.nbytes.tolist()
 
 
 def test_table_from_older_release_has_default_stem() -> None:
     message = to_message(WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem="adapter_model"))
-    told = msgspec.to_builtins(message)
-    del told["stem"]
-    assert from_message(msgspec.convert(told, TableMessage)).stem == "model"
+    fields = msgspec.to_builtins(message)
+    del fields["stem"]
+    assert from_message(msgspec.convert(fields, TableMessage)).stem == "model"
 
 
 @pytest.mark.parametrize("stem", ["имя", "a" * 101, ".x"])
-def test_odd_stem_in_own_files_is_not_sent(stem: str) -> None:
+def test_invalid_stem_is_not_sent(stem: str) -> None:
     layout = WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem=stem)
     assert from_message(to_message(layout)).stem == "model"
 

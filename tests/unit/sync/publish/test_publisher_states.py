@@ -1,4 +1,4 @@
-"""Every state of a publisher and every change between them, on a hub and members in memory."""
+"""Every state of a publisher and every transition, with a hub and members in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ S = PublisherState
 
 
 class Rank:
-    """A publisher rank in memory, not yet opened."""
+    """A publisher rank in memory, before it is opened."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class Rank:
         self._options: dict[str, Any] = {"mode": mode, "rank": rank, "world_size": world_size}
 
     def make_publisher(self) -> Publisher:
-        """Return the publisher without opening it."""
         return Publisher(self.membership, self._tensors, **self._options)
 
     def open(self) -> Publisher:
@@ -83,16 +82,14 @@ def publishing(pool: ThreadPoolExecutor, publisher: Publisher, version: int, **t
     return pool.submit(publisher.publish, version, **terms)
 
 
-def news(publisher: Publisher, hub: Hub) -> tuple[int, str]:
+def listed(publisher: Publisher, hub: Hub) -> tuple[int, str]:
     """Return the version and the state that the hub lists."""
-    (listed,) = [
-        other.state for other in publisher.member.sync("policy").members if other.member == publisher.member.id
-    ]
-    return listed.version, listed.state
+    (found,) = [other.state for other in publisher.member.sync("policy").members if other.member == publisher.member.id]
+    return found.version, found.state
 
 
 def fail_once(rank: Rank, publisher: Publisher, state: PublisherState) -> None:
-    """Fail the next report to the hub that is sent in a state."""
+    """Make the next report to the hub in this state fail."""
 
     def report() -> None:
         if publisher.state is state:
@@ -110,19 +107,16 @@ def test_constructor_reports_nothing(hub: Hub) -> None:
     assert not rank.member.sync("policy").members
 
 
-def test_table_names_every_state() -> None:
+def test_transition_table_includes_every_state() -> None:
     assert set(NEXT) == set(PublisherState)
     assert all(S.CLOSED in following for state, following in NEXT.items() if state is not S.CLOSED)
     assert not NEXT[S.CLOSED]
 
 
-# -- Opening.
-
-
 def test_open_claims_the_name(hub: Hub) -> None:
     publisher = Rank(hub).open()
     assert publisher.state is S.IDLE
-    assert news(publisher, hub) == (-1, "idle")
+    assert listed(publisher, hub) == (-1, "idle")
 
 
 def test_open_next_to_live_group_raises(hub: Hub) -> None:
@@ -142,7 +136,7 @@ def test_open_next_to_dead_group_succeeds(hub: Hub) -> None:
     assert Rank(hub, "p1").open().state is S.IDLE
 
 
-def test_open_next_to_silent_group_ends_at_deadline(hub: Hub) -> None:
+def test_open_next_to_silent_group_stalls(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
@@ -165,15 +159,12 @@ def test_open_with_lost_rank_0_raises(hub: Hub) -> None:
         Rank(hub, "p1", rank=1, world_size=2, stall_s=0.2).open()
 
 
-# -- A snapshot that each subscriber takes by itself.
-
-
 def test_snapshot_is_served(hub: Hub) -> None:
     publisher = Rank(hub).open()
     for version in (3, 5):
         report = publisher.publish(version)
         assert (publisher.state, report.version, report.outcome) == (S.SERVING, version, "")
-        assert news(publisher, hub) == (version, "open")
+        assert listed(publisher, hub) == (version, "open")
 
 
 def test_wrong_version_keeps_state(hub: Hub) -> None:
@@ -181,7 +172,7 @@ def test_wrong_version_keeps_state(hub: Hub) -> None:
     publisher.publish(3)
     with pytest.raises(ConfigError, match="not above 3"):
         publisher.publish(3)
-    assert publisher.state is S.SERVING and news(publisher, hub) == (3, "open")
+    assert publisher.state is S.SERVING and listed(publisher, hub) == (3, "open")
 
 
 def test_failed_snapshot_is_not_served(hub: Hub) -> None:
@@ -191,7 +182,7 @@ def test_failed_snapshot_is_not_served(hub: Hub) -> None:
     fail_once(rank, publisher, S.SHOWING)
     with pytest.raises(DestinationError):
         publisher.publish(2)
-    assert publisher.state is S.IDLE and news(publisher, hub) == (2, "idle")
+    assert publisher.state is S.IDLE and listed(publisher, hub) == (2, "idle")
     publisher.publish(3)
     assert publisher.state is S.SERVING
 
@@ -214,20 +205,17 @@ def test_changed_shape_after_serving_raises(hub: Hub) -> None:
     rank.params["w0"] = torch.arange(9.0)
     with pytest.raises(ConfigError, match="changed their dtype or shape"):
         publisher.publish(2)
-    assert publisher.state is S.SERVING and news(publisher, hub) == (1, "open")
+    assert publisher.state is S.SERVING and listed(publisher, hub) == (1, "open")
 
 
-# -- Live.
-
-
-def test_live_version_waits_for_its_subscriber(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_live_publish_waits_for_subscriber(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1)
     wait_for(publisher, S.WAITING)
-    assert news(publisher, hub) == (1, "open") and not report.done()
+    assert listed(publisher, hub) == (1, "open") and not report.done()
     subscriber.report(publisher.member.id, 1, "committed")
     assert report.result(10).committed == (subscriber.member.id,)
-    assert publisher.state is S.IDLE and news(publisher, hub) == (1, "idle")
+    assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
 def test_live_subscriber_that_dies_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
@@ -251,10 +239,10 @@ def test_failed_live_version_is_not_readable(hub: Hub) -> None:
     fail_once(rank, publisher, S.SHOWING)
     with pytest.raises(DestinationError):
         publisher.publish(1)
-    assert publisher.state is S.IDLE and news(publisher, hub) == (1, "idle")
+    assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_hub_lost_while_showing_ends_the_version(hub: Hub) -> None:
+def test_hub_lost_while_showing_aborts_version(hub: Hub) -> None:
     rank = Rank(hub, mode="live")
     publisher = rank.open()
 
@@ -268,13 +256,10 @@ def test_hub_lost_while_showing_ends_the_version(hub: Hub) -> None:
     assert publisher.state is S.IDLE and publisher.version == -1
 
 
-# -- Two-phase commit.
-
-
 def test_prepared_snapshot_is_committed(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     assert publisher.publish(1, commit="all").outcome == "pending"
-    assert publisher.state is S.DECIDING and news(publisher, hub) == (1, "open")
+    assert publisher.state is S.DECIDING and listed(publisher, hub) == (1, "open")
     subscriber.report(publisher.member.id, 1, "prepared")
     report = publisher.wait_decision()
     assert (report.outcome, report.committed) == ("committed", (subscriber.member.id,))
@@ -290,9 +275,9 @@ def test_refused_snapshot_is_withdrawn(hub: Hub) -> None:
     subscriber.report(publisher.member.id, 2, "refused", why="wrong log-probs")
     with pytest.raises(VersionRefused, match="wrong log-probs"):
         publisher.wait_decision()
-    assert publisher.state is S.WITHDRAWN and news(publisher, hub) == (1, "idle")
+    assert publisher.state is S.WITHDRAWN and listed(publisher, hub) == (1, "idle")
     publisher.publish(3)
-    assert publisher.state is S.SERVING and news(publisher, hub) == (3, "open")
+    assert publisher.state is S.SERVING and listed(publisher, hub) == (3, "open")
 
 
 def test_stalled_subscriber_is_left_out(hub: Hub) -> None:
@@ -324,7 +309,7 @@ def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_withdrawal_at_the_hub_stands(hub: Hub) -> None:
+def test_withdrawal_at_hub_overrides_verdict(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all")
     decision = FleetDecision(epoch=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
@@ -353,7 +338,7 @@ def test_failed_two_phase_version_is_withdrawn(hub: Hub) -> None:
     fail_once(rank, publisher, S.SHOWING)
     with pytest.raises(DestinationError):
         publisher.publish(2, commit="all")
-    assert publisher.state is S.WITHDRAWN and news(publisher, hub) == (1, "idle")
+    assert publisher.state is S.WITHDRAWN and listed(publisher, hub) == (1, "idle")
     decision = subscriber.decision(publisher.member.id, 2).fleet
     assert decision is not None and "the device failed" in decision.why
 
@@ -370,7 +355,7 @@ def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> 
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("prepared", S.IDLE), ("refused", S.WITHDRAWN)])
-def test_live_two_phase_version_is_committed(
+def test_live_two_phase_version_follows_reports(
     hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState
 ) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
@@ -382,10 +367,7 @@ def test_live_two_phase_version_is_committed(
     else:
         with pytest.raises(VersionRefused, match="wrong log-probs"):
             report.result(10)
-    assert publisher.state is state and news(publisher, hub)[1] == "idle"
-
-
-# -- Other ranks.
+    assert publisher.state is state and listed(publisher, hub)[1] == "idle"
 
 
 def two_ranks(hub: Hub, mode: PublishMode, stall_s: float = 5.0) -> tuple[Rank, Publisher, Rank, Publisher]:
@@ -407,7 +389,7 @@ def test_second_rank_follows_decision(hub: Hub, pool: ThreadPoolExecutor) -> Non
     assert second.state is S.WITHDRAWN
 
 
-def test_rank_0_lost_while_waiting_ends_the_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_rank_0_lost_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
     zero, first, _, second = two_ranks(hub, "live", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     publishing(pool, first, 1)
@@ -455,9 +437,6 @@ def test_missing_ranks_are_named(hub: Hub) -> None:
     with pytest.raises(SourceStalled, match="0 of 1 subscribers"):
         publisher.wait_subscribers(1, timeout_s=0.05)
     assert publisher.state is S.IDLE
-
-
-# -- Closing.
 
 
 def test_close_before_open_is_idempotent(hub: Hub) -> None:

@@ -1,4 +1,4 @@
-"""A live publish waits for its subscribers, and reports the outcome of each."""
+"""A live publish waits for its subscribers, and reports the outcome of each subscriber."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from penstock.sync.publish.rank_group import SubscriberProgress
 from penstock.timing import Timing
 
 
-def waited(
-    one: SubscriberProgress, version: int, *, stall_s: float = 5.0, gone: str = ""
+def start_wait(
+    progress: SubscriberProgress, version: int, *, stall_s: float = 5.0, gone: str = ""
 ) -> tuple[list[Decision], threading.Thread]:
     found: list[Decision] = []
 
     def work() -> None:
-        found.append(one.wait(version, stall_s=stall_s, is_gone=lambda member: member == gone))
+        found.append(progress.wait(version, stall_s=stall_s, is_gone=lambda member: member == gone))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -24,72 +24,72 @@ def waited(
 
 
 def report_progress(
-    one: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
+    progress: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
 ) -> None:
-    one.note_progress(member, RankProgress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
+    progress.note_progress(member, RankProgress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
 
 
-def test_wait_reports_outcome_of_every_known_subscriber() -> None:
-    one = SubscriberProgress()
-    one.begin(3, ["a", "b"])
-    found, thread = waited(one, 3)
-    report_progress(one, "a", 3, "committed")
-    report_progress(one, "c", 3, "committed")  # came meanwhile
-    assert not one.decision(3, 0.1).is_over
-    report_progress(one, "b", 3, "failed", why="no room")
+def test_wait_returns_outcome_of_every_subscriber() -> None:
+    progress = SubscriberProgress()
+    progress.begin(3, ["a", "b"])
+    found, thread = start_wait(progress, 3)
+    report_progress(progress, "a", 3, "committed")
+    report_progress(progress, "c", 3, "committed")  # joined during the publish
+    assert not progress.decision(3, 0.1).is_over
+    report_progress(progress, "b", 3, "failed", why="no space")
     thread.join(10)
     (decision,) = found
-    assert (decision.committed, decision.late, decision.failed) == (("a", "c"), (), {"b": "no room"})
-    assert one.decision(3, 0.0) == decision
-    assert not one.decision(4, 0.0).is_begun
+    assert (decision.committed, decision.late, decision.failed) == (("a", "c"), (), {"b": "no space"})
+    assert progress.decision(3, 0.0) == decision
+    assert not progress.decision(4, 0.0).is_begun
 
 
-def test_wait_without_subscribers_returns_at_once() -> None:
-    one = SubscriberProgress()
-    one.begin(1, [])
-    assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
+def test_wait_without_subscribers_returns_immediately() -> None:
+    progress = SubscriberProgress()
+    progress.begin(1, [])
+    assert progress.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
 
 
 def test_stalled_subscriber_is_late_until_it_returns() -> None:
-    one = SubscriberProgress()
-    one.begin(1, ["a", "b"])
-    found, thread = waited(one, 1, stall_s=2.0)
-    for moved in range(8):  # slow, and getting on
-        report_progress(one, "a", 1, moved=moved + 1)
+    progress = SubscriberProgress()
+    progress.begin(1, ["a", "b"])
+    found, thread = start_wait(progress, 1, stall_s=2.0)
+    for moved in range(8):  # slow progress
+        report_progress(progress, "a", 1, moved=moved + 1)
         time.sleep(0.3)
-    report_progress(one, "a", 1, "committed")
+    report_progress(progress, "a", 1, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ("b",))
-    one.begin(2, ["a", "b"])
-    found, thread = waited(one, 2)
-    report_progress(one, "a", 2, "committed")
+    progress.begin(2, ["a", "b"])
+    found, thread = start_wait(progress, 2)
+    report_progress(progress, "a", 2, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ())
-    one.note_request("b")
-    one.begin(3, ["b"])
-    assert not one.decision(3, 0.0).is_over
+    progress.note_request("b")
+    progress.begin(3, ["b"])
+    assert not progress.decision(3, 0.0).is_over
 
 
-def test_dead_subscriber_ends_the_wait() -> None:
-    one = SubscriberProgress(Timing(probe_interval_s=0.05))
-    one.begin(1, ["a"])
-    found, thread = waited(one, 1, stall_s=60.0, gone="a")
+def test_dead_subscriber_is_reported_as_failed() -> None:
+    progress = SubscriberProgress(Timing(probe_interval_s=0.05))
+    progress.begin(1, ["a"])
+    found, thread = start_wait(progress, 1, stall_s=60.0, gone="a")
     thread.join(10)
     assert found[0].failed == {"a": "its process is gone"}
 
 
-def test_failure_without_version_counts_for_shown_version() -> None:
-    one = SubscriberProgress()
-    one.begin(1, ["a"])
-    report_progress(one, "a", -1, "failed", why="names differ")
-    assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
+def test_failure_without_version_counts_for_newest() -> None:
+    progress = SubscriberProgress()
+    progress.begin(1, ["a"])
+    report_progress(progress, "a", -1, "failed", why="names differ")
+    assert progress.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
 
 
 def test_later_success_clears_failure() -> None:
-    one = SubscriberProgress()
-    one.begin(1, ["a", "b"])
-    report_progress(one, "a", 1, "failed", why="a source was lost")
-    report_progress(one, "a", 1, "committed")
-    report_progress(one, "b", 1, "committed")
-    decision = one.wait(1, stall_s=60.0, is_gone=lambda _: False)
+    progress = SubscriberProgress()
+    progress.begin(1, ["a", "b"])
+    report_progress(progress, "a", 1, "failed", why="a source was lost")
+    report_progress(progress, "a", 1, "committed")
+    report_progress(progress, "b", 1, "committed")
+    decision = progress.wait(1, stall_s=60.0, is_gone=lambda _: False)
     assert (set(decision.committed), decision.failed) == ({"a", "b"}, {})

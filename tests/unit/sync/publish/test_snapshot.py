@@ -1,4 +1,4 @@
-"""A snapshot: rows that receivers read while others are copied, every byte of every row, nothing after a failure."""
+"""Snapshots: rows are readable while others are copied, every byte is copied, and a failed copy is not readable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def strips_at(at: int, nbytes: int) -> Strips:
     return Strips(at=np.array([at]), run_bytes=one, num_rows=np.array([1]), pitch=one)
 
 
-def paused(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None]) -> None:
+def call_before_copy(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None]) -> None:
     """Call a function before the copy of this number begins."""
     queue, count = MemoryCopy.queue, [0]
 
@@ -63,27 +63,27 @@ def test_rows_are_readable_before_copy_ends(
         served = snapshot.local_version
 
         def look() -> None:
-            # Layers 0 to 2 are copied, in this order, and no other.
+            # Only layers 0 to 2 are copied so far.
             assert announced == [7]
             version_map = served.map()
             assert not version_map.is_ready
-            answers = [
+            replies = [
                 served.digests(
                     strips_at(int(at), ROW_BYTES), version=7, generation=version_map.generation, wait_s=0.0
                 ).digests
                 for at in layout.offset
             ]
-            assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3
+            assert [reply is not None for reply in replies] == [True] * 3 + [False] * 3
             wanted = strip_digests(whole(live), strips_at(int(layout.offset[1]), ROW_BYTES))
-            assert np.array_equal(answers[1], wanted)
+            assert np.array_equal(replies[1], wanted)
 
-        paused(monkeypatch, 4, look)
+        call_before_copy(monkeypatch, 4, look)
         snapshot.snapshot(7, announce=lambda: announced.append(7))
         assert np.array_equal(whole(served), whole(live))
         assert served.map().is_ready
 
 
-def test_host_copy_is_announced_when_complete(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copy_is_announced_after_completion(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     live = held(sharded("p", SHAPES, 0, 1, 1)[0], links)
     announced: list[bool] = []
     with VersionSnapshot(live.layout, live.regions.memories, links, on_host=True) as snapshot:
@@ -117,8 +117,8 @@ def test_each_row_byte_is_in_one_strip(rows: list[tuple[int, int, int]], gap: in
     assert gap or covered.sum() == wanted.sum()
 
 
-class Recorded:
-    """A batch on a device that never ends, or on the host."""
+class LoggedBatch:
+    """A batch on a device or on the host that logs its calls."""
 
     def __init__(self, number: int, log: list[str], *, on_device: bool) -> None:
         self.rows = np.array([number])
@@ -127,11 +127,11 @@ class Recorded:
 
     def queue(self) -> list[torch.cuda.Event]:
         self._log.append(f"queue {self.rows[0]}")
-        return [Passed()] if self._on_device else []  # type: ignore[list-item]
+        return [CompletedEvent()] if self._on_device else []  # type: ignore[list-item]
 
 
-class Passed:
-    """An event that the device has passed."""
+class CompletedEvent:
+    """A completed event of a device."""
 
     def query(self) -> bool:
         return True
@@ -139,14 +139,14 @@ class Passed:
 
 def test_device_batches_queue_ahead_of_host_batches() -> None:
     log: list[str] = []
-    batches = [Recorded(i, log, on_device=True) for i in range(4)]
+    batches = [LoggedBatch(i, log, on_device=True) for i in range(4)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
     assert log == [
         *("queue 0", "queue 1", "queue 2", "ready 0", "queue 3", "ready 1"),
         *("ready 2", "ready 3"),
     ]
     log.clear()
-    batches = [Recorded(i, log, on_device=False) for i in range(2)]
+    batches = [LoggedBatch(i, log, on_device=False) for i in range(2)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
     assert log == ["queue 0", "ready 0", "queue 1", "ready 1"]
 
@@ -166,7 +166,7 @@ def test_failed_copy_leaves_no_readable_version(monkeypatch: pytest.MonkeyPatch)
             raise DestinationError("the device failed")
 
         with monkeypatch.context() as patched:
-            paused(patched, 3, fail)
+            call_before_copy(patched, 3, fail)
             with pytest.raises(DestinationError):
                 publisher.publish(2)
         assert all(torch.equal(served[name], value) for name, value in before.items())
@@ -188,10 +188,9 @@ def test_failed_copy_withdraws_fleet_version(monkeypatch: pytest.MonkeyPatch) ->
             raise DestinationError("the device failed")
 
         with monkeypatch.context() as patched:
-            paused(patched, 3, fail)
+            call_before_copy(patched, 3, fail)
             with pytest.raises(DestinationError):
                 publisher.publish(2, commit="all")
-        # Not the version itself, which nobody can read any more.
         with pytest.raises(VersionRefused):
             subscriber.wait(2, timeout_s=10.0)
         publisher.publish(3)
@@ -204,16 +203,16 @@ def test_receiver_reads_during_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
     served = {name: torch.zeros_like(value) for name, value in trained.items()}
     with ps.publisher("early", trained, mode="snapshot") as publisher, ps.subscriber("early", served) as subscriber:
-        said: list[int] = []
-        reader = threading.Thread(target=lambda: said.append(subscriber.update(1, timeout_s=30.0).version))
+        versions: list[int] = []
+        reader = threading.Thread(target=lambda: versions.append(subscriber.update(1, timeout_s=30.0).version))
 
         def begin() -> None:
             reader.start()
-            # The version is there already, and most of its rows are not.
+            # The version is announced, but most of its rows are not copied yet.
             assert subscriber.wait(1, timeout_s=10.0) == 1
 
-        paused(monkeypatch, 2, begin)
+        call_before_copy(monkeypatch, 2, begin)
         publisher.publish(1)
         reader.join(30.0)
-        assert said == [1]
+        assert versions == [1]
         assert all(torch.equal(served[name], value) for name, value in trained.items())

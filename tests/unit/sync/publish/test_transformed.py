@@ -1,4 +1,4 @@
-"""What ranks quantise of their shards is what the whole quantised is, cut: to the bit, however it was sharded."""
+"""Quantised shards are bit-identical to slices of the quantised whole tensor, for any sharding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, tor
 
 
 def sharded(whole: dict[str, torch.Tensor], rank: int, grid: tuple[int, int]) -> dict[str, list[Shard]]:
-    """Chunks of rows and columns, as torch cuts them; some ranks have none."""
+    """Return chunks of rows and columns, as torch shards them. Some ranks have no chunk."""
     row, column = divmod(rank, grid[1])
     found: dict[str, list[Shard]] = {}
     for name, tensor in whole.items():
@@ -55,17 +55,17 @@ def expected(whole: dict[str, torch.Tensor], tag: str) -> dict[str, torch.Tensor
     return found
 
 
-def filled(ranks: Sequence[Transformed], rows: Sequence[Sequence[ShardRow]]) -> None:
-    """As publishers do, of real plans, in one process."""
+def fill_ranks(ranks: Sequence[Transformed], rows: Sequence[Sequence[ShardRow]]) -> None:
+    """Exchange boundary elements by a real plan, and fill all ranks."""
     move(rows, [one.wants for one in ranks])
     for one in ranks:
         ready: list[int] = []
         one.fill(lambda numbers, ready=ready: ready.extend(numbers.tolist()))
-        assert sorted(ready) == list(range(len(one.rows))), "rows are ready once each"
+        assert sorted(ready) == list(range(len(one.rows))), "each row must be ready once"
 
 
 def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str, cuts: int = 2) -> None:
-    """Receivers that cut the rows of codes and scales in parts of their own."""
+    """Check what receivers with a different sharding of codes and scales read."""
     for rank in range(cuts):
         mine = {}
         for name, tensor in truth.items():
@@ -87,47 +87,49 @@ def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str
 def test_sharded_blocks_match_whole_tensor(tag: str, grid: tuple[int, int]) -> None:
     live = [declared(sharded(tensors(), rank, grid)) for rank in range(grid[0] * grid[1])]
     ranks = [Transformed(choose(tag, rows), bucket_bytes=20_000) for rows in live]
-    # Another version in the same memory: what was laid out once is run again.
+    # The second version uses the same memory and the same batches.
     for seed in (0, 1):
         whole = tensors(seed)
         for rank, rows in enumerate(live):
             for row, new in zip(rows, declared(sharded(whole, rank, grid)), strict=True):
                 row.tensor.copy_(new.tensor)
-        filled(ranks, live)
+        fill_ranks(ranks, live)
         check(ranks, expected(whole, tag), tag)
     if grid == (1, 1):
         assert not any(one.wants or one.boundary_bytes for one in ranks)
     blocks = sum(int(np.prod(row.form.box.shape)) for one in ranks for row in one.rows)
-    assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), "each block is quantised by one rank"
+    assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), (
+        "each block must be quantised by one rank"
+    )
 
 
 def test_master_cast_includes_every_tensor() -> None:
     whole = tensors(dtype=torch.float32) | {"norm.weight": torch.randn(7), "scale": torch.tensor(2.5)}
     whole["already"] = torch.ones(3, dtype=torch.bfloat16)
     rows = declared(whole)
-    made = Transformed(choose("cast:BF16", rows))
-    filled([made], [rows])
-    assert not made.wants
-    assert {row.name for row in made.rows} == set(whole) - {"already"}
-    for row in made.rows:
+    transformed = Transformed(choose("cast:BF16", rows))
+    fill_ranks([transformed], [rows])
+    assert not transformed.wants
+    assert {row.name for row in transformed.rows} == set(whole) - {"already"}
+    for row in transformed.rows:
         assert torch.equal(row.tensor, whole[row.name].bfloat16()), row.name
         assert row.form.tag == "cast:BF16"
 
 
 def test_per_tensor_scale_requires_whole_tensor() -> None:
-    whole = {name: one for name, one in tensors().items() if one.shape[1] % 16 == 0}
+    whole = {name: tensor for name, tensor in tensors().items() if tensor.shape[1] % 16 == 0}
     rows = declared(whole)
-    made = Transformed(choose("nvfp4", rows))
-    filled([made], [rows])
-    check([made], expected(whole, "nvfp4"), "nvfp4", cuts=1)
+    transformed = Transformed(choose("nvfp4", rows))
+    fill_ranks([transformed], [rows])
+    check([transformed], expected(whole, "nvfp4"), "nvfp4", cuts=1)
     with pytest.raises(PlanError, match="one scale for the whole tensor"):
         choose("nvfp4", declared(sharded(whole, 0, (2, 1))))
 
 
 def test_several_formats_select_tensors_by_pattern() -> None:
     rows = declared(tensors() | {"lm_head.weight": torch.zeros(128, 128, dtype=torch.bfloat16)})
-    asked: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
-    chosen = choose(asked, rows)
+    transforms: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
+    chosen = choose(transforms, rows)
     assert [(one.row.name, one.form.tag) for one in chosen] == [
         ("layers.0.w.weight", "fp8-block128"),
         ("layers.1.w.weight", "fp8-block128"),
@@ -138,24 +140,24 @@ def test_several_formats_select_tensors_by_pattern() -> None:
 
 
 def offer(rows: Sequence[ShardRow], **options: object) -> Offer:
-    given = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
-    return Offer(rows, given.pop("transforms", "fp8-block128"), **given)  # type: ignore[arg-type]
+    arguments = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
+    return Offer(rows, arguments.pop("transforms", "fp8-block128"), **arguments)  # type: ignore[arg-type]
 
 
-def test_transform_memory_is_bounded_and_reported() -> None:
+def test_transform_memory_above_limit_raises() -> None:
     rows = declared(sharded(tensors(), 0, (3, 1)))
     nbytes, boundary_bytes = required_bytes(choose("fp8-block128", rows))
-    made = offer(rows, memory_bytes=nbytes + boundary_bytes)
-    assert (made.transformed.nbytes, made.transformed.boundary_bytes) == (nbytes, boundary_bytes)
+    offered = offer(rows, memory_bytes=nbytes + boundary_bytes)
+    assert (offered.transformed.nbytes, offered.transformed.boundary_bytes) == (nbytes, boundary_bytes)
     assert boundary_bytes > 0
     with pytest.raises(BudgetTooSmall) as caught:
         offer(rows, memory_bytes=nbytes + boundary_bytes - 1)
     assert caught.value.minimum_bytes == nbytes + boundary_bytes
-    copied = sum(memory.nbytes for memory in made.memories)
+    copied = sum(memory.nbytes for memory in offered.memories)
     with pytest.raises(BudgetTooSmall) as caught:
         offer(rows, memory_bytes=1, copies="device")
     assert caught.value.minimum_bytes == nbytes + boundary_bytes + copied
-    # Only the tagged form is offered: there is no copy of what it was made of.
+    # Without the plain rows nothing is copied.
     with pytest.raises(BudgetTooSmall) as caught:
         offer(rows, memory_bytes=1, copies="device", keep_plain=False)
     assert caught.value.minimum_bytes == nbytes + boundary_bytes
@@ -163,7 +165,7 @@ def test_transform_memory_is_bounded_and_reported() -> None:
         offer(rows, transforms={"fp8-block128": ["nothing"]})
 
 
-TOLD = TableReply(
+TABLE = TableReply(
     names=("a.weight", "b.weight", "a.weight", "a.weight_scale_inv", "a.weight_packed", "a.weight_scale"),
     dtypes=("BF16", "BF16", "F8_E4M3", "F32", "U8", "F8_E4M3"),
     shapes=((256, 256), (4,), (256, 256), (2, 2), (256, 128), (256, 16)),
@@ -171,20 +173,20 @@ TOLD = TableReply(
 )
 
 
-def test_receiver_sees_offered_formats() -> None:
-    plain = select_tensors(TOLD, None)
+def test_receiver_selects_offered_formats() -> None:
+    plain = select_tensors(TABLE, None)
     assert list(plain.table.names) == ["a.weight", "b.weight"]
     assert not plain.tags
-    blocks = select_tensors(TOLD, "fp8-block128")
+    blocks = select_tensors(TABLE, "fp8-block128")
     assert dict(zip(blocks.table.names, map(str, blocks.table.dtypes), strict=True)) == {
         "b.weight": "BF16",
         "a.weight": "F8_E4M3",
         "a.weight_scale_inv": "F32",
     }
     assert set(blocks.tags) == {"a.weight", "a.weight_scale_inv"}
-    assert list(select_tensors(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
+    assert list(select_tensors(TABLE, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
     with pytest.raises(PlanError, match="no publisher offers tensors as mxfp8, only as fp8-block128, nvfp4"):
-        select_tensors(TOLD, "mxfp8")
+        select_tensors(TABLE, "mxfp8")
 
 
 class Quantised(torch.nn.Module):
@@ -194,6 +196,6 @@ class Quantised(torch.nn.Module):
         self.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
 
-def test_quantised_model_is_shown_its_format() -> None:
-    assert set(select_tensors(TOLD, None, Quantised()).tags.values()) == {"fp8-block128"}
-    assert not select_tensors(TOLD, None, torch.nn.Linear(4, 4)).tags
+def test_quantised_model_selects_its_format() -> None:
+    assert set(select_tensors(TABLE, None, Quantised()).tags.values()) == {"fp8-block128"}
+    assert not select_tensors(TABLE, None, torch.nn.Linear(4, 4)).tags
