@@ -315,7 +315,9 @@ def test_adapter_installs_core_and_entry_points(
 ) -> None:
     requires = metadata_of(wheels[package]).get_all("Requires-Dist", [])
     environment = install(package)
-    found = environment.probe(package, torch=torch if any("[torch]" in one for one in requires) else "")
+    # Conversions need torch, which the extra `convert` of the core installs.
+    needs_torch = package == "penstock-convert" or any("[torch]" in one for one in requires)
+    found = environment.probe(package, torch=torch if needs_torch else "")
     assert set(found["packages"]) == {"penstock", package, *BROUGHT.get(package, ())}
     assert added_by(found, package) == ENTRY_POINTS[package]
     assert ENTRY_POINTS[package].get("penstock.commands", set()) <= environment.commands()
@@ -341,6 +343,7 @@ def test_core_has_extra_for_each_adapter(wheels: dict[str, Path]) -> None:
     requires = metadata_of(wheels["penstock"]).get_all("Requires-Dist", [])
     pairs = {re.findall(r"extra == '([\w-]+)'", one)[0]: name_of(one) for one in requires if "penstock-" in one}
     assert pairs == EXTRAS
+    assert [one for one in requires if one.startswith("torch") and "'convert'" in one]
 
 
 def test_all_packages_together_add_every_command(install: Callable[..., Environment], torch: Path) -> None:
