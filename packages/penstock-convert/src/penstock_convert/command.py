@@ -5,6 +5,7 @@ With a destination `cache:MODEL` this process keeps the result after the report,
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,15 +20,11 @@ from penstock.cli.terminal import (
     Force,
     FormatOption,
     Listen,
-    Operations,
     OutputFormat,
-    TaskBytes,
-    To,
     TokenFile,
     Verify,
     connection_of,
     examples,
-    keep_stdout,
     note,
     option,
     write_columns,
@@ -35,6 +32,7 @@ from penstock.cli.terminal import (
     write_json,
     write_lines,
 )
+from penstock.config import parse_bytes
 from penstock.errors import ConfigError
 from penstock.report import bytes_text, plain
 
@@ -45,6 +43,38 @@ if TYPE_CHECKING:
     from penstock_convert.report import ConvertReport, Predicted
     from penstock_convert.workers.launch import LocalLauncher
 
+_LEAST_TASK_BYTES = 64_000
+"""Minimum bytes of a task. Smaller tasks read their leaves several times. Tasks of one byte read 21 GB of a 66 MB
+model."""
+
+
+def _task_bytes(value: str | None) -> str | None:
+    """Return the value of --task-bytes. Raise ConfigError if it is too small for tasks of a conversion."""
+    if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
+        message = f"--task-bytes {value} is too small, because every task reads whole leaves of 256 KiB"
+        raise ConfigError(message, hint="give at least 64K, or leave --task-bytes out")
+    return value
+
+
+To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
+Operations = Annotated[
+    list[str] | None,
+    option(
+        "--op",
+        "OP",
+        "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.",
+    ),
+]
+TaskBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--task-bytes",
+        metavar="BYTES",
+        help="Maximum input and output bytes of a task. Default: 64M, or up to 128M for large sources.",
+        callback=_task_bytes,
+        show_default=False,
+    ),
+]
 Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or a list such as cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="Number of worker processes.", show_default=False)]
 WorkerBytes = Annotated[
@@ -72,6 +102,21 @@ Ray = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help="Put the workers on this Ray cluster.", show_default=False),
 ]
+
+
+def _keep_stdout() -> None:
+    """Redirect descriptor 1 of this process to stderr, except for the output of commands."""
+    stdout = sys.__stdout__
+    # If a caller such as a test or a notebook has replaced sys.stdout, its output does not use descriptor 1.
+    if stdout is None or sys.stdout is not stdout:
+        return
+    stdout.flush()
+    # Native libraries write to the descriptor and not to `sys.stdout`.
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
+        descriptor, "w", encoding=stdout.encoding, errors=stdout.errors, buffering=1 if stdout.line_buffering else -1
+    )
 
 
 def _list_ops(is_wanted: bool) -> None:
@@ -147,7 +192,7 @@ def convert(
     launcher = None
     if ray is not None:
         # With RAY_LOG_TO_STDERR, threads of Ray's native code log to descriptor 1.
-        keep_stdout()
+        _keep_stdout()
     elif to is not None or workers is not None or not _is_copy(words):
         launcher = LocalLauncher(devices.split(","), workers)
         # Start the workers while this process imports the rest.

@@ -19,10 +19,7 @@ from penstock.cli.terminal import (
     FormatOption,
     MemoryBytes,
     Names,
-    Operations,
     OutputFormat,
-    TaskBytes,
-    To,
     Uri,
     examples,
     option,
@@ -35,7 +32,7 @@ from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, DestinationError
 from penstock.report import bytes_text, plain
 from penstock.types import MIB
-from penstock_convert.command import RatesOption, read_file, read_rates
+from penstock_convert.command import Operations, RatesOption, TaskBytes, To, read_file, read_rates
 from penstock_convert.plan.cluster import CLUSTERS, Cluster, Rates, from_json
 from penstock_tools.machine import STORAGE_GB_PER_S, slowed
 

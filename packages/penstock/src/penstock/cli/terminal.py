@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import ConfigError, PenstockError, printable
+from penstock.config import ConnectionSettings
+from penstock.errors import PenstockError, printable
 from penstock.report import plain
 
 
@@ -101,21 +101,6 @@ def terminal_width() -> int | None:
     """Return the width of the terminal on stdout, or None if stdout is a file or a pipe."""
     # Some terminals (serial lines, `script`) report a size of 0.
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
-
-
-def keep_stdout() -> None:
-    """Redirect descriptor 1 of this process to stderr, except for the output of commands."""
-    stdout = sys.__stdout__
-    # If a caller such as a test or a notebook has replaced sys.stdout, its output does not use descriptor 1.
-    if stdout is None or sys.stdout is not stdout:
-        return
-    stdout.flush()
-    # Native libraries write to the descriptor and not to `sys.stdout`.
-    descriptor = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
-        descriptor, "w", encoding=stdout.encoding, errors=stdout.errors, buffering=1 if stdout.line_buffering else -1
-    )
 
 
 def note(text: str) -> None:
@@ -231,38 +216,8 @@ Verify = Annotated[
 Cache = Annotated[bool, typer.Option("--cache", help="Also store the model in the local cache of its hub's library.")]
 
 
-def _task_bytes(value: str | None) -> str | None:
-    """Return the value of --task-bytes. Raise ConfigError if it is too small for tasks of a conversion."""
-    if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
-        message = f"--task-bytes {value} is too small, because every task reads whole leaves of 256 KiB"
-        raise ConfigError(message, hint="give at least 64K, or leave --task-bytes out")
-    return value
-
-
-_LEAST_TASK_BYTES = 64_000
-"""Minimum bytes of a task. Smaller tasks read their leaves several times. Tasks of one byte read 21 GB of a 66 MB
-model."""
-To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
-Operations = Annotated[
-    list[str] | None,
-    option(
-        "--op",
-        "OP",
-        "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.",
-    ),
-]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace weights at the destination once the new ones are complete.")
-]
-TaskBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--task-bytes",
-        metavar="BYTES",
-        help="Maximum input and output bytes of a task. Default: 64M, or up to 128M for large sources.",
-        callback=_task_bytes,
-        show_default=False,
-    ),
 ]
 Hub = Annotated[
     str | None,
