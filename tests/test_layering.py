@@ -180,12 +180,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "starlette": frozenset({"hub"}),
     "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})
-    | {
-        "storage/io_uring.py",
-        "storage/local.py",
-        "storage/mapped.py",
-        "storage/network_files.py",
-    }  # system calls that Python has no name for
+    | {"storage/io_uring.py", "storage/local.py", "storage/mapped.py"}  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array
     | {"penstock_convert/workers/fork_server.py"},  # prctl(2)
 }

@@ -29,12 +29,11 @@ _GIVES_CREDENTIALS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsProfile:
-    """A profile from the AWS configuration files.
+    """A profile from the AWS configuration files. Empty fields are not set.
 
     Attributes:
         is_named: whether the caller or the environment names the profile.
         gives_credentials: whether the files say how to obtain its credentials.
-        region, endpoint, ca_bundle: settings for S3. Empty if the profile has none.
     """
 
     name: str

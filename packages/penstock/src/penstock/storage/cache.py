@@ -115,7 +115,6 @@ class CachedSource(HashedReads):
         try:
             return self._read_hashed(self._read, offset, buffers)
         except IntegrityError:
-            # The next load must not find the corrupt chunks.
             self.forget(0, self.nbytes)
             raise
 
@@ -128,7 +127,6 @@ class CachedSource(HashedReads):
             end = min(start + CACHE_CHUNK_BYTES, self.nbytes)
             views_in_chunk = take(left, min(end, stop) - offset)
             nbytes = sum(view.nbytes for view in views_in_chunk)
-            # Read the whole chunk, because the digest covers all of it.
             with self._scratch_around(offset - start, end - offset - nbytes) as (before, after):
                 views = [view for view in (before, *views_in_chunk, after) if view.nbytes]
                 source_path = self._chunk(start, views, until)

@@ -26,7 +26,6 @@ from penstock.storage.source import take
 # Subdirectory of the user's directory that holds everything the cache writes.
 _FOLDER = "penstock-chunks"
 _MODE = 0o700
-# Names of chunk files and of temporary files.
 _CHUNK = re.compile("[0-9]{8}")
 _OURS = re.compile(rf"{_CHUNK.pattern}|\.{_CHUNK.pattern}-[0-9]+-[0-9a-f]{{8}}")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -90,7 +89,6 @@ class CacheDirectory:
             elif state.st_uid == 0 and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
                 return "may be written to by others"
         except OSError:
-            # The first read or write raises the same error.
             pass
         return ""
 
@@ -240,7 +238,6 @@ class CacheDirectory:
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
         """Return the total size of the chunk files, and (mtime, bytes, path) of each. Remove abandoned files."""
         total, files, now_s = 0, [], time.time()
-        # Walk bottom up, so that an empty directory is removed before its parent is checked.
         for folder, _, names in os.walk(self.path, topdown=False):
             # rmdir fails unless the directory is empty. A recent directory stays, because its chunks may be fetched
             # again.
@@ -257,7 +254,6 @@ class CacheDirectory:
                         os.unlink(path)
                         continue
                 except OSError:
-                    # Another process evicted the file.
                     continue
                 total += state.st_size
                 if not name.startswith("."):
@@ -332,7 +328,6 @@ def _host_lock(name: str, deadline: float) -> Iterator[None]:
                     # No system call waits for a socket name.
                     time.sleep(_POLL_S)
                     continue
-            # The name is bound, or the deadline has passed, or abstract names are unsupported.
             break
         yield
 

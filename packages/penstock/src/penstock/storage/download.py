@@ -88,7 +88,6 @@ def download(
                 left = left[file.write(left) :]
         return piece.nbytes
 
-    # All sources stay open, and each thread opens one output file.
     descriptors.make_room(len(files) + _THREADS)
     compared: dict[str, Digested] = {}
     with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:

@@ -22,8 +22,7 @@ class FileDigest:
 
     Attributes:
         is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest
-            of
-            the file may not be read.
+            of the file may not be read.
         is_equal: whether the whole file was hashed and has the expected digest.
     """
 
@@ -79,7 +78,6 @@ class FileDigest:
             skip = self._next - offset
             for view in views:
                 if skip < len(view):
-                    # `update` releases the GIL.
                     self._sha.update(memoryview(view)[max(0, skip) :])
                 skip -= len(view)
             with self._changed:
@@ -127,7 +125,6 @@ class HashedReads:
             path = read(offset, views)
         except BaseException:
             if self._digest is not None:
-                # Other reads must not wait for these bytes.
                 self._digest.abandon()
             raise
         if self._digest is not None:

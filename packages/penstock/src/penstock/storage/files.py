@@ -52,9 +52,8 @@ class FileSource(LocalFile):
     """A local file as a `Source`.
 
     Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only head and tail of the
-    request
-    are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast as 4 KiB
-    pages. Source: benchmarks/results/cpu2_202611/files.md.
+    request are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast
+    as 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
 
     Attributes:
         state: the file's state at open. It is compared after every read.
@@ -74,7 +73,6 @@ class FileSource(LocalFile):
         self.received_bytes = 0
         # No lock is needed, because concurrent threads store the same value.
         self._windows = bytearray([_UNKNOWN]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
-        # Held while opening the direct descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
 
@@ -83,7 +81,6 @@ class FileSource(LocalFile):
         """See `LocalFile.open`."""
         source = super().open(path)
         if is_in_memory(source._fd):
-            # tmpfs lacks RWF_NOWAIT.
             source._nowait = 0
             # cachestat counts the pages of files in memory one by one, 0.24 ms for each window.
             source._windows = bytearray([_RESIDENT]) * len(source._windows)
@@ -96,8 +93,8 @@ class FileSource(LocalFile):
         """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
 
         Raises SourceChanged if the file was written to before the read ended. All successful reads, from any thread,
-        return
-        bytes from one state of the file. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
+        return bytes from one state of the file. A read that hangs in the kernel (a dead NFS server) cannot be
+        interrupted.
         """
         # This hot path nearly always has one buffer, so it does not use `span`.
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
@@ -269,7 +266,6 @@ class FileSource(LocalFile):
         # A short read may end anywhere, but direct I/O needs an aligned offset.
         while buffers and offset % self._alignment[1] == 0:
             try:
-                # `take` returns a new list, because the read may be short.
                 received = os.preadv(fd, take(buffers[:MAX_BUFFERS], _DIRECT_STEP_BYTES), offset)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
@@ -289,7 +285,6 @@ class FileSource(LocalFile):
             return -1 if self._refused else self._direct_fd
         # Ctrl-C between the open and the assignment would leak the descriptor.
         with self._lock, interrupts.deferred():
-            # Check again, because another thread may have opened it or been refused.
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
             # O_DIRECT applies to the open file, so direct reads need a separate descriptor.

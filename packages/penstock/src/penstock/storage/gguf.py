@@ -1,7 +1,7 @@
 """The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
-Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape
-`[..., bytes of a row]` with the file's blocks, and the metadata key `GGUF.types` states its type.
+Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape `[...,
+bytes of a row]` with the file's blocks, and the metadata key `GGUF.types` states its type.
 
 The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
 memory.
@@ -344,7 +344,6 @@ def _alignment(fields: Mapping[str, Field], uri: str) -> int:
     field = fields.get("general.alignment")
     if field is None:
         return ALIGNMENT
-    # llama.cpp accepts only uint32.
     if field.type != 4 or field.value < 1 or field.value & (field.value - 1) or field.value > MIB:
         message = f"general.alignment {clip(field.value)} is not a uint32 that is a power of two up to {MIB}"
         raise FormatError(message, uri=uri)

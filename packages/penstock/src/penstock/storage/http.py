@@ -156,8 +156,8 @@ class HttpSource:
         """See `Source.readv`. One ranged request fills all `buffers`. After a failure the rest is requested again.
 
         If the response is shorter than the range, the next request asks for all bytes to the object's end, because
-        servers
-        that limit ranges often send whole objects. If that response is short too, the rest is requested range by range.
+        servers that limit ranges often send whole objects. If that response is short too, the rest is requested range
+        by range.
         """
         stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings, arrivals=self._arrivals)

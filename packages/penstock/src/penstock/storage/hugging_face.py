@@ -85,7 +85,11 @@ class HuggingFaceStorage(RepositoryStorage):
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
-        _require_name(where, uri)
+        try:
+            hub.utils.validate_repo_id(where.name)
+        except hub.errors.HFValidationError as error:
+            message, hint = f"the repository's name is invalid: {error}", "write it as hf://org/name"
+            raise ConfigError(message, uri=uri, hint=hint) from error
         revision = "" if where.revision is None else f"/revision/{quote(where.revision, safe='')}"
         url = f"{api.endpoint}/api/{where.kind}s/{where.name}{revision}?blobs=True"
         try:
@@ -129,8 +133,15 @@ class HuggingFaceStorage(RepositoryStorage):
 
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
         """Raise NotFound if the hub is offline and the local cache has an incomplete model."""
-        if library().constants.HF_HUB_OFFLINE:
-            _require_all_shards(paths, where.at(revision, where.path))
+        if not library().constants.HF_HUB_OFFLINE:
+            return
+        # Without an index, the present shards would be loaded as the whole model.
+        shards = Counter(match.group("model", "total", "suffix") for match in map(_SHARD.fullmatch, paths) if match)
+        for (_, total, suffix), count in shards.items():
+            if count != int(total):
+                message = f"HF_HUB_OFFLINE is set, but the local cache has {count} of {int(total)} *{suffix} files"
+                hint = "unset HF_HUB_OFFLINE, or download the repository while online"
+                raise NotFound(message, uri=where.at(revision, where.path), hint=hint)
 
 
 def typed_error(error: BaseException) -> PenstockError | None:
@@ -188,24 +199,6 @@ def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, Reposit
                 nbytes=path.stat().st_size, sha256=sha, identity=sha or f"git:{blob}"
             )
     return root.name, files
-
-
-def _require_all_shards(paths: Sequence[str], uri: str) -> None:
-    """Raise NotFound if the cache lacks shards, because without an index it would look complete."""
-    shards = Counter(match.group("model", "total", "suffix") for match in map(_SHARD.fullmatch, paths) if match)
-    for (_, total, suffix), count in shards.items():
-        if count != int(total):
-            message = f"HF_HUB_OFFLINE is set, but the local cache has {count} of {int(total)} *{suffix} files"
-            raise NotFound(message, uri=uri, hint="unset HF_HUB_OFFLINE, or download the repository while online")
-
-
-def _require_name(where: RepositoryAddress, uri: str) -> None:
-    hub = library()
-    try:
-        hub.utils.validate_repo_id(where.name)
-    except hub.errors.HFValidationError as error:
-        message, hint = f"the repository's name is invalid: {error}", "write it as hf://org/name"
-        raise ConfigError(message, uri=uri, hint=hint) from error
 
 
 def _refusal(

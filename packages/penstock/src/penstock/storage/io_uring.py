@@ -21,7 +21,6 @@ _OP_READ = 22
 # Always use a worker, because a read from the page cache would otherwise run in the submitting call.
 _SQE_ASYNC = 0x10
 _ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 8
-# Available since Linux 5.15.
 _REGISTER_MAX_WORKERS = 19
 _FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
 _OFF_SQES = 0x10000000
@@ -38,13 +37,6 @@ _libc.syscall.restype = ctypes.c_long
 # Keeps the GIL, which is slow to get back from a busy thread.
 _libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
 _libc_holding_gil.syscall.restype = ctypes.c_long
-
-
-def _entered(result: int) -> int:
-    # EAGAIN and EBUSY mean that the kernel is short of memory or that completions must be reaped first.
-    if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
-        raise OSError(code, "io_uring_enter")
-    return result
 
 
 def refusal() -> str:
@@ -81,7 +73,6 @@ class Uring:
         self._cq_head = cq[0] // 4
         self._cq_tail = cq[1] // 4
         self._cq_mask = self._words[cq[2] // 4]
-        # This offset is in bytes, for `unpack_from`.
         self._cqes = cq[5]
         self._tail = 0
         self._unsubmitted = 0
@@ -136,7 +127,6 @@ class Uring:
             self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
         )
         self._words[self._sq_array + index] = index
-        # Ring indices are 32-bit counters that overflow.
         self._tail = (self._tail + 1) & 0xFFFFFFFF
         # Store the tail last. x86 keeps the order of stores, so the kernel sees a complete entry.
         self._words[self._sq_tail] = self._tail
@@ -159,10 +149,12 @@ class Uring:
             done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
         else:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
-            # A timeout argument needs Linux 5.11.
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
             done = _libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes)
-        self._unsubmitted -= max(0, _entered(int(done)))
+        # EAGAIN and EBUSY mean that the kernel is short of memory or that completions must be reaped first.
+        if done < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
+            raise OSError(code, "io_uring_enter")
+        self._unsubmitted -= max(0, int(done))
         return self._reap()
 
     def _reap(self) -> list[tuple[int, int]]:

@@ -297,12 +297,21 @@ def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
     return int(answer[0])
 
 
+def file_system_type(file: int | str) -> int:
+    """Return the magic number of the file system of a descriptor or path, or 0 if unknown."""
+    if not _LINUX:
+        return 0
+    result = _StatFs()
+    failed = _libc.fstatfs(file, result) if isinstance(file, int) else _libc.statfs(os.fsencode(file), result)
+    if failed:
+        return 0
+    # Some kernels declare the magic number as signed.
+    return int(result[0]) & 0xFFFFFFFF
+
+
 def is_in_memory(fd: int) -> bool:
     """Return whether a file is in a tmpfs or ramfs."""
-    if not _LINUX:
-        return False
-    answer = _StatFs()
-    return not _libc.fstatfs(fd, answer) and answer[0] in _MEMORY_FILE_SYSTEMS
+    return file_system_type(fd) in _MEMORY_FILE_SYSTEMS
 
 
 def num_pages(offset: int, nbytes: int) -> int:

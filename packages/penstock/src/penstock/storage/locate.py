@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -14,18 +16,18 @@ from urllib.parse import urlsplit
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
+from penstock.logs import log_named
 from penstock.storage import (
     is_remote,
     list_uris,
     local_path,
     open_source,
-    pickled,
     pinned,
     read_small,
     registered_schemes,
     text_of,
 )
-from penstock.storage.alternatives import weight_files
+from penstock.storage.headers import is_pickled_name, pickle_refusal
 from penstock.storage.safetensors import parse_index
 from penstock.waits import Threads
 
@@ -71,6 +73,27 @@ _LOOKUPS = 8
 # Source: `llama-gguf-split`.
 _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
+log = log_named("penstock.storage")
+
+# Mistral publishes the weights for transformers and again as `consolidated` files for its own code. Source:
+# mistralai/Mistral-7B-Instruct-v0.3 and later.
+_MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors", re.IGNORECASE)
+_CONSOLIDATED = re.compile(r"consolidated([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE)
+# Adapters of PEFT and diffusers.
+_ADAPTER = re.compile(
+    r"(adapter_model|adapter|pytorch_lora_weights)([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE
+)
+# The same weights in other precisions or before averaging, from transformers and diffusers.
+_VARIANT = re.compile(
+    r"(?P<stem>.+?)(?P<part>-\d+-of-\d+)?\.(?P<variant>fp16|bf16|fp32|fp8|float16|bfloat16|float32|float8|half|int8|non_ema|ema)"
+    r"(?P<later>-\d+-of-\d+)?\.safetensors(?P<index>\.index\.json)?",
+    re.IGNORECASE,
+)
+_PLAIN = re.compile(r"(?P<stem>.+?)(-\d+-of-\d+)?\.safetensors", re.IGNORECASE)
+_MAX_NAMES = 5
+_HIDDEN = "hidden"
+_DUPLICATE = "the directory has the same weights under other names"
+
 Uri = str | os.PathLike[str]
 Uris = Uri | Sequence[Uri]
 
@@ -83,9 +106,9 @@ class Location:
     """The URI from the user, without secrets."""
     files: tuple[tuple[str, str], ...]
     """Pairs of a relative name and a URI, sorted by name."""
-    weight_map: Mapping[str, str] | None
+    weight_map: Mapping[str, str] | None = None
     """File name of each tensor. None if no index is used."""
-    index_uri: str | None
+    index_uri: str | None = None
     sidecar_uri: str | None
     """URI of the manifest, whether it exists or not. None if no manifest is possible."""
     index_bytes: int = 0
@@ -95,11 +118,9 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     """Find the files of a weight set, without reading them.
 
     A directory's files are the shards of `model.safetensors.index.json` or of its only other index. Without an index
-    they
-    are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `alternatives`.
-    Subdirectories
-    do not count. A directory without safetensors may have one GGUF model. Any part of a split GGUF model stands for all
-    its parts.
+    they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
+    Subdirectories do not count. A directory without safetensors may have one GGUF model. Any part of a split GGUF model
+    stands for all its parts.
 
     Raises:
         NotFound: the URI does not exist, or has no weight files.
@@ -124,8 +145,8 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     if _is_file(place):
         return _locate_files(place, _parts(place), _sidecar_of_only_file(place) or _sidecar_of(place))
     # Local files are checked by content when they are opened.
-    if is_remote(place) and not _is_glob(place) and pickled.is_weights(place):
-        raise pickled.refusal([place], display(place))
+    if is_remote(place) and not _is_glob(place) and is_pickled_name(place):
+        raise pickle_refusal([place], display(place))
     if prefix is None or _is_glob(place):
         try:
             listed = list_uris(place, settings=settings, storage_options=storage_options)
@@ -409,14 +430,9 @@ def _sidecar_of_only_file(file: str) -> str | None:
     if not (os.path.isfile(file) and os.path.isfile(f"{prefix}{SIDECAR}")):
         return None
     try:
-        names = os.listdir(prefix or ".")
-    except PermissionError:
-        # The manifest may cover more files than this one.
-        return None
-    try:
-        only = [f"{prefix}{name}" for name in _weights(names, file, "")]
-    except ConfigError:
-        # The directory's manifest covers no single GGUF model.
+        only = [f"{prefix}{name}" for name in _weights(os.listdir(prefix or "."), file, "")]
+    except (PermissionError, ConfigError):
+        # Without a listing the manifest may cover more files, and it covers no single one of several GGUF models.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
@@ -426,7 +442,7 @@ def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
     # Some systems write MODEL.SAFETENSORS.
     files = [name for name in here if name.lower().endswith(SUFFIX)]
     if prefix is not None and files:
-        files = weight_files(files, uri=display(place))
+        files = _weight_files(files, uri=display(place))
     return files or _gguf_files(here, place, prefix)
 
 
@@ -436,9 +452,9 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
     if prefix is not None:
         files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
     if not files:
-        unsafe = sorted(filter(pickled.is_weights, uris))
+        unsafe = sorted(filter(is_pickled_name, uris))
         if unsafe:
-            raise pickled.refusal(unsafe, display(place))
+            raise pickle_refusal(unsafe, display(place))
         raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} found", uri=display(place), hint=_USE_WEIGHT_FILES)
     models = {tuple(_parts(file)) for file in files}
     # Repositories hold one model in many types, and no rule chooses between them.
@@ -465,7 +481,7 @@ def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
     if named:
         return named[0]
     weights = [name for name in uris if name.lower().endswith(SUFFIX) and _is_child(name, prefix)]
-    indexes = weight_files(indexes, also=weights, uri=display(prefix))
+    indexes = _weight_files(indexes, also=weights, uri=display(prefix))
     # No rule chooses between several indexes with unusual names.
     return indexes[0] if len(indexes) == 1 else None
 
@@ -485,9 +501,7 @@ def _locate_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
 
 
 def _locate_files(place: str, uris: Sequence[str], sidecar: str | None) -> Location:
-    return Location(
-        uri=display(place), files=_names_and_uris(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar
-    )
+    return Location(uri=display(place), files=_names_and_uris(uris), sidecar_uri=sidecar)
 
 
 def _locate_list(uris: Sequence[str]) -> Location:
@@ -512,3 +526,59 @@ def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
         shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False)))
         names = ["/".join(part[shared:]) for part in parts]
     return tuple(sorted(zip(names, uris, strict=True)))
+
+
+def _weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
+    """Return the files that belong together, in order, and log the other files once.
+
+    Args:
+        files: weight files, or their indexes, in one directory.
+        also: more files of the directory, which are considered but not returned.
+
+    Raises:
+        ConfigError: there are several variants and no plain file.
+    """
+    kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
+    names = [_last_segment(file) for file in (*kept, *also)]
+    if any(not _ADAPTER.fullmatch(name) and not name.startswith(".") for name in names):
+        kept = _without(kept, "adapter of a model", lambda name: _ADAPTER.fullmatch(name) is not None, uri)
+    if any(_MODEL_FILE.fullmatch(name) for name in names):
+        kept = _without(kept, _DUPLICATE, lambda name: _CONSOLIDATED.fullmatch(name) is not None, uri)
+    plain = {match["stem"] for name in names if not _VARIANT.fullmatch(name) and (match := _PLAIN.fullmatch(name))}
+
+    def has_plain(name: str) -> bool:
+        match = _VARIANT.fullmatch(name)
+        return match is not None and match["stem"] in plain
+
+    kept = _without(kept, "variant of a plain file", has_plain, uri)
+    seen: dict[str, dict[str, str]] = {}
+    for file in kept:
+        if match := _VARIANT.fullmatch(_last_segment(file)):
+            seen.setdefault(match["stem"], {}).setdefault(match["variant"], _last_segment(file))
+    for stem, found in seen.items():
+        if len(found) > 1:
+            message = f"{stem!r} exists in {len(found)} variants: {', '.join(sorted(found.values()))}"
+            suffix = f"*.{min(found)}*.safetensors"
+            raise ConfigError(message, uri=uri, hint=f"name one of these files, or give a glob such as {suffix}")
+    return kept
+
+
+def _last_segment(file: str) -> str:
+    return file.rpartition("/")[2]
+
+
+def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: str) -> list[str]:
+    """Return the files for which `is_other` is False, and log the rest."""
+    others = [file for file in files if is_other(_last_segment(file))]
+    if not others:
+        return files
+    _log_once(uri, why, tuple(map(_last_segment, others)))
+    return [file for file in files if file not in set(others)]
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(uri: str, why: str, names: tuple[str, ...]) -> None:
+    """Log the omitted files. A load checks a directory several times, so the cache prevents repetition."""
+    named = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+    level = logging.INFO if why in {_HIDDEN, _DUPLICATE} else logging.WARNING
+    log.log(level, "%s: left out %s (%s). Name a file to load it.", uri, named, why)

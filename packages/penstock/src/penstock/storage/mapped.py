@@ -45,10 +45,8 @@ class MappedFile(LocalFile):
     """A local file whose ranges are mapped instead of read, for zero-copy use on the CPU.
 
     The mappings are private, so the caller's writes never reach the file, and they outlive `close`. Bytes changed in
-    place
-    are visible in pages that the caller has not written. Touching a page that a truncation removed kills the process
-    with
-    SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
+    place are visible in pages that the caller has not written. Touching a page that a truncation removed kills the
+    process with SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: see `LocalFile`.
@@ -84,12 +82,10 @@ class MappedFile(LocalFile):
         """Return a writable, private view of `[offset, offset + nbytes)`, with format "B".
 
         Its pages are freed once the memoryview and all objects made from it are gone. A second view of the same bytes
-        gets a
-        separate mapping.
+        gets a separate mapping.
 
         A view takes about 10 us. Each gap left by a dropped view, and each second view, takes one to three of the
-        process's
-        vm.max_map_count mappings (65,530 by default).
+        process's vm.max_map_count mappings (65,530 by default).
 
         Raises:
             SourceTruncated: the range is outside the file.
@@ -123,8 +119,8 @@ class MappedFile(LocalFile):
     def prefetch(self, offset: int, nbytes: int) -> None:
         """Read the range into the page cache, and into the page tables of its live views. Thread-safe.
 
-        Gaps between views are skipped. Call this for chunks of 8 MiB from two to four threads.
-        Source: benchmarks/results/cpu2_202611/files.md.
+        Gaps between views are skipped. Call this for chunks of 8 MiB from two to four threads. Source:
+        benchmarks/results/cpu2_202611/files.md.
 
         Raises:
             SourceTruncated, SourceChanged, SourceUnavailable: the file ended early, or the device failed.

@@ -273,11 +273,9 @@ def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
     except PenstockError:
         raise
     except errors.NotExistError as error:
-        hint = f"check the name and the revision; a private repository needs a token ({_SIGN_IN})"
-        raise NotFound("there is no such repository or revision", uri=uri, hint=hint) from error
+        raise _refusal(404, uri) from error
     except (errors.AuthenticationError, errors.PermissionDeniedError) as error:
-        hint = f"the repository may be private or gated: use a token that may read it ({_SIGN_IN})"
-        raise PermissionDenied(f"the hub answered HTTP {error.status_code}", uri=uri, hint=hint) from error
+        raise _refusal(error.status_code or 403, uri) from error
     except errors.InvalidParameter as error:
         raise ConfigError(f"the hub refuses the request: {error}"[:300], uri=uri) from error
     # Connection errors and timeouts of the library and of `requests` are OSErrors.

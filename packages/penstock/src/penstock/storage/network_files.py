@@ -7,14 +7,11 @@ the kernel to start a whole read before it waits for the first bytes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.errors import SourceTruncated
-from penstock.storage.local import MAX_BUFFERS, LocalFile, num_pages, resident_pages, typed_error
+from penstock.storage.local import MAX_BUFFERS, LocalFile, file_system_type, num_pages, resident_pages, typed_error
 from penstock.storage.source import span, take
 
 # Source: include/uapi/linux/magic.h and statfs(2).
@@ -43,27 +40,14 @@ _MAGIC = {
 # force_page_cache_ra, mm/readahead.c.
 _WILLNEED_BYTES = 128 << 10
 
-_LINUX = sys.platform == "linux"
-_libc: Any = ctypes.CDLL(None)
-# struct statfs has 120 bytes where a long has 64 bits. Source: statfs(2).
-_Statfs = ctypes.c_ulong * 15
-_HAS_STATFS = _LINUX and ctypes.sizeof(ctypes.c_ulong) == 8
-
 
 def network_file_system(path: str) -> str:
     """Return the name of the network file system that holds `path`, or "" if it is local or unknown.
 
     FUSE counts as a network, because a page fault costs a round trip to another process. The call blocks if the server
-    of
-    the mount does not respond.
+    of the mount does not respond.
     """
-    if not _HAS_STATFS:
-        return ""
-    result = _Statfs()
-    if _libc.statfs(os.fsencode(path), result) != 0:
-        return ""
-    # Some kernels declare the magic number as signed.
-    return _MAGIC.get(result[0] & 0xFFFFFFFF, "")
+    return _MAGIC.get(file_system_type(path), "")
 
 
 class NetworkFile(LocalFile):

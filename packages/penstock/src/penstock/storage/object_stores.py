@@ -117,8 +117,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
         settings: `retries`, `stall_s` and `ca_file`.
         options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
-            `profile`
-            for s3. They take precedence over the environment.
+            `profile` for s3. They take precedence over the environment.
 
     Raises:
         ConfigError: the URI or an option is wrong.
@@ -148,7 +147,12 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     if prefix == "AWS_":
         profile = read_profile(options.get("profile"), environ)
         options = _with_profile(profile, options, environ)
-    trusted = _trusted(prefix, settings, environ, profile)
+    trusted = bundles(settings)
+    if prefix == "AWS_":
+        name, path = "AWS_CA_BUNDLE", environ.get("AWS_CA_BUNDLE", "")
+        if not path and profile is not None and profile.ca_bundle:
+            name, path = f"ca_bundle of the AWS profile {profile.name}", profile.ca_bundle
+        trusted = (*trusted, Bundle(name=name, path=Path(path).expanduser())) if path else trusted
     client = Client(
         trusted=trusted,
         stall_s=settings.stall_s,
@@ -188,7 +192,6 @@ def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Ma
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
     bucket = place.root.removesuffix("/").rpartition("/")[2]
-    # This store only signs URLs and sends no requests.
     client = Client(trusted=(), stall_s=settings.stall_s, retries=settings.retries, proxy=None)
     with mapped(place.uri):
         return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client, None)
@@ -342,18 +345,6 @@ def _proxy(endpoint: SplitResult) -> tuple[str, str] | None:
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
 
 
-def _trusted(
-    prefix: str, settings: Settings, environ: Mapping[str, str], profile: AwsProfile | None
-) -> tuple[Bundle, ...]:
-    trusted = bundles(settings)
-    if prefix != "AWS_":
-        return trusted
-    name, path = "AWS_CA_BUNDLE", environ.get("AWS_CA_BUNDLE", "")
-    if not path and profile is not None and profile.ca_bundle:
-        name, path = f"ca_bundle of the AWS profile {profile.name}", profile.ca_bundle
-    return (*trusted, Bundle(name=name, path=Path(path).expanduser())) if path else trusted
-
-
 _FSSPEC = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -384,7 +375,6 @@ _first_pid: int | None = None
 def check_process() -> None:
     """Raise ConfigError if this process was forked after a store was used. obstore's threads do not survive a fork."""
     global _first_pid
-    # A child that uses no object stores works.
     if _first_pid is None:
         _first_pid = os.getpid()
     elif _first_pid != os.getpid():

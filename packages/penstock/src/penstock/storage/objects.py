@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 FETCH_THREADS = 16
 """Default number of threads that read one remote checkpoint.
 
-A request waits 20-200 ms for its first byte, and one connection to S3 carries 85-90 MB/s.
-Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
+A request waits 20-200 ms for its first byte, and one connection to S3 carries 85-90 MB/s. Source: AWS, "Performance
+guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
 # Minimum size of obstore's pieces, each of which acquires the GIL.
@@ -66,7 +66,6 @@ _SIGNED_S = 3600
 
 # Part size of an upload. S3 allows 10,000 parts, hence 160 GB. Source: AWS, "Multipart upload limits".
 _PART_BYTES = 16 * MIB
-# Concurrent parts of one upload.
 _PARTS = 8
 
 
@@ -99,7 +98,6 @@ class SignedOrigin:
         current = self._current
         if current is not None and current[0] == url:
             self._current = None
-        # S3 replies 400 if a session token has expired.
         return status in {400, 401, 403}
 
     def moved(self, url: SplitResult, location: str) -> str | None:
@@ -255,8 +253,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
     Args:
         uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
-            across
-            segments).
+            across segments).
 
     Raises:
         NotFound: no object matches.
@@ -271,7 +268,6 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
         with contextlib.suppress(NotFound):
             _ask(uri, obstore.head, place.store, key)
             return [uri]
-    # Globs match objects only.
     glob = None if key.endswith("/") else GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
@@ -286,7 +282,14 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
         found = [name for name in page if name != prefix and (pattern is None or pattern.fullmatch(name))]
         keys += found
         nbytes += sum(map(len, found))
-        _check_limits(uri, num_seen, len(keys), nbytes)
+        for number, limit, what in (
+            (num_seen, MAX_SEEN_KEYS, "keys are inspected"),
+            (len(keys), MAX_LISTED_KEYS, "keys are returned"),
+            (nbytes, MAX_LISTED_BYTES, "characters of keys are returned"),
+        ):
+            if number > limit:
+                hint = "name a longer prefix, or a glob with fewer matches"
+                raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
     if not keys:
         raise NotFound("no object or prefix matches", uri=uri)
     return sorted(place.root + name for name in keys)
@@ -310,17 +313,6 @@ def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
         return [meta["path"] for meta in found["objects"]]
 
     return _ask(place.uri, lambda: asyncio.run(ask()))
-
-
-def _check_limits(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
-    for number, limit, what in (
-        (num_seen, MAX_SEEN_KEYS, "keys are inspected"),
-        (num_keys, MAX_LISTED_KEYS, "keys are returned"),
-        (nbytes, MAX_LISTED_BYTES, "characters of keys are returned"),
-    ):
-        if number > limit:
-            hint = "name a longer prefix, or a glob with fewer matches"
-            raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:

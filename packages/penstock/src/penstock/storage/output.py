@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +18,17 @@ import numpy as np
 
 from penstock import descriptors
 from penstock.config import Settings
-from penstock.errors import ConfigError, DestinationError, DiskFull, NotFound, SourceError
+from penstock.errors import ConfigError, DestinationError, DiskFull, FormatError, IntegrityError, NotFound, SourceError
 from penstock.logs import log_named
 from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
+from penstock.storage.files import FileSource
+from penstock.storage.headers import read_header
 from penstock.storage.local import exchange, is_in_memory, reserve
 from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.manifest import decode
 from penstock.storage.place import STAMP, OutputPlace, fill, foreign, locked, unlock
-from penstock.storage.read_back import Entry, require_readable, require_readable_bytes
-from penstock.storage.safetensors import encode_header
+from penstock.storage.safetensors import encode_header, parse_header
 from penstock.storage.write import MAKE_ROOM, free_bytes, short_name, typed
 from penstock.types import DType, TensorTable
 from penstock.waits import Threads
@@ -50,6 +53,13 @@ UPLOADING = "penstock.uploading"
 
 # Number of concurrent uploads, each in several parts.
 _UPLOADS = 4
+
+
+_Entry = tuple[str, DType, tuple[int, ...], int, int]
+"""Name, dtype, shape, offset in the file and size of one tensor."""
+
+
+_READ_BACK_HINT = "nothing was replaced: check the disk, and write the file again"
 
 
 class OutputSet:
@@ -93,7 +103,6 @@ class OutputSet:
             self.names, self._headers, self.data_offset = [GGUF_FILE], [gguf_header], [len(gguf_header)]
             return
         self.names = names_of(self.groups, stem)
-        # List entries in the order of their bodies, as all known writers do.
         order = np.lexsort((table.offset, table.file_index)).tolist()
         entries: list[list[tuple[str, DType, Sequence[int], int, int]]] = [[] for _ in range(count)]
         for row in order:
@@ -101,7 +110,6 @@ class OutputSet:
             entry = (self.name_of(row), table.dtypes[row], table.shapes[row], start, start + int(table.nbytes[row]))
             entries[int(table.file_index[row])].append(entry)
         named = zip(entries, self.names, strict=True)
-        # The length of a header gives the offset of the first body.
         self._headers = [encode_header(some, metadata, uri=str(directory / name)) for some, name in named]
         self.data_offset = [len(header) for header in self._headers]
 
@@ -232,7 +240,7 @@ class OutputSet:
         Raises:
             DestinationError: a file differs from the bytes written.
         """
-        rows: list[dict[str, Entry]] = [{} for _ in self.names]
+        rows: list[dict[str, _Entry]] = [{} for _ in self.names]
         table = self.table
         for row, (file, at, nbytes) in enumerate(
             zip(table.file_index.tolist(), table.offset.tolist(), table.nbytes.tolist(), strict=True)
@@ -241,11 +249,11 @@ class OutputSet:
             rows[file][name] = name, table.dtypes[row], table.shapes[row], self.data_offset[file] + at, nbytes
         for name, nbytes, wanted in zip(self.names, self.file_nbytes, rows, strict=True):
             # The table has no GGUF types to compare with.
-            require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
+            _require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
         for name, content in small.items():
             # The remaining files are copies of a source's files, without weights or manifests.
             if isinstance(content, bytes):
-                require_readable_bytes(self.directory / name, content)
+                _require_readable_bytes(self.directory / name, content)
 
     def publish(self, into: Path, small: Mapping[str, Content], *, replace: bool = False) -> None:
         """Sync all files, add small files (index, manifest, configuration), and publish the set at `into` atomically.
@@ -295,16 +303,12 @@ class OutputSet:
                     os.rename(self.directory, place.path)
                 # The rename is durable only after the parent directory is synced.
                 _sync_directory(place.path.parent)
-            # After a replacement, `directory` is the old set. Otherwise it no longer exists.
-            self._remove_old(place.path)
-
-    def _remove_old(self, into: Path) -> None:
-        """Remove the replaced weight set, but keep it if files were added after the check."""
-        if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
-            kept = into.with_name(f"{short_name(into)}.replaced-{secrets.token_hex(4)}")
-            os.rename(self.directory, kept)
-            log.warning("the old files are kept in %s because files were added there: %s", kept, ", ".join(others))
-        self.remove()
+            # After a replacement, `directory` is the old set. Otherwise it no longer exists. Keep files added since.
+            if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
+                kept = place.path.with_name(f"{short_name(place.path)}.replaced-{secrets.token_hex(4)}")
+                os.rename(self.directory, kept)
+                log.warning("the old files are kept in %s because files were added there: %s", kept, ", ".join(others))
+            self.remove()
 
     def _take_place_of(self, into: Path) -> None:
         """Exchange the directory with `into`, so that one of the two exists at every moment."""
@@ -328,7 +332,6 @@ class OutputSet:
 
     def remove(self) -> None:
         """Remove the directory and all its files."""
-        # A replaced symlink is removed without its target.
         if self.directory.is_symlink():
             self.directory.unlink()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -382,7 +385,6 @@ def publish_remote(
         ConfigError: a weight set or other files are already under the prefix.
         SourceUnavailable, PermissionDenied: the store failed. Without a manifest, the next upload may overwrite files.
     """
-    # obstore takes 100 ms to import.
     from penstock.storage.objects import remove_object, upload_file, write_small
 
     prefix = uri.rstrip("/")
@@ -454,3 +456,53 @@ def require_space(path: Path, needed: int) -> None:
     if free is not None and needed > free:
         message = f"not enough disk space: {bytes_text(needed)} needed, {bytes_text(free)} free"
         raise DiskFull(message, uri=str(path), hint=MAKE_ROOM)
+
+
+def _require_readable(path: Path, nbytes: int, wanted: Mapping[str, _Entry] | None) -> None:
+    """Read the header of a file and compare it with the expected tensors.
+
+    Args:
+        wanted: the expected tensors by name. None checks only the size and the consistency of the header.
+
+    Raises:
+        DestinationError: the file differs. Nothing else was changed.
+    """
+    try:
+        with closing(FileSource.open(str(path))) as source:
+            size, tensors = source.nbytes, read_header(source).tensors
+    except (FormatError, SourceError) as error:
+        raise _unreadable(path, error) from error
+    if size != nbytes:
+        message = f"{nbytes} bytes were written, but the file has {size}"
+        raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT)
+    if wanted is None:
+        return
+    columns = (tensors.names, tensors.dtypes, tensors.shapes, tensors.offset.tolist(), tensors.nbytes.tolist())
+    found = {entry[0]: entry for entry in zip(*columns, strict=True)}
+    if found != wanted:
+        name = next(name for name in (*wanted, *found) if found.get(name) != wanted.get(name))
+        message = "the header on disk differs from the header written"
+        raise DestinationError(message, uri=str(path), tensor=name, hint=_READ_BACK_HINT)
+
+
+def _require_readable_bytes(path: Path, data: bytes) -> None:
+    """Read a small file before it is published, if it is a manifest or has weights.
+
+    Args:
+        path: its later path.
+
+    Raises:
+        DestinationError: Penstock cannot read it.
+    """
+    try:
+        if path.name == SIDECAR:
+            decode(data, uri=str(path))
+        elif path.name.endswith(SUFFIX):
+            stop = 8 + int.from_bytes(data[:8], "little")
+            parse_header(data[8:stop], file_nbytes=len(data), uri=str(path))
+    except (FormatError, IntegrityError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: FormatError | SourceError | IntegrityError) -> DestinationError:
+    return DestinationError(f"the file cannot be read back: {error.message}", uri=str(path), hint=_READ_BACK_HINT)

@@ -35,7 +35,6 @@ STAMP = "penstock.job"
 """File that a conversion writes into its result. It names the job and the files other than weights."""
 BUNDLES = "penstock-artifacts"
 """Name of the directory next to a model for bundles of compiled code."""
-# An empty volume has this directory.
 _LOST_AND_FOUND = "lost+found"
 _LOCK = ".penstock-lock"
 # File with the names of the files that `fill` is moving.
@@ -65,8 +64,13 @@ class OutputPlace:
             ConfigError: no file can have this name.
             DestinationError: the place cannot be inspected.
         """
-        path = _resolve(destination)
+        path = Path(local_path(text_of(destination)))
+        # `.`, `..` and `/` have no name for a staging directory next to them.
+        path = Path(os.path.realpath(path)) if path.name in {"", ".."} else path.absolute()
         with typed(path):
+            # A symlink to a weight set is itself replaced.
+            if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
+                path = Path(os.path.realpath(path))
             # lstat raises for names that are too long and for loops of symlinks. `lexists` would report such names as
             # absent.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -96,19 +100,6 @@ class OutputPlace:
         return (self.path if self.keeps_directory else self.path.parent) / f"{_prefix(self.path)}{token}"
 
 
-def _resolve(destination: str | os.PathLike[str]) -> Path:
-    path = Path(local_path(text_of(destination)))
-    # `.`, `..` and `/` have no name for a staging directory next to them.
-    if path.name in {"", ".."}:
-        return Path(os.path.realpath(path))
-    path = path.absolute()
-    with typed(path):
-        # A symlink to a weight set is itself replaced.
-        if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
-            return Path(os.path.realpath(path))
-    return path
-
-
 def _prefix(path: Path) -> str:
     return f".{short_name(path)}.penstock-"
 
@@ -117,7 +108,6 @@ def _reason_to_stay(path: Path) -> str:
     """Return why a directory must stay, or "" if another directory may get its name."""
     if _is_mount(path):
         return "it is a mount point"
-    # The working directory may have been removed.
     with contextlib.suppress(OSError):
         if path.samefile(os.curdir):
             return "it is the working directory"
@@ -285,7 +275,7 @@ class DestinationClaim(Closeable):
     def __init__(self, staging: Path, fd: int, new: list[Path]) -> None:
         self.staging = staging
         self._new = new
-        # Close the descriptor even if the claim is only dropped. At exit the kernel closes it.
+        # A dropped claim closes the descriptor. At exit the kernel closes it.
         self._release = weakref.finalize(self, os.close, fd)
         self._release.atexit = False
         _claims.add(self)
@@ -315,7 +305,6 @@ class DestinationClaim(Closeable):
                             raise _busy(place)
                     with contextlib.suppress(FileExistsError):
                         staging.mkdir(mode)
-                        # `close` removes an empty directory.
                         new.insert(0, staging)
                     return cls(staging, _locked_folder(staging, place), new)
             except BaseException:
@@ -328,12 +317,8 @@ class DestinationClaim(Closeable):
         new, self._new = self._new, []
         remove_empty(new)
 
-    def let_go(self) -> None:
-        """Close the descriptor in a forked child, which would otherwise hold the lock."""
-        self._release()
 
-
-_claims = release_after_fork(DestinationClaim.let_go)
+_claims: weakref.WeakSet[DestinationClaim] = release_after_fork(lambda claim: claim._release())
 
 
 def _locked_folder(staging: Path, place: Path) -> int:

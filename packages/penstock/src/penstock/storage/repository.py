@@ -71,7 +71,6 @@ class RepositoryAddress:
 
     def at(self, revision: str, path: str) -> str:
         """Return the URI of a file or directory at a revision."""
-        # Quoting leaves commits as they are.
         return f"{self.repository}@{quote(revision, safe='~')}{f'/{path}' if path else ''}"
 
 

@@ -204,7 +204,6 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec does not say which key failed, so decode a bad header again by entries.
         _raise_for_entry(rest, error, uri)
-    # A None value means that the key was present.
     has_metadata = entries.pop(_METADATA, entries) is None
     # Each tensor has five strings: its name, three keys and its dtype.
     if num_strings(rest) != 5 * len(entries) + has_metadata:
@@ -220,7 +219,6 @@ def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
             _ENTRY.decode(raw)
         except msgspec.DecodeError as fault:
             raise FormatError(f"bad entry: {fault}", uri=uri, tensor=clip(name)) from fault
-    # All remaining entries are valid, so the bad entry has a duplicate key.
     raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
 
 
@@ -236,7 +234,6 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
         return f"dimension out of range in shape {clip(list(shape))}"
-    # Array libraries also ignore zeros for strides, so [2**60, 2**60, 0] is empty but invalid.
     if math.prod(d for d in shape if d) * dtype.bits > _INT64_MAX:
         return f"shape {clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
@@ -275,7 +272,6 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
         fault = f"data_offsets are {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
-    order = _file_order(start, stop)
     table = TensorTable(
         names=names,
         dtypes=tuple(dtypes),
@@ -284,10 +280,10 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
         offset=start,
         nbytes=nbytes,
     )
-    if order is not None:
-        table = table.take(order.tolist())
+    # All known writers leave the entries in file order.
+    if bool(np.any(start[1:] < start[:-1])) or bool(np.any(stop[1:] < stop[:-1])):
+        table = table.take(np.lexsort((stop, start)).tolist())
     end = _check_contiguous(table, uri)
-    # A file that is too short is an incomplete copy.
     if end > data_nbytes:
         raise SourceTruncated(
             f"the file has {data_offset + data_nbytes} bytes, but its header describes {data_offset + end}",
@@ -312,12 +308,6 @@ def _offsets(entries: dict[str, _TensorEntry], uri: str) -> tuple[I64, I64]:
         # JSON integers can be too large for numpy.
         row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
         raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=clip(list(entries)[row])) from None
-
-
-def _file_order(start: I64, stop: I64) -> I64 | None:
-    if bool(np.all(start[1:] >= start[:-1])) and bool(np.all(stop[1:] >= stop[:-1])):
-        return None
-    return np.lexsort((stop, start)).astype(np.int64)
 
 
 def _check_contiguous(table: TensorTable, uri: str) -> int:

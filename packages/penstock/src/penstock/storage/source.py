@@ -33,17 +33,14 @@ class Source(Protocol):
     @property
     def uri(self) -> str:
         """See `Source`."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """See `Source`."""
-        ...
 
     @property
     def identity(self) -> str:
         """See `Source`."""
-        ...
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """Fill `buffers` in order with the bytes from `offset`. Any number of threads may call this at once.
@@ -61,11 +58,9 @@ class Source(Protocol):
             SourceStalled: no byte arrived for `stall_s`.
             SourceUnavailable, PermissionDenied, NotFound: the storage failed, after retries where useful.
         """
-        ...
 
     def close(self) -> None:
         """Free descriptors and connections. Idempotent. No `readv` may be running."""
-        ...
 
 
 @runtime_checkable
@@ -87,16 +82,13 @@ class Digested(Protocol):
     @property
     def is_checked(self) -> bool:
         """See `Digested`."""
-        ...
 
     def check_whole(self) -> bool:
         """Check the digest while the content is read, once and completely, from now on. Return False without a digest.
 
         The read that completes the content raises IntegrityError on a mismatch. Before this call, only reads from the
-        start
-        are allowed, for example of a header.
+        start are allowed, for example of a header.
         """
-        ...
 
 
 def require_checked(source: Digested) -> None:
@@ -186,7 +178,6 @@ class Storage(Protocol):
             NotFound, PermissionDenied, SourceUnavailable, SourceStalled: the storage did not return the object.
             ConfigError: the URI or an option is wrong.
         """
-        ...
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
         """Return the sorted URIs of one object, of all objects directly below a prefix, or of all matches of a glob.
@@ -195,11 +186,9 @@ class Storage(Protocol):
             NotFound: there are no objects.
             PermissionDenied: the storage forbids listing. Callers then try the usual names of weight files.
         """
-        ...
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
         """Return a small file (an index, a manifest), or None if it is absent. Most storages can use `read_whole`."""
-        ...
 
 
 @runtime_checkable
@@ -208,7 +197,6 @@ class WritableStorage(Protocol):
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
         """Write a small file (a manifest, a signature) atomically."""
-        ...
 
 
 @runtime_checkable
@@ -217,7 +205,6 @@ class PinningStorage(Protocol):
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
         """Return the URI of the present content of `uri`. Raises as `Storage.open`."""
-        ...
 
 
 _factories: dict[str, Callable[[], Storage]] = {}
@@ -239,7 +226,6 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
         hint = "write it in lower case and without ://; file is always a local path"
         raise ConfigError(f"cannot register a storage for {scheme!r}, which is not a URI scheme", hint=hint)
     with _lock:
-        # A module that registers a storage may be imported twice.
         if _factories.setdefault(scheme, factory) is not factory:
             message = f"cannot register a storage for {scheme}://, because one is registered already"
             raise ConfigError(message, hint="choose another scheme")

@@ -37,7 +37,7 @@ from penstock.storage.locate import (
 from penstock.storage.manifest import Sidecar, check_signature, decode, encode, leaves_of, read_sidecar, sign, unpack
 from penstock.storage.safetensors import Header, clip
 from penstock.storage.source import require_checked
-from penstock.types import I64, MIB, U64, FileEntry, Manifest, TensorTable
+from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
 
 __all__ = [
@@ -149,7 +149,6 @@ def open_place(
     wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
         tensors = list(place.weight_map)
-        # The index names the shards of a few tensors of a large model before any file is opened.
         wanted = {tensors[row] for row in _select(tensors, names, place.uri)}
         needed = {place.weight_map[name] for name in wanted}
         files = [file for file in files if file[0] in needed]
@@ -165,7 +164,9 @@ def open_place(
             if wanted is not None:
                 # A shard may hold tensors that the index does not name.
                 rows = [row for row in rows if table.names[row] in wanted]
-            manifest = _select_rows(manifest, np.asarray(rows, np.int64))
+            # The revision stays that of the whole set.
+            leaves = leaves_of(manifest, np.asarray(rows, np.int64))
+            manifest = replace(manifest, tensors=manifest.tensors.take(rows), leaves=leaves)
     except BaseException:
         for shard in opened:
             shard.source.close()
@@ -224,7 +225,15 @@ def _open_all(
             raise
 
     if len(files) <= _FEW_FILES and not remote:
-        return _open_in_turn(files, open_one), sidecar()
+        opened: list[_Opened] = []
+        try:
+            for file in files:
+                opened.append(open_one(file))
+            return opened, sidecar()
+        except BaseException:
+            for shard in opened:
+                shard.source.close()
+            raise
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
     with Threads(threads, thread_name_prefix="penstock-open") as pool:
         # A later read would cost one more round trip to an object store.
@@ -243,18 +252,6 @@ def _open_all(
 def _close_opened(job: Future[_Opened]) -> None:
     if not job.cancelled() and job.exception() is None:
         job.result().source.close()
-
-
-def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
-    opened: list[_Opened] = []
-    try:
-        for file in files:
-            opened.append(open_one(file))
-    except BaseException:
-        for shard in opened:
-            shard.source.close()
-        raise
-    return opened
 
 
 def _resolve_duplicates(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) -> list[TensorTable]:
@@ -282,7 +279,6 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
     names = tuple(chain.from_iterable(table.names for table in tables))
     counts = [len(table) for table in tables]
     file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
-    # Search for the two files only after an error.
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for name, file in zip(names, file_index.tolist(), strict=True):
@@ -318,7 +314,6 @@ def _check_index(
     Args:
         wanted: check only these tensors. None checks all.
     """
-    # Compare whole lists first, and search for a tensor only if they differ.
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
     differ = [row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b] if stated != actual else []
@@ -425,30 +420,16 @@ def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequenc
         stated_rows = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
         name = next(name for name, file in stated_rows if file in opened and name not in there)
         raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
-    _compare(table, stated.tensors.take(rows.tolist()), places, uri)
-    return leaves_of(stated, rows)
-
-
-def _compare(actual: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
-    """Raise FormatError unless the tables agree row by row. `places[i]` is the manifest's number of file `i`."""
-    wrong = (stated.offset != actual.offset) | (stated.file_index != places[actual.file_index])
+    selected = stated.tensors.take(rows.tolist())
+    wrong = (selected.offset != table.offset) | (selected.file_index != places[table.file_index])
     row = int(wrong.argmax()) if wrong.any() else -1
-    if actual.dtypes != stated.dtypes or actual.shapes != stated.shapes:
-        columns = zip(actual.dtypes, stated.dtypes, actual.shapes, stated.shapes, strict=True)
+    if table.dtypes != selected.dtypes or table.shapes != selected.shapes:
+        columns = zip(table.dtypes, selected.dtypes, table.shapes, selected.shapes, strict=True)
         row = next(row for row, (a, b, c, d) in enumerate(columns) if a != b or c != d)
     if row >= 0:
         fault = "dtype, shape or offset in the manifest differs from the file's header"
-        raise FormatError(fault, uri=uri, tensor=clip(actual.names[row]))
-
-
-def _select_rows(manifest: Manifest, rows: I64) -> Manifest:
-    return Manifest(
-        files=manifest.files,
-        tensors=manifest.tensors.take(rows.tolist()),
-        leaf_bytes=manifest.leaf_bytes,
-        leaves=leaves_of(manifest, rows),
-        revision=manifest.revision,
-    )
+        raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
+    return leaves_of(stated, rows)
 
 
 def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
@@ -590,7 +571,6 @@ def _digest_bodies(
                     with lock:
                         on_bytes(window.nbytes)
         finally:
-            # After an error the other threads stop.
             stop.set()
 
     with Threads(threads, thread_name_prefix="penstock-digest") as pool:
