@@ -113,7 +113,7 @@ def test_part_is_planned_before_version_is_published(group: Group) -> None:
     assert isinstance(ahead, Granted) and (ahead.version, ahead.epoch) == (-1, "p0")
     assert decode(ahead.part, ReceiverPlan).nbytes == 128
     # The version's own part is the same, and is not sent again.
-    planner._version_status.post("p0", 3, is_open=True)
+    planner.version_status.post("p0", 3, is_open=True)
     reply = request_part(planner, want, 3, have_key=ahead.key)
     assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
     # A rank that is missing may hold what others do not.

@@ -56,7 +56,7 @@ def state(subscriber: Subscriber) -> SubscriberState:
 
 
 def is_served(subscriber: Subscriber) -> bool:
-    return subscriber._serving.status.now.is_open
+    return subscriber._update_loop.status.now.is_open
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Verdict:
     """The coordinator's decision before the hub records it."""
 
     is_commit: bool
-    by: str = ""
+    by: str = ""  # the subscriber that refused the version
     why: str = ""
     prepared: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
@@ -176,8 +176,7 @@ def learn(
 ) -> Generator[Question, DecisionReply, FleetDecision | Undecided]:
     """Yield the process to ask and receive its reply, until the decision is known or cannot be learned.
 
-    `limit_s` limits how long the coordinator may reply without a decision, and `stall_s` how long a process may be
-    silent.
+    `limit_s` limits the time without a decision, and `stall_s` the silence of a process.
     """
     last_reply = begun
     while True:

@@ -74,8 +74,8 @@ def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes
 class MemoryCopy:
     """A prepared copy between memories of equal sizes, which can run any number of times.
 
-    Each pair of regions is on one device, or one of the two is in pinned host memory. `strips` have offsets as if the
-    regions were adjacent. None copies all bytes.
+    Each pair of regions is on one device, or one of the two is in pinned host memory. `strips` count offsets over all
+    regions, and None copies all bytes.
 
     Raises:
         PlanError: the sizes differ, or a strip is outside a region.
@@ -123,10 +123,7 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies behind the device's current stream, and return an event after each region.
-
-        Copies between regions on the host run before it returns.
-        """
+        """Queue the copies behind the device's current stream, and return an event after each region."""
         events = []
         for name, stream in self._streams.items():
             # Without this wait the copies could read weights that an optimizer step is still writing.
@@ -218,12 +215,8 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 class StagingCopy(Closeable):
     """A second memory for a target's regions, with the same sizes on the same devices.
 
-    A flip copies the version to the live memory. If the live memory is remappable (`cuda.device_memory`), the flip
+    A flip copies the version to the live memory. If `served` registers remappable memory (`aliases_of`), the flip
     instead exchanges the physical memory of both in a millisecond. The staging copy then contains the previous version.
-
-    Args:
-        live: memory of the live regions, whose addresses never change.
-        served: registrations of the live memory, from `aliases_of`. None means that a flip copies.
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:

@@ -34,9 +34,8 @@ from penstock.types import I64, U64
 class VersionRegions(Closeable):
     """Registered memory, with one range of offsets over all regions of a rank.
 
-    Args:
-        memories: memories in the order of the layout's regions.
-        precomputed: digesters for the first memories, which are copies. The remaining memories are digested in place.
+    The `precomputed` digesters are for the first memories, which are copies. The remaining memories are digested in
+    place.
 
     Raises:
         ConfigError: no transport reaches one of the memories. No memory stays registered.
@@ -89,10 +88,7 @@ class VersionRegions(Closeable):
                 handle.fence()
 
     def exchange(self, other: VersionRegions) -> None:
-        """Exchange memory and registrations with regions of the same sizes.
-
-        Call it after fencing the served memory, and while neither memory is read into.
-        """
+        """Exchange memory and registrations with fenced regions of the same sizes that no transfer uses."""
         # One assignment keeps each memory with its registrations during an interrupt.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
@@ -226,16 +222,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class LocalVersion:
     """The memory of one rank and its version. Thread-safe.
 
-    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods.
+    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods. `pack_bytes`
+    limits the memory on a device into which short runs are packed.
 
     Attributes:
         version: version in the memory. None between a fence and the next `begin`.
         generation: changes with every fence. Maps from before a fence are stale.
         changed: condition that guards the version and its rows.
-        packer: buffers into which short runs are packed. None if `pack_bytes` is 0.
-
-    Args:
-        pack_bytes: limit in bytes of the memory on a device into which short runs are packed.
 
     Raises:
         PlanError: the layout is invalid, or describes different regions.

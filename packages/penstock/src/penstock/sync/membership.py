@@ -92,9 +92,7 @@ def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
 class Membership:
     """The members of a sync, and one connection for each member and channel. Thread-safe.
 
-    Args:
-        stall_s: deadline for replies in seconds.
-        handler: name of the request handler at the members' servers.
+    `handler` is the name of the request handler at the members' servers.
     """
 
     def __init__(
@@ -115,9 +113,7 @@ class Membership:
         self._clients: dict[tuple[str, str], SyncClient] = {}  # by member and channel
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
-        """Return all members of the sync, the oldest first.
-
-        While the hub is unreachable, return the last known members.
+        """Return all members of the sync, the oldest first, or the last known members while the hub is unreachable.
 
         Raise HubUnavailable if the hub has never replied.
         """
@@ -264,7 +260,6 @@ class SyncClient(PeerClient):
         other: member to connect to, with a grant.
         member: id of this member.
         key: key of the sync's name.
-        handler: name of the request handler at the member's server.
     """
 
     def __init__(
@@ -300,13 +295,7 @@ class SyncClient(PeerClient):
         return self._same_host and (self._address is None or self.is_on_host)
 
     def open(self, session: str = "") -> str:
-        """Open a session with the grant, or continue `session`. Return the session's id.
-
-        Raises:
-            PermissionDenied: the grant is not accepted.
-            NotFound: the member does not take part in this sync.
-            PeerLost, SourceStalled: the member is gone or does not reply.
-        """
+        """Open a session with the grant, or continue `session`. Return the session's id."""
         if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             session = self._ask("POST", f"/v1/{self._handler}", MemberSession, request).session

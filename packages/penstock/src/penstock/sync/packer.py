@@ -58,15 +58,11 @@ class _DeviceBuffers:
 
 
 class Packer(Closeable):
-    """The buffers of a source for packed strips. Thread-safe.
+    """The buffers of a source for packed strips, with at most `pack_bytes` on each device. Thread-safe.
 
     Attributes:
         buffer_bytes: size of a buffer and of the longest request in bytes.
         num_packed: number of filled requests.
-
-    Args:
-        links: transports with which readers on other hosts reach the buffers.
-        pack_bytes: limit in bytes for all buffers on a device together.
     """
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:

@@ -28,9 +28,7 @@ _Source = torch.nn.Module | Mapping[str, Declarable]
 class Placed:
     """The tensors of a module or a mapping, with views that keep their storages alive.
 
-    Args:
-        source: a module with all its parameters and buffers, or tensors by name as `declared` accepts them.
-        later: the object that has the tensors from now on. None means `source`.
+    `later` is the object that has the tensors from now on. None means `source`.
     """
 
     def __init__(self, source: _Source, later: _Source | None = None) -> None:

@@ -41,33 +41,24 @@ class _EncodedPlan:
     parts: dict[str, bytes] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Planner:
     """The planner. Server threads call it, and one thread at a time plans.
 
     Args:
-        version_status: versions of this member.
         ours: returns this member's layout, or None before it has a layout.
         checkpoint: returns the table that a receiver got from its planner. With None, the table comes from the layouts.
         terms: returns whether a receiver may read a version, and until when it must wait before it goes live.
-        bucket_bytes: size of the plans' buckets in bytes.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        version_status: VersionStatus,
-        ours: Callable[[], Layout | None],
-        *,
-        checkpoint: Callable[[], TableReply | None] = lambda: None,
-        terms: Terms = _no_terms,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        self._membership = membership
-        self._version_status = version_status
-        self._ours = ours
-        self._checkpoint = checkpoint
-        self._terms = terms
-        self._bucket_bytes = bucket_bytes
+    membership: Membership
+    version_status: VersionStatus
+    ours: Callable[[], Layout | None]
+    checkpoint: Callable[[], TableReply | None] = lambda: None
+    terms: Terms = _no_terms
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
         # Planning takes seconds and sends requests to members. `_lock` guards only the tables, so a receiver with an
         # unknown layout gets its reply during the planning.
         self._planning = threading.Lock()
@@ -89,7 +80,7 @@ class Planner:
         if not self._learn(asker, request):
             return LayoutNeeded()
         # A source that registers its memory again first reports its new layout.
-        members = self._membership.look(max_age_s=0.0 if request.is_outdated else self._membership.timing.member_list_s)
+        members = self.membership.look(max_age_s=0.0 if request.is_outdated else self.membership.timing.member_list_s)
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
         if request.is_ahead and ranks and not _missing(ranks):
@@ -100,7 +91,7 @@ class Planner:
         if not versions:
             return NotYet(why="no version is published yet")
         for version in versions:
-            terms = self._terms(asker, request, epoch, version)
+            terms = self.terms(asker, request, epoch, version)
             # The list may contain a version that was withdrawn since.
             if not isinstance(terms, Withdrawn):
                 break
@@ -110,7 +101,7 @@ class Planner:
             sources = self._sources(members, asker, version, request)
         except StaleDescriptor:
             # A receiver may have finished this version since the list was fetched.
-            members = self._membership.look()
+            members = self.membership.look()
             sources = self._sources(members, asker, version, request)
         if isinstance(sources, NotYet):
             return sources
@@ -132,10 +123,10 @@ class Planner:
 
         Raise NotFound if no publisher has reported a layout yet, or ranks are missing.
         """
-        known = self._checkpoint()
+        known = self.checkpoint()
         if known is not None:
             return known
-        members = self._membership.look(max_age_s=self._membership.timing.member_list_s)
+        members = self.membership.look(max_age_s=self.membership.timing.member_list_s)
         holders = _ranks(members, self._epoch_of(members))
         if not holders or _missing(holders):
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
@@ -167,14 +158,14 @@ class Planner:
 
     def _epoch_of(self, members: Sequence[SyncMember]) -> str:
         """Return the epoch of this member's version, or of the newest publisher."""
-        if self._version_status.now.epoch:
-            return self._version_status.now.epoch
+        if self.version_status.now.epoch:
+            return self.version_status.now.epoch
         return next((member.state.epoch for member in reversed(members) if member.state.epoch == member.member), "")
 
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
         """Return the versions of the epoch that members have, the newest first, without `refused` versions."""
         # This member may be a receiver that is behind others.
-        epoch, ours = self._epoch_of(members), self._version_status.now.version
+        epoch, ours = self._epoch_of(members), self.version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
         # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since. The
         # receiver knows that and would raise VersionRefused again.
@@ -188,10 +179,10 @@ class Planner:
 
         Sources are the publishers while they serve the version, and afterwards the receivers that have it.
         """
-        epoch, now = self._epoch_of(members), self._version_status.now
+        epoch, now = self._epoch_of(members), self.version_status.now
         ranks = [rank for rank in _ranks(members, epoch) if rank.member not in request.without]
         is_ours = (
-            now.is_open and now.version == version and any(rank.member == self._membership.member.id for rank in ranks)
+            now.is_open and now.version == version and any(rank.member == self.membership.member.id for rank in ranks)
         )
         # The publishers are complete and consistent.
         if is_ours and not request.without:
@@ -229,7 +220,7 @@ class Planner:
                 is_unlisted = any(member not in there for member in self._wants)
             if is_unlisted:
                 # A receiver that has just joined may be missing in the list.
-                there |= {member.member for member in self._membership.look() if member.state.side == "subscriber"}
+                there |= {member.member for member in self.membership.look() if member.state.side == "subscriber"}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
@@ -268,7 +259,7 @@ class Planner:
         return cached
 
     def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
-        return plan_sync(layouts, wants, bucket_bytes=self._bucket_bytes)
+        return plan_sync(layouts, wants, bucket_bytes=self.bucket_bytes)
 
     def _fits(self, layouts: Sequence[Layout], want: Layout) -> bool:
         try:
@@ -286,12 +277,12 @@ class Planner:
         """
         layouts = []
         for holder in holders:
-            layout = self._ours() if holder.member == self._membership.member.id else None
+            layout = self.ours() if holder.member == self.membership.member.id else None
             with self._lock:
                 layout = layout or self._layouts_by_digest.get(holder.state.layout)
             if layout is None:
                 try:
-                    layout = self._membership.ask(holder.member, lambda sync_client: sync_client.layout())
+                    layout = self.membership.ask(holder.member, lambda sync_client: sync_client.layout())
                 except (PeerLost, SourceStalled):
                     # Only a publisher rank has elements that no other source has.
                     if holder.state.side == "publisher":
@@ -305,7 +296,7 @@ class Planner:
             layouts.append((holder, layout))
         # A layout can have megabytes, and a long run sees many restarts.
         with self._lock:
-            current = {member.state.layout for member in self._membership.look(max_age_s=60.0)}
+            current = {member.state.layout for member in self.membership.look(max_age_s=60.0)}
             self._layouts_by_digest = {
                 digest: layout for digest, layout in self._layouts_by_digest.items() if digest in current
             }

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -28,7 +28,6 @@ from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
 from penstock.sync.membership import name_of_strips
 from penstock.sync.messages import (
     BeginsAfter,
-    Decision,
     DigestReply,
     DigestRequest,
     PackLeases,
@@ -39,6 +38,9 @@ from penstock.sync.messages import (
     TableReply,
 )
 from penstock.sync.part_outcome import PartOutcome, encode_outcome
+
+if TYPE_CHECKING:
+    from penstock.sync.publish.rank_group import FirstVersions, SubscriberProgress
 
 SESSION_S = 600.0
 """Seconds after which an unused session ends. A training step is shorter, so steps need no hub."""
@@ -58,62 +60,32 @@ class Plans(Protocol):
         """Return the table of the offered tensors."""
 
 
-class FirstVersionsOfRanks(Protocol):
-    """The version above which each rank begins. Only rank 0 of the publishers has this."""
-
-    def of(self, rank: int, member: str, wait_s: float) -> int:
-        """Return the version above which a process of a rank begins."""
-
-
-class ProgressReceiver(Protocol):
-    """The progress of subscribers. Only rank 0 of the publishers has this."""
-
-    def note_request(self, member: str) -> None:
-        """Record that a receiver requested its part and is therefore alive."""
-
-    def note_progress(self, member: str, progress: RankProgress) -> None:
-        """Record a receiver's progress report."""
-
-    def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision about a version when it is over, or its state after `wait_s` seconds."""
-
-
 @dataclass(slots=True)
 class _OpenSession:
     member: str
     seen: float
 
 
+@dataclass(eq=False)
 class SyncHandler:
     """The handler, which implements `peer.server.RequestHandler`. The server's threads use it.
 
     Args:
         key: key of the sync's name, which grants must contain.
         admit: consumes a grant, or raises an error.
-        local_version: returns this member's memory, or None if it has none yet.
         check: raises an error unless the memory may be served.
     """
 
-    def __init__(
-        self,
-        key: str,
-        admit: Callable[[LeaseRequest], object],
-        *,
-        local_version: Callable[[], LocalVersion | None],
-        version_status: VersionStatus,
-        planner: Plans,
-        subscriber_progress: ProgressReceiver | None = None,
-        first_versions: FirstVersionsOfRanks | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._key = key
-        self._admit = admit
-        self._local_version = local_version
-        self._version_status = version_status
-        self._planner = planner
-        self._subscriber_progress = subscriber_progress
-        self._first_versions = first_versions
-        self._check = check
+    key: str
+    admit: Callable[[LeaseRequest], object]
+    local_version: Callable[[], LocalVersion | None]
+    version_status: VersionStatus
+    planner: Plans
+    subscriber_progress: SubscriberProgress | None = None
+    first_versions: FirstVersions | None = None
+    check: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
         self._strips: OrderedDict[bytes, Strips] = OrderedDict()  # by name, the newest last
@@ -141,9 +113,9 @@ class SyncHandler:
         return self._get(member, path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> MemberSession:
-        if request.key != self._key:
+        if request.key != self.key:
             raise NotFound("this member does not take part in this sync")
-        self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
+        self.admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
         # The id is the only authorisation of later requests.
         session = secrets.token_hex(16)
         with self._lock:
@@ -167,25 +139,25 @@ class SyncHandler:
             case "layout":
                 return encode(self._served().layout)
             case "table":
-                return self._planner.table()
+                return self.planner.table()
             case "news":
-                return self._version_status.wait(number["after"], wait_s)
+                return self.version_status.wait(number["after"], wait_s)
             case "map":
                 return self._map(number["version"], wait_s)
-            case "decision" if self._subscriber_progress is not None:
-                return self._subscriber_progress.decision(number["version"], wait_s)
-            case "begins_after" if self._first_versions is not None:
-                return BeginsAfter(version=self._first_versions.of(number["rank"], member, wait_s))
+            case "decision" if self.subscriber_progress is not None:
+                return self.subscriber_progress.decision(number["version"], wait_s)
+            case "begins_after" if self.first_versions is not None:
+                return BeginsAfter(version=self.first_versions.of(number["rank"], member, wait_s))
         raise NotFound(f"there is no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
-        progress = self._subscriber_progress
+        progress = self.subscriber_progress
         match route:
             case "part":
                 # Planning may take longer than the deadline of a live publish.
                 if progress is not None:
                     progress.note_request(member)
-                return encode_outcome(self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
+                return encode_outcome(self.planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
             case "digests":
                 return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
             case "pack":
@@ -202,7 +174,7 @@ class SyncHandler:
         raise NotFound(f"there is no route POST {route[:64]!r} at this member")
 
     def _served(self) -> LocalVersion:
-        served = self._local_version()
+        served = self.local_version()
         if served is None:
             raise NotFound("this member has no version yet")
         return served
@@ -210,12 +182,12 @@ class SyncHandler:
     def _map(self, version: int, wait_s: float) -> VersionMap:
         """Return the map of a version. Wait for the version if it has not begun."""
         # The check digests all of the memory, so it does not run for each digest request.
-        self._check()
+        self.check()
         served = self._served()
         deadline = time.monotonic() + wait_s
         with served.changed:
             while served.version is None or served.version < version:
-                if self._version_status.is_past(version):
+                if self.version_status.is_past(version):
                     break
                 if (left := deadline - time.monotonic()) <= 0:
                     raise NotFound(f"version {version} has not begun here yet")

@@ -147,15 +147,9 @@ def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[
 
 
 def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
-    """Return the layout of rows for a planner.
+    """Return the layout of rows, with offsets that count through `regions`. Raise PlanError for a row in no region.
 
-    Args:
-        rows: rows from `declared`, or a receiver's requirements.
-        address: identifies the registrations of `regions`, so that a new registration is a new layout.
-        regions: regions in the order in which offsets count through them.
-
-    Raises:
-        PlanError: a row is in none of the regions.
+    `address` identifies the registrations of the regions, so that a new registration is a new layout.
     """
     # An MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)

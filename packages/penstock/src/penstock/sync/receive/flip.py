@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from penstock.errors import PenstockError
 from penstock.sync.receive.hooks import Around, Hooks
 from penstock.sync.receive.leases import Leases
-from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.states import LiveVersion, SubscriberState, SubscriberStates
 from penstock.sync.receive.update import UpdateLoop
@@ -43,6 +42,7 @@ class Flipped:
     install_s: float = 0.0
 
 
+@dataclass(eq=False)
 class FlipOrder:
     """The steps of each flip of a subscriber. One thread at a time flips.
 
@@ -51,24 +51,12 @@ class FlipOrder:
         report_now: reports the state to the hub soon.
     """
 
-    def __init__(
-        self,
-        states: SubscriberStates,
-        update_loop: UpdateLoop,
-        leases: Leases,
-        serving: Serving,
-        hooks: Hooks,
-        *,
-        on_live: Callable[[], None],
-        report_now: Callable[[], None],
-    ) -> None:
-        self._states = states
-        self._update_loop = update_loop
-        self._leases = leases
-        self._serving = serving
-        self._hooks = hooks
-        self._on_live = on_live
-        self._report_now = report_now
+    states: SubscriberStates
+    update_loop: UpdateLoop
+    leases: Leases
+    hooks: Hooks
+    on_live: Callable[[], None]
+    report_now: Callable[[], None]
 
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
         """Make a version live.
@@ -76,17 +64,17 @@ class FlipOrder:
         `move_bytes` moves the bytes to the target. It calls its argument before it writes to the target of a serving
         engine. If it raises a PenstockError, `mutated` tells whether the target was written to.
         """
-        flip = _Flip(previous=self._states.now)
+        flip = _Flip(previous=self.states.now)
         try:
             staged = move_bytes(lambda version: self._pause(flip, version))
             if staged.origin == "here":
                 # An attempt in this update may have paused the engine.
                 self._resume_previous(flip)
                 return Flipped(staged=staged)
-            self._states.enter(S.WRITING)
+            self.states.enter(S.WRITING)
             moved = time.perf_counter()
             if staged.origin == "sync":
-                self._update_loop.install()
+                self.update_loop.install()
             install_s = time.perf_counter() - moved + staged.install_s
             begun = staged.begun if flip.paused_at is None else flip.paused_at
             self._go_live(staged, begun)
@@ -95,19 +83,18 @@ class FlipOrder:
             self._give_up(flip, error)
             raise
         finally:
-            self._leases.open_to_readers()
+            self.leases.open_to_readers()
 
     def _pause(self, flip: _Flip, version: int) -> None:
         if flip.paused_at is not None:
             return
-        self._leases.close_to_readers()
+        self.leases.close_to_readers()
         at = time.perf_counter()
         self._call("before_pause", version)
-        flip.paused_at, flip.previous = at, self._states.now
-        self._states.enter(S.FLIPPING)
-        live = self._states.live
-        self._serving.withdraw(live.epoch, self._states.version)
-        self._update_loop.require_in_place()
+        flip.paused_at, flip.previous = at, self.states.now
+        self.states.enter(S.FLIPPING)
+        self.update_loop.withdraw()
+        self.update_loop.require_in_place()
 
     def _go_live(self, staged: Staged, begun: float) -> None:
         now = time.perf_counter()
@@ -120,34 +107,34 @@ class FlipOrder:
             pause_s=now - begun,
         )
         # An engine may restore weights from before the first version.
-        self._states.enter(S.LIVE if staged.version >= 0 else S.IDLE, live)
+        self.states.enter(S.LIVE if staged.version >= 0 else S.IDLE, live)
         if staged.origin == "sync":
-            self._update_loop.note_live()
-        self._on_live()
+            self.update_loop.note_live()
+        self.on_live()
         self._call("at_commit", staged.version)
-        if self._states.now is not S.CLOSED:
-            self._serving.begin(live.epoch, live.version, live.metadata)
-            self._report_now()
-        self._leases.open_to_readers()
+        if self.states.now is not S.CLOSED:
+            self.update_loop.serve()
+            self.report_now()
+        self.leases.open_to_readers()
         self._call("after_resume", staged.version)
 
     def _give_up(self, flip: _Flip, error: BaseException) -> None:
         """Finish a failed flip, with the previous version or with a dirty target."""
         known = error if isinstance(error, PenstockError) else None
         # An interrupt or a foreign error does not tell whether bytes were written.
-        if self._states.now is S.FLIPPING and (known is None or known.mutated):
-            self._states.enter(S.WRITING)
-        if self._states.now is S.WRITING:
-            self._states.enter(self._states.damaged)
+        if self.states.now is S.FLIPPING and (known is None or known.mutated):
+            self.states.enter(S.WRITING)
+        if self.states.now is S.WRITING:
+            self.states.enter(self.states.damaged)
             if known is not None:
                 known.mutated = True
-            self._report_now()
+            self.report_now()
         else:
             self._resume_previous(flip)
 
     def _resume_previous(self, flip: _Flip) -> None:
         """If the engine is paused, serve the previous version and resume the engine. A staged version stays staged."""
-        states = self._states
+        states = self.states
         if states.now is not S.FLIPPING:
             return
         states.enter(flip.previous if flip.previous in (S.STAGED, S.PREPARED) else states.at_rest)
@@ -155,13 +142,13 @@ class FlipOrder:
             return
         # Without a live version the engine has weights from elsewhere, such as files.
         if states.is_current and states.version >= 0:
-            self._serving.begin(states.live.epoch, states.version, states.live.metadata)
-        self._leases.open_to_readers()
+            self.update_loop.serve()
+        self.leases.open_to_readers()
         self._call("after_resume", states.version)
 
     def _call(self, hook: Around, version: int) -> None:
-        states = self._states
-        self._hooks.call(hook, version, live=states.version, is_dirty=states.at_rest is S.DIRTY)
+        states = self.states
+        self.hooks.call(hook, version, live=states.version, is_dirty=states.at_rest is S.DIRTY)
 
 
 @dataclass(slots=True)

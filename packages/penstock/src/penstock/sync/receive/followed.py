@@ -7,6 +7,7 @@ memory that the engine no longer reads and may have freed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -19,13 +20,15 @@ from penstock.sync.shards import Declarable
 from penstock.types import TensorTable
 
 
+@dataclass(eq=False)
 class FollowedTarget:
     """A target, and the places of its tensors when its requirements were made."""
 
-    def __init__(self, target: Target, load: Load | None, *, strict: bool) -> None:
-        self._target = target
-        self._load = load
-        self._strict = strict
+    target: Target
+    load: Load | None
+    strict: bool
+
+    def __post_init__(self) -> None:
         self._tensors: torch.nn.Module | Mapping[str, Declarable] = {}
         self._checkpoint = ""
         self._placed: Placed | None = None
@@ -35,11 +38,11 @@ class FollowedTarget:
         """Return the requirements of the target's current tensors. Raises the same errors as `requirements_for`."""
         checkpoint = layout_digest(table)
         # A function is called once for each checkpoint, and its tensors may have moved since.
-        if isinstance(self._target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
-            self._tensors, self._checkpoint = tensors_of(self._target, table), checkpoint
-        requirements = requirements_for(self._tensors, table, self._load, strict=self._strict, tags=tags)
+        if isinstance(self.target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
+            self._tensors, self._checkpoint = tensors_of(self.target, table), checkpoint
+        requirements = requirements_for(self._tensors, table, self.load, strict=self.strict, tags=tags)
         # An empty dict gets its tensors later, and the user may replace them there.
-        self._placed = Placed(self._tensors, self._target if isinstance(self._target, Mapping) else None)
+        self._placed = Placed(self._tensors, self.target if isinstance(self.target, Mapping) else None)
         filled = requirements.storages()
         self._unfilled = {
             name
@@ -50,7 +53,7 @@ class FollowedTarget:
 
     def moved(self) -> list[str]:
         """Return the names of tensors that a version fills and that moved."""
-        is_empty = isinstance(self._target, Mapping) and not self._target  # filled with the first version
+        is_empty = isinstance(self.target, Mapping) and not self.target  # filled with the first version
         if is_empty or self._placed is None or self._placed.is_same():
             return []
         moved = [name for name in self._placed.moved() if name not in self._unfilled]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from penstock.digest.strip import Strips
 from penstock.engine.threads import Joinable, KeptThreads, start_call
@@ -20,7 +20,6 @@ KEEP_S = LEASE_S / 4
 """Seconds between two renewals of a lease."""
 
 
-@runtime_checkable
 class Packing(Protocol):
     """A link to a source that packs short runs. See `LocalVersion`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,71 +22,61 @@ from penstock.sync.receive.update import UpdateLoop
 from penstock.timing import Timing
 
 
+@dataclass(eq=False)
 class Participant:
     """A subscriber as a participant in the commits of its fleet. One thread at a time updates.
 
     `check_open` raises Cancelled when the subscriber is closed.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        update_loop: UpdateLoop,
-        target: Target,
-        check: Check | None,
-        *,
-        check_open: Callable[[], None],
-        timing: Timing,
-    ) -> None:
-        self._timing = timing
-        self._membership = membership
-        self._update_loop = update_loop
-        self._target = target
-        self._check = check
-        self._check_open = check_open
-        self._stall_s = membership.stall_s
-        # The last checked version, and the trainer's values for it.
-        self._check_values: tuple[int, bytes] = (-1, b"")
+    membership: Membership
+    update_loop: UpdateLoop
+    target: Target
+    check: Check | None
+    check_open: Callable[[], None]
+    timing: Timing
+    # The last checked version, and the trainer's values for it.
+    check_values: tuple[int, bytes] = (-1, b"")
 
     def vote(self, staged: Staged) -> None:
         """Check a staged version, and report the outcome. Raise VersionRefused if the check failed."""
-        if self._check is not None:
-            self._run_check(staged, self._check)
+        if self.check is not None:
+            self._run_check(staged, self.check)
         if staged.decide_by is not None:
-            self._update_loop.report("prepared")
-        elif self._check is not None:
-            self._update_loop.report("committed")
+            self.update_loop.report("prepared")
+        elif self.check is not None:
+            self.update_loop.report("committed")
 
     def _run_check(self, staged: Staged, check: Check) -> None:
-        buffers = self._update_loop.buffers
+        buffers = self.update_loop.buffers
         assert buffers is not None and buffers.staging_copy is not None
-        self._check_values = staged.version, staged.check
-        model = self._target if isinstance(self._target, torch.nn.Module) else None
+        self.check_values = staged.version, staged.check
+        model = self.target if isinstance(self.target, torch.nn.Module) else None
         try:
             copy = buffers.staging_copy.regions.memories
             view = staged_version(staged.version, buffers.wanted, buffers.memories, copy, staged.check, model)
             why, cause = fault_of(check, view)
-            if not why and (altered := self._update_loop.altered()):
+            if not why and (altered := self.update_loop.altered()):
                 why = f"its check changed the staged weights of {names_text(altered)}"
         except BaseException as error:
-            self._update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
+            self.update_loop.report("failed", f"the check did not run: {str(error) or type(error).__name__}")
             raise
         if why:
-            self._update_loop.report("refused" if staged.decide_by is not None else "failed", why)
+            self.update_loop.report("refused" if staged.decide_by is not None else "failed", why)
             decision = FleetDecision(
                 epoch=staged.epoch,
                 version=staged.version,
                 outcome="withdrawn",
-                by=self._membership.member.id,
+                by=self.membership.member.id,
                 why=why[:MAX_REASON_CHARS],
             )
             # A version that failed a check does not go live here, whatever the fleet decides.
-            self._update_loop.note_decision(decision)
-            raise refusal(self._membership.name, decision) from cause
+            self.update_loop.note_decision(decision)
+            raise refusal(self.membership.name, decision) from cause
 
     def require_unaltered(self, staged: Staged) -> None:
         """Raise ConfigError if the staged bytes changed after the check."""
-        if self._check is not None and (altered := self._update_loop.altered()):
+        if self.check is not None and (altered := self.update_loop.altered()):
             raise ConfigError(
                 f"the staged weights of {names_text(altered)} changed after the check of version {staged.version}",
                 hint="keep no result of call() in the check and no state in the module, and call update() again",
@@ -102,11 +93,11 @@ class Participant:
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
         # Rank 0 may need up to the stall deadline to record the decision.
-        limit_s = max(0.0, decide_by - begun) + self._stall_s
-        questions = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
+        limit_s = max(0.0, decide_by - begun) + self.membership.stall_s
+        questions = learn(begun, limit_s=limit_s, stall_s=self.membership.stall_s)
         question = next(questions)
         while True:
-            self._check_open()
+            self.check_open()
             reply = self._ask_rank_0(epoch, version) if question == "coordinator" else self._ask_hub(epoch, version)
             try:
                 question = questions.send(reply)
@@ -114,8 +105,8 @@ class Participant:
                 decision: FleetDecision | Undecided = end.value
                 break
             if reply.kind != "open" or question == "hub":
-                time.sleep(self._timing.decision_pause_s)
-        name = self._membership.name
+                time.sleep(self.timing.decision_pause_s)
+        name = self.membership.name
         if isinstance(decision, Undecided):
             if decision.is_past:
                 raise StaleDescriptor(
@@ -126,18 +117,18 @@ class Participant:
                 f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers",
                 hint="the previous version stays live, so call commit() or update() again",
             )
-        self._update_loop.note_decision(decision)
+        self.update_loop.note_decision(decision)
         if decision.outcome == "withdrawn":
             raise refusal(name, decision)
 
     def _ask_rank_0(self, epoch: str, version: int) -> DecisionReply:
-        wait_s = self._timing.decision_wait_s
+        wait_s = self.timing.decision_wait_s
         try:
-            reply: Decision = self._membership.ask(
+            reply: Decision = self.membership.ask(
                 epoch, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost:
-            is_gone = self._membership.has_left(epoch, max_age_s=wait_s)
+            is_gone = self.membership.has_left(epoch, max_age_s=wait_s)
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
@@ -146,20 +137,20 @@ class Participant:
 
     def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
         """Propose to the hub to withdraw a version, and return the recorded decision."""
-        member = self._membership.member
+        member = self.membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
         proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)
         try:
-            reply = member.decide(self._membership.name, proposal)
+            reply = member.decide(self.membership.name, proposal)
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
         return DecisionReply(at=time.monotonic(), decision=reply.decision, kind="past" if reply.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         """Return the terms of a version for which this subscriber plans for another receiver. See `Planner`."""
-        known = self._update_loop.decisions.get((epoch, version))
+        known = self.update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)
         # The version is live here, so it is committed.
-        check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
+        check = self.check_values[1] if request.wants_check and self.check_values[0] == version else b""
         return Granted(version=version, epoch=epoch, check=check)

@@ -28,7 +28,6 @@ from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
 from penstock.sync.memory_digests import MemoryDigests, named_tensors
 from penstock.sync.receive.leases import Leases
-from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
@@ -227,77 +226,65 @@ class ReleasedVersion:
         return Staged(version=self.version, epoch=self.epoch, origin="restore", begun=begun, attempts=1, sources={})
 
 
+@dataclass(eq=False)
 class Release:
     """The weights of a subscriber while its engine sleeps. One thread at a time releases and restores them."""
 
-    def __init__(
-        self,
-        name: str,
-        target: Target,
-        states: SubscriberStates,
-        update_loop: UpdateLoop,
-        leases: Leases,
-        serving: Serving,
-        *,
-        links: PeerLinks,
-        timing: Timing,
-    ) -> None:
-        self._name = name
-        self._target = target
-        self._states = states
-        self._update_loop = update_loop
-        self._leases = leases
-        self._serving = serving
-        self._links = links
-        self._timing = timing
-        self._released: ReleasedVersion | None = None
+    name: str
+    target: Target
+    states: SubscriberStates
+    update_loop: UpdateLoop
+    leases: Leases
+    links: PeerLinks
+    timing: Timing
+    released: ReleasedVersion | None = None
 
     def require_awake(self) -> None:
         """Raise ConfigError if the weights are released."""
-        if self._states.at_rest is SubscriberState.RELEASED:
-            raise ConfigError(f"the weights of {self._name!r} are released", hint="call restore()")
+        if self.states.at_rest is SubscriberState.RELEASED:
+            raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
 
     def release(self, *, free: bool, returns: bool) -> int:
         """See `Subscriber.release`."""
-        states, loop = self._states, self._update_loop
+        states, loop = self.states, self.update_loop
         if states.at_rest is SubscriberState.RELEASED:
-            raise ConfigError(f"the weights of {self._name!r} are already released", hint="call restore()")
+            raise ConfigError(f"the weights of {self.name!r} are already released", hint="call restore()")
         if free and loop.requirements is None:
             raise ConfigError(
-                f"the tensors that a version of {self._name!r} fills are unknown before the first version",
+                f"the tensors that a version of {self.name!r} fills are unknown before the first version",
                 hint="call prepare() or update() first, or release(free=False)",
             )
-        target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
+        target = self.target if isinstance(self.target, torch.nn.Module | Mapping) else None
         if returns:
             self._require_returnable(target, free=free)
-        self._leases.close_to_readers()
+        self.leases.close_to_readers()
         try:
             digests = MemoryDigests.of_target(target) if returns and target is not None else None
             epoch, version = states.live.epoch, states.version
-            self._serving.withdraw(epoch, version)
+            self.update_loop.withdraw()
             states.enter(SubscriberState.RELEASED)
             # Close the registrations first, because a registration of unmapped memory cannot be closed.
             proven = loop.free()
-            memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
-            self._released = ReleasedVersion(
-                name=self._name, epoch=epoch, version=version, proven=proven, memory=memory, digests=digests
+            memory = ReleasedMemory(self.target, loop.requirements) if free and loop.requirements else None
+            self.released = ReleasedVersion(
+                name=self.name, epoch=epoch, version=version, proven=proven, memory=memory, digests=digests
             )
         finally:
-            self._leases.open_to_readers()
+            self.leases.open_to_readers()
         return 0 if memory is None else memory.freed_bytes
 
     def _require_returnable(self, target: torch.nn.Module | Mapping[str, object] | None, *, free: bool) -> None:
         if free:
-            message = f"with free=True no engine can restore the weights of {self._name!r}"
+            message = f"with free=True no engine can restore the weights of {self.name!r}"
             raise ConfigError(message, hint="call release(free=False, returns=True)")
         if target is None:
             raise ConfigError(
-                f"the target of {self._name!r} is a function, and its tensors cannot be digested",
+                f"the target of {self.name!r} is a function, and its tensors cannot be digested",
                 hint="pass the tensors to subscriber(), or call release() without returns",
             )
-        if self._states.at_rest is SubscriberState.DIRTY:
+        if self.states.at_rest is SubscriberState.DIRTY:
             raise ConfigError(
-                f"the target of {self._name!r} has parts of several versions, so it cannot be restored",
+                f"the target of {self.name!r} has parts of several versions, so it cannot be restored",
                 hint="call release() without returns, or update() first",
             )
 
@@ -315,15 +302,15 @@ class Release:
         `update` receives a version within a timeout and makes it live. `flip` makes a version live whose bytes its
         argument moves to the target.
         """
-        released = self._released
-        if released is None or self._states.at_rest is not SubscriberState.RELEASED:
-            raise ConfigError(f"the weights of {self._name!r} are not released", hint="call update()")
+        released = self.released
+        if released is None or self.states.at_rest is not SubscriberState.RELEASED:
+            raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
         if in_place:
-            return flip(lambda: released.take_in_place(self._update_loop))
+            return flip(lambda: released.take_in_place(self.update_loop))
         if released.memory is not None:
             released.memory.take_back()
         # A member with the version replies at once. Only callers without a stored version wait.
-        limit_s = self._timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
+        limit_s = self.timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
         try:
             return update(limit_s)
         except (SourceError, PeerLost, IntegrityError) as error:
@@ -332,9 +319,9 @@ class Release:
                     error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
                 raise
             # A staged version without a decision is dropped.
-            self._states.enter(SubscriberState.RELEASED)
+            self.states.enter(SubscriberState.RELEASED)
             cause = error
-            return flip(lambda: released.read_stored(self._update_loop, stored, self._links, cause))
+            return flip(lambda: released.read_stored(self.update_loop, stored, self.links, cause))
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:

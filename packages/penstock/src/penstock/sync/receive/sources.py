@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
+from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from penstock.segments import Rectangles, Segments
 from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionRegions
 from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
-from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
+from penstock.sync.receive.packed import BufferLeases, ShortRuns
 from penstock.sync.receive.steps import Step
 from penstock.timing import DEFAULT, Timing
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
@@ -32,36 +32,8 @@ from penstock.types import U64
 T = TypeVar("T")
 
 
-class SourceLink(Protocol):
-    """A link to one source of one version, while a receiver reads from it. Thread-safe."""
-
-    @property
-    def member(self) -> str:
-        """Return the member's id, as in the plan's sources."""
-
-    @property
-    def map(self) -> VersionMap:
-        """Return the map of the version and generation to read."""
-
-    @property
-    def same_host(self) -> bool:
-        """Return whether the source is on this host."""
-
-    @property
-    def same_process(self) -> bool:
-        """Return whether the source is this process."""
-
-    def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """Return the source's digests of strips, for the map's version and generation.
-
-        Raises:
-            StaleDescriptor: the source has a different version now.
-            PeerLost, SourceStalled: the source is gone or does not reply.
-        """
-
-
 class LocalLink:
-    """A `SourceLink` to a `LocalVersion` in this process, which must have a version.
+    """A link to a `LocalVersion` in this process, which must have a version.
 
     Without `same_process`, it is read as if it were in another process on this host.
     """
@@ -75,56 +47,55 @@ class LocalLink:
         self.member = local_version.layout.member
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """See `SourceLink.digests`."""
+        """See `LocalVersion.digests`."""
         version, generation = self.map.version, self.map.generation
         return self.local_version.digests(strips, version=version, generation=generation, wait_s=wait_s)
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
-        """See `Packing.pack`."""
+        """Release the leases in `release`, and pack strips. See `LocalVersion.pack`."""
         self.local_version.hold_packed((), release)
         version, generation = self.map.version, self.map.generation
         return self.local_version.pack(strips, version=version, generation=generation, wait_s=wait_s)
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """See `Packing.hold_packed`."""
+        """See `LocalVersion.hold_packed`."""
         self.local_version.hold_packed(keep, release)
-
-
-_fits_local: type[SourceLink] = LocalLink
 
 
 # Opening a source is one round trip that mostly waits, so hundreds of sources open in a few rounds.
 _AT_ONCE = 16
 
 
+@dataclass(eq=False)
 class PeerLink:
-    """A `SourceLink` to another member, through its server.
+    """A link to another member, through its server.
 
     `same_host` tells whether the member was reached at its Unix socket.
     """
 
     same_process = False
 
-    def __init__(self, membership: Membership, member: str, version_map: VersionMap, *, same_host: bool) -> None:
-        self._membership = membership
-        self.member = member
-        self.map = version_map
-        self.same_host = same_host
+    membership: Membership
+    member: str
+    map: VersionMap
+    same_host: bool
+
+    def __post_init__(self) -> None:
         self._channels: list[str] = []  # that no thread is using
         self._num_channels = itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """See `SourceLink.digests`."""
+        """See `LocalVersion.digests`."""
         version, generation = self.map.version, self.map.generation
         return self._ask(lambda sync_client: sync_client.digests(strips, version, generation, wait_s))
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
-        """See `Packing.pack`."""
+        """Release the leases in `release`, and pack strips. See `LocalVersion.pack`."""
         version, generation = self.map.version, self.map.generation
         return self._ask(lambda sync_client: sync_client.pack(strips, version, generation, wait_s, tuple(release)))
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """See `Packing.hold_packed`."""
+        """See `LocalVersion.hold_packed`."""
         self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
@@ -136,7 +107,7 @@ class PeerLink:
         except IndexError:
             channel = f"digests {next(self._num_channels)}"
         try:
-            return self._membership.ask(self.member, question, channel=channel)
+            return self.membership.ask(self.member, question, channel=channel)
         finally:
             self._channels.append(channel)
 
@@ -152,34 +123,29 @@ class SourceFailed(Exception):
         self.error = error
 
 
+@dataclass(eq=False)
 class LinkRequests:
     """Requests to members for their maps of a version, which run in parallel with other work. It is a context manager.
 
     Leaving the block drops links that were not taken. A member may take `stall_s` seconds to begin the version.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        members: Sequence[str],
-        version: int,
-        stall_s: float,
-        threads: KeptThreads,
-        timing: Timing = DEFAULT,
-    ) -> None:
-        self._membership = membership
-        self._version = version
-        self._stall_s = stall_s
-        self._threads = threads
-        self._timing = timing
+    membership: Membership
+    members: Sequence[str]
+    version: int
+    stall_s: float
+    threads: KeptThreads
+    timing: Timing = DEFAULT
+
+    def __post_init__(self) -> None:
         self._is_over = False
-        self._links: dict[str, Future[SourceLink]] = {member: Future() for member in members}
+        self._links: dict[str, Future[SourceLink]] = {member: Future() for member in self.members}
         self._waiting = deque(self._links)
 
     def __enter__(self) -> Self:
         """Send the requests. Raise DestinationError if no thread can start."""
         for number in range(min(_AT_ONCE, len(self._links))):
-            self._threads.start(self._open_all, "penstock-maps", is_needed=not number)
+            self.threads.start(self._open_all, "penstock-maps", is_needed=not number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,9 +157,9 @@ class LinkRequests:
         Raises:
             SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s` seconds.
         """
-        if version != self._version or self._links.keys() != set(members):
+        if version != self.version or self._links.keys() != set(members):
             self._give_up()
-            with LinkRequests(self._membership, members, version, self._stall_s, self._threads, self._timing) as other:
+            with LinkRequests(self.membership, members, version, self.stall_s, self.threads, self.timing) as other:
                 return {member: other._links[member].result() for member in members}
         return {member: self._links[member].result() for member in members}
 
@@ -216,33 +182,35 @@ class LinkRequests:
                 link.set_exception(error)
 
     def _open(self, member: str) -> SourceLink:
-        deadline = time.monotonic() + self._stall_s
-        wait_s = self._timing.map_wait_s
+        deadline = time.monotonic() + self.stall_s
+        wait_s = self.timing.map_wait_s
         try:
             while True:
                 try:
                     # A request for a part must not wait behind a version that has not begun.
-                    version_map, is_on_host = self._membership.ask(
+                    version_map, is_on_host = self.membership.ask(
                         member,
-                        lambda sync_client: (sync_client.version_map(self._version, wait_s), sync_client.is_on_host),
+                        lambda sync_client: (sync_client.version_map(self.version, wait_s), sync_client.is_on_host),
                         channel="map",
                     )
                     break
                 except NotFound as error:
                     # Publisher ranks begin a version within milliseconds of each other.
                     if self._is_over or time.monotonic() > deadline:
-                        message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
+                        message = f"the source did not begin version {self.version} within {self.stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
                     # A source waits before it sends this reply, but a restarted hub does not.
-                    time.sleep(self._timing.map_pause_s)
-            return PeerLink(self._membership, member, version_map, same_host=is_on_host)
+                    time.sleep(self.timing.map_pause_s)
+            return PeerLink(self.membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
             raise SourceFailed(member, error) from error
 
 
-_fits: type[SourceLink] = PeerLink
+SourceLink = LocalLink | PeerLink
+"""A link to one source of one version, while a receiver reads from it. Thread-safe."""
 
 
+@dataclass(eq=False)
 class SourceRead:
     """The reads from one source during one run. Thread-safe.
 
@@ -254,20 +222,14 @@ class SourceRead:
         leases: renews the leases of the source's buffers. None means that short runs are read without packing.
     """
 
-    def __init__(
-        self,
-        link: SourceLink,
-        into: VersionRegions,
-        leases: BufferLeases | None = None,
-        *,
-        timing: Timing = DEFAULT,
-    ) -> None:
-        self._wait_s = timing.digest_wait_s
-        self.link = link
-        self.member = link.member
+    link: SourceLink
+    into: VersionRegions
+    leases: BufferLeases | None = None
+    timing: Timing = DEFAULT
+
+    def __post_init__(self) -> None:
+        self.member = self.link.member
         self.short_runs = ShortRuns()
-        self._into = into
-        self._leases = leases
         # Transport, descriptor, and why no nearer transport is used, by pair of regions.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
         self._lock = threading.Lock()  # guards the routes and the counts
@@ -291,9 +253,9 @@ class SourceRead:
         """Return the local device that reads a step from a device on this host, or None."""
         # A step's regions are nearly always on one device.
         theirs, ours, _ = step.reads[0]
-        offers = self.link.map.regions[theirs], self._into.handles(ours)
+        offers = self.link.map.regions[theirs], self.into.handles(ours)
         is_near = self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
-        return self._into.memories[ours].device if is_near else None
+        return self.into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """Return the source's digests of its strips when they are ready.
@@ -306,7 +268,7 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not is_over():
-            reply = self.link.digests(strips, wait_s=min(self._wait_s, stall_s))
+            reply = self.link.digests(strips, wait_s=min(self.timing.digest_wait_s, stall_s))
             if reply.digests is not None:
                 if len(reply.digests) != len(strips):
                     message = f"the source sent {len(reply.digests)} digests for {len(strips)} strips"
@@ -338,10 +300,8 @@ class SourceRead:
                     is_touched |= was_touched
         if release and failed is None:
             # Release the last buffer. After a failure the source may hang, so let its lease expire.
-            link = self.link
-            assert isinstance(link, Packing)
             with contextlib.suppress(PenstockError):
-                link.hold_packed((), release)
+                self.link.hold_packed((), release)
         return failed, is_touched
 
     def _posting(
@@ -350,13 +310,13 @@ class SourceRead:
         """Post the reads of a step as the caller iterates. Add the runs that the source should pack to `packed`."""
         for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
-            into = self._into.handles(ours)[transport.name]
+            into = self.into.handles(ours)[transport.name]
             rows = table
             # A table of all runs takes milliseconds per GiB.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
                 continue
-            if self._leases is not None and self._into.links.reach(transport.name) == "network":
+            if self.leases is not None and self.into.links.reach(transport.name) == "network":
                 is_packed = self._packable(rows)
                 if is_packed.any():
                     packed.append((theirs, ours, rows[is_packed]))
@@ -371,8 +331,7 @@ class SourceRead:
             self._note_unpacked(
                 "the source has no memory to pack them (no publisher, an older release, or no `pack_bytes`)"
             )
-        is_possible = not self.short_runs.why and isinstance(self.link, Packing)
-        return packable(rows, offered if is_possible else 0)
+        return packable(rows, 0 if self.short_runs.why else offered)
 
     def _note_unpacked(self, why: str) -> None:
         """Record the first reason why this source does not pack. From then on none of its runs are packed."""
@@ -389,18 +348,18 @@ class SourceRead:
         Raises:
             PenstockError: the source returned no readable buffer. No byte of the batch was written.
         """
-        link, leases = self.link, self._leases
-        assert isinstance(link, Packing) and leases is not None
+        link, leases = self.link, self.leases
+        assert leases is not None
         transport, descriptor, _ = self._route(theirs, ours)
-        handle = self._into.handles(ours)[transport.name]
-        reply = self._request_buffer(link, leases, theirs, batch, release, stall_s=stall_s)
+        handle = self.into.handles(ours)[transport.name]
+        reply = self._request_buffer(leases, theirs, batch, release, stall_s=stall_s)
         lease = ""
         if reply.regions is None:
             self._note_unpacked(reply.why)
         else:
             try:
                 # The reader's memory is registered with the transport of this pair of regions.
-                transport, descriptor, _ = self._into.links.choose(
+                transport, descriptor, _ = self.into.links.choose(
                     {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
                 )
                 lease = reply.lease
@@ -426,7 +385,7 @@ class SourceRead:
         return outcome
 
     def _request_buffer(
-        self, link: Packing, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
+        self, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
         """Return the source's buffer with a batch, or why it cannot pack it. Clear `release` after it was sent."""
         if self.short_runs.why:
@@ -437,7 +396,7 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not leases.is_over():
-            reply = link.pack(strips, wait_s=min(self._wait_s, stall_s), release=tuple(release))
+            reply = self.link.pack(strips, wait_s=min(self.timing.digest_wait_s, stall_s), release=tuple(release))
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply
@@ -458,7 +417,7 @@ class SourceRead:
         with self._lock:
             route = self._routes.get((theirs, ours))
             if route is None:
-                handles = self._into.handles(ours)
+                handles = self.into.handles(ours)
                 route = self._choose(theirs, handles)
                 if route[0].name == "pinned_shm" and isinstance(route[0], Reaching):
                     # Pinning a peer's memory can fail at first use, for example at the limit of locked memory.
@@ -474,7 +433,7 @@ class SourceRead:
     def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
         """Return the nearest transport among these handles that reaches a region of the source."""
         link = self.link
-        return self._into.links.choose(
+        return self.into.links.choose(
             handles, link.map.regions[theirs], same_host=link.same_host, same_process=link.same_process
         )
 
@@ -486,20 +445,20 @@ def _posted(
     yield transport, transport.post_read(into, descriptor, segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LinkReport:
     """The share of one source in a transfer."""
 
     member: str
-    path: str
-    why: str
+    path: str = ""
+    why: str = ""
     """Reason why no nearer transport is used."""
-    nbytes: int
-    wire_s: float
+    nbytes: int = 0
+    wire_s: float = 0.0
     """Seconds during which at least one read from the source was running."""
-    ready_s: float
+    ready_s: float = 0.0
     """Seconds from requests for digests until their replies, summed."""
-    short_runs: ShortRuns = field(default_factory=ShortRuns)
+    short_runs: ShortRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -555,20 +514,15 @@ class _OccupiedTime:
             self.total_s += now - self.since
 
 
-@dataclass(slots=True)
-class _Counts:
-    wire: _OccupiedTime = field(default_factory=_OccupiedTime)
-    nbytes: int = 0
-    ready_s: float = 0.0
-
-
 class TransferStats:
     """Bytes from each source, and seconds of waiting, reading and digesting. Thread-safe."""
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
-        self._reads = {read.member: read for read in reads.values()}
-        self._counts = {member: _Counts() for member in self._reads}
-        self._wire = _OccupiedTime()
+        self._reads = reads
+        self._links = {
+            read.member: LinkReport(member=read.member, short_runs=read.short_runs) for read in reads.values()
+        }
+        self._occupied = {member: _OccupiedTime() for member in ("", *self._links)}  # "" counts all sources
         self._begun = time.perf_counter()
         self._digest_s = 0.0
         self._lock = threading.Lock()
@@ -577,51 +531,34 @@ class TransferStats:
     @contextlib.contextmanager
     def reading(self, member: str) -> Iterator[None]:
         """Count the time of the block as a read from this source."""
-        spans = (self._wire, self._counts[member].wire)
         with self._lock:
-            for span in spans:
-                span.enter(time.perf_counter())
+            for name in ("", member):
+                self._occupied[name].enter(time.perf_counter())
         try:
             yield
         finally:
             with self._lock:
-                for span in spans:
-                    span.leave(time.perf_counter())
+                for name in ("", member):
+                    self._occupied[name].leave(time.perf_counter())
 
-    def replied(self, member: str, ready_s: float) -> None:
-        """Record the time that this source took to reply to a request for digests."""
+    def add(self, member: str, *, nbytes: int = 0, ready_s: float = 0.0, digest_s: float = 0.0) -> None:
+        """Add bytes that arrived from this source, and seconds of waiting for its digests and of digesting here."""
         with self._lock:
-            self._counts[member].ready_s += ready_s
-
-    def took(self, member: str, nbytes: int) -> None:
-        """Record bytes that arrived from this source."""
-        with self._lock:
-            self._counts[member].nbytes += nbytes
-
-    def digested(self, seconds: float) -> None:
-        """Record the time of digesting a step here."""
-        with self._lock:
-            self._digest_s += seconds
+            self._links[member].nbytes += nbytes
+            self._links[member].ready_s += ready_s
+            self._digest_s += digest_s
 
     def report(self, nbytes: int) -> TransferReport:
         """Return the figures of the whole run."""
-        links = tuple(
-            LinkReport(
-                member=member,
-                path=self._reads[member].path,
-                why=self._reads[member].why,
-                nbytes=counts.nbytes,
-                wire_s=counts.wire.total_s,
-                ready_s=counts.ready_s,
-                short_runs=self._reads[member].short_runs,
-            )
-            for member, counts in self._counts.items()
-        )
+        for read in self._reads.values():
+            link = self._links[read.member]
+            link.path, link.why, link.wire_s = read.path, read.why, self._occupied[read.member].total_s
+        links = tuple(self._links.values())
         return TransferReport(
             nbytes=nbytes,
             moved_bytes=sum(link.nbytes for link in links),
             seconds=time.perf_counter() - self._begun,
-            wire_s=self._wire.total_s,
+            wire_s=self._occupied[""].total_s,
             ready_s=sum(link.ready_s for link in links),
             digest_s=self._digest_s,
             peak_bytes=self.peak_bytes,

@@ -79,7 +79,7 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
     Args:
         theirs: for each source, the start of each of its regions and the end of the last one.
         ours: the same for the receiver.
-        window_bytes: neighbouring buckets form windows of up to this size. A larger bucket is a separate window.
+        window_bytes: neighbouring buckets form windows of up to this size.
         piece_bytes: longer strips are split. A step has at most twice as many bytes.
 
     Raises:

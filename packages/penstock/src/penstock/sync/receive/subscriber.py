@@ -37,7 +37,6 @@ from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import Release, StoredVersion
-from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Staged, UpdateOptions
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
@@ -77,7 +76,7 @@ class Subscriber(Closeable):
         timing: Timing,
     ) -> None:
         self.name = name
-        self.member = member = membership.member
+        self.member = membership.member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
         self._rank = rank
         self._world_size = world_size
@@ -89,24 +88,17 @@ class Subscriber(Closeable):
         self._states = states = SubscriberStates()
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
-        self._update_loop = loop = UpdateLoop(
-            membership, target, options, states, timing=timing, before_free=self._stop_serving
-        )
-        self._serving = Serving(loop, serves=options.serve)
-        self._participant = Participant(
-            membership, loop, target, hooks.check, check_open=self._check_open, timing=timing
-        )
+        self._update_loop = loop = UpdateLoop(membership, target, options, states, timing)
+        self._participant = Participant(membership, loop, target, hooks.check, self._check_open, timing)
         self._flip = FlipOrder(
-            states, loop, self._leases, self._serving, hooks, on_live=self._fill_empty, report_now=member.beat_now
+            states, loop, self._leases, hooks, on_live=self._fill_empty, report_now=self.member.beat_now
         )
-        self._release = Release(
-            name, target, states, loop, self._leases, self._serving, links=member.links, timing=timing
-        )
+        self._release = Release(name, target, states, loop, self._leases, self.member.links, timing)
         self.planner = Planner(
             membership,
-            self._serving.status,
-            self._serving.layout,
-            checkpoint=lambda: self._update_loop.checkpoint,
+            loop.status,
+            loop.layout,
+            checkpoint=lambda: loop.checkpoint,
             terms=self._participant.terms,
         )
 
@@ -115,10 +107,10 @@ class Subscriber(Closeable):
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             self.member.check_grant,
-            local_version=self._serving.local_version,
-            version_status=self._serving.status,
+            local_version=self._update_loop.local_version,
+            version_status=self._update_loop.status,
             planner=self.planner,
-            check=self._check_proven,
+            check=self._update_loop.require_proven,
         )
         # A publisher may send a request as soon as the hub lists this subscriber.
         self.member.syncs.append(self._state)
@@ -157,7 +149,7 @@ class Subscriber(Closeable):
         return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
-        is_open = self._serving.status.now.is_open
+        is_open = self._update_loop.status.now.is_open
         is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
         live = self._states.live
         standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
@@ -575,19 +567,6 @@ class Subscriber(Closeable):
             packed_bytes=staged.packed_bytes,
             staging_bytes=staged.staging_bytes,
         )
-
-    def _stop_serving(self) -> None:
-        """Withdraw the live version and report this at once, because planners choose sources from the hub's list."""
-        if self.version >= 0:
-            self._serving.withdraw(self._states.live.epoch, self.version)
-            self.member.beat_now()
-
-    def _check_proven(self) -> None:
-        """Stop serving and raise StaleDescriptor if the engine changed the weights in place."""
-        if not self._update_loop.is_proven():
-            self._stop_serving()
-            message = "the weights were modified after the update, so this process no longer serves them"
-            raise StaleDescriptor(message, hint="set serve=False for an engine that changes weights in place")
 
     def _check_open(self) -> None:
         if self._states.now is S.CLOSED:

@@ -51,11 +51,8 @@ def select_tensors(
 ) -> TensorSelection:
     """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources.
 
-    Args:
-        requested: tags. None means the tags for which the model has parameters, or no tags.
-
-    Raises:
-        PlanError: a requested tag is not offered. The error lists the offered ones.
+    Without `requested`, the tags are those for which the model has parameters. Raise PlanError if a requested tag is
+    not offered.
     """
     tags = checkpoint.tags or ("",) * len(checkpoint.names)
     offered = tuple(dict.fromkeys(tag for tag in tags if tag))
@@ -140,12 +137,7 @@ def requirements_for(
     strict: bool,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return the target's requirements of the checkpoint.
-
-    Args:
-        target: result of `tensors_of`.
-        load, strict: see `subscriber`.
-        tags: tag of each name that is read under a tag.
+    """Return the requirements of a result of `tensors_of`. `tags` maps names to tags under which they are read.
 
     Raises:
         PlanError: names, dtypes or shapes do not match, or no tensor fills some parameters of a module with `strict`,
@@ -238,10 +230,6 @@ class ReceiveBuffers:
         local_version: the target's memory for other members. None if it is not served.
         layout, digest: the layout for the planner, and its digest.
         staging_copy: in staged mode, the memory that a transfer reads into.
-
-    Args:
-        serve: whether others may read the target between updates.
-        memory_bytes: limit of the staging copy in bytes. None means no limit.
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.

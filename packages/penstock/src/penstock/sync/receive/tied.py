@@ -44,15 +44,11 @@ class _Reads:
 
 
 class TiedRows:
-    """The rows of a part that share their memory with other rows of the part.
+    """The rows of a part that share their memory with other rows of the part, as listed in `groups`.
 
     Attributes:
         part: the part, without the reads of duplicate rows.
         sources: members that supply all rows of the part.
-
-    Args:
-        groups: groups of rows in the receiver's layout that share memory.
-        into: memory of the receiver.
     """
 
     def __init__(

@@ -155,6 +155,7 @@ LEAST_BYTES = MIB
 """Smallest watermark. Below it every strip would be split into a few leaves of its digest."""
 
 
+@dataclass(eq=False)
 class Transfer:
     """A receiver's part of a sync. `run` it for each version, as long as the plan's key is the same.
 
@@ -175,28 +176,20 @@ class Transfer:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
     """
 
-    def __init__(
-        self,
-        part: ReceiverPlan,
-        into: VersionRegions,
-        *,
-        names: Sequence[str] = (),
-        watermark_bytes: int = WATERMARK_BYTES,
-        stall_s: float = 30.0,
-        delta: ChangedRanges | None = None,
-        threads: KeptThreads | None = None,
-        timing: Timing = DEFAULT,
-    ) -> None:
-        if watermark_bytes < LEAST_BYTES:
-            raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes is too small", minimum_bytes=LEAST_BYTES)
-        self.part = part
-        self.into = into
-        self.names = names
-        self.stall_s = stall_s
-        self.watermark_bytes = watermark_bytes
-        self.delta = delta
-        self.threads = threads
-        self.timing = timing
+    part: ReceiverPlan
+    into: VersionRegions
+    names: Sequence[str] = ()
+    watermark_bytes: int = WATERMARK_BYTES
+    stall_s: float = 30.0
+    trace: Trace = field(default_factory=lambda: Trace(enabled=False))
+    delta: ChangedRanges | None = None
+    threads: KeptThreads | None = None
+    timing: Timing = DEFAULT
+
+    def __post_init__(self) -> None:
+        if self.watermark_bytes < LEAST_BYTES:
+            message = f"a watermark of {self.watermark_bytes} bytes is too small"
+            raise BudgetTooSmall(message, minimum_bytes=LEAST_BYTES)
         self._other_delta: ChangedRanges | None = None
         self._windows: Windows | None = None
         self._sizes: list[tuple[int, ...]] = []
@@ -291,10 +284,8 @@ class _TransferRun(Run):
     """A run of a transfer. It requests digests, reads, verifies and counts."""
 
     def __init__(self, transfer: Transfer, windows: Windows, sources: Mapping[str, SourceLink]) -> None:
-        trace = Trace(enabled=False)
-        super().__init__(
-            transfer.part.nbytes, trace=trace, stall_s=transfer.stall_s, is_quick=True, threads=transfer.threads
-        )
+        nbytes, stall_s = transfer.part.nbytes, transfer.stall_s
+        super().__init__(nbytes, trace=transfer.trace, stall_s=stall_s, is_quick=True, threads=transfer.threads)
         self._transfer = transfer
         self._windows = windows
         self._delta = transfer.delta
@@ -421,7 +412,7 @@ class _TransferRun(Run):
         except PenstockError as error:
             self._note_lost(source.member, error)
             raise
-        self.stats.replied(source.member, time.perf_counter() - begun)
+        self.stats.add(source.member, ready_s=time.perf_counter() - begun)
         return digests
 
     def _note_digests(self, step: Step, wanted: U64) -> None:
@@ -457,7 +448,7 @@ class _TransferRun(Run):
         except PenstockError as error:
             self._note_lost(source.member, error)
             raise
-        self.stats.took(source.member, strips.nbytes)
+        self.stats.add(source.member, nbytes=strips.nbytes)
 
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
@@ -509,7 +500,7 @@ class _TransferRun(Run):
     def _own_digests(self, step: Step) -> U64:
         begun = time.perf_counter()
         digests = self._transfer.into.digests(step.ours)
-        self.stats.digested(time.perf_counter() - begun)
+        self.stats.add(self._reads[step.source].member, digest_s=time.perf_counter() - begun)
         return digests
 
     def _verified(self, step: Step) -> None:
@@ -536,7 +527,7 @@ class _TransferRun(Run):
 def reporting_progress(
     membership: Membership, planner: str, version: int, transfer: Transfer, threads: KeptThreads
 ) -> Iterator[None]:
-    """Report progress during the block, in one of `threads`. `report` sends the outcome."""
+    """Report progress during the block, in one of `threads`."""
     over = threading.Event()
 
     def work() -> None:

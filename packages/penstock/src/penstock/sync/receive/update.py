@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -30,9 +30,10 @@ from penstock.errors import (
 )
 from penstock.hub.messages import MEMBER_PREFIX, FleetDecision, SyncMember, layout_digest
 from penstock.logs import log_named
-from penstock.plan.layout import decode, encode
+from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.sync.commit_rules import MAX_REASON_CHARS, refusal
+from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartRequest, RankProgress, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn, decode_outcome
@@ -66,56 +67,46 @@ _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
 
+@dataclass(eq=False)
 class UpdateLoop:
-    """The update loop of a receiver. One thread at a time updates, and the server's threads read the attributes.
+    """The update loop of a receiver, and its live version as a source for other members.
+
+    One thread at a time updates, and the server's threads read the attributes.
 
     Attributes:
-        buffers: memory that receives versions. None before `prepare` and the first update. A new checkpoint replaces
-            it.
+        status: epoch and version, and whether others can read the version here.
+        buffers: memory that receives versions. None before `prepare` and the first update.
         requirements: requirements of the target, which outlive `buffers`. None also after the target moved.
         checkpoint: the checkpoint's table from the planner. None before `prepare` and the first update.
         decisions: known decisions of the fleet by epoch and version, the oldest first.
         decision: the newest decision.
-
-    Args:
-        states: states of the subscriber. `writing` is entered when a transfer wrote to the target.
-        before_free: called before the buffers' memory is unregistered, because others may be reading the live version
-            from it.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        target: Target,
-        options: UpdateOptions,
-        states: SubscriberStates,
-        *,
-        timing: Timing,
-        before_free: Callable[[], None],
-    ) -> None:
-        self._before_free = before_free
-        self._membership = membership
-        self._target = target
-        self._followed = FollowedTarget(target, options.load, strict=options.strict)
-        self._storages = RegisteredStorages(())
-        self._states = states
-        self._timing = timing
-        self._is_outdated = False
-        self._options = options
-        self._stall_s = membership.stall_s
-        # Starting threads takes milliseconds, so keep them between versions.
-        self._threads = KeptThreads()
+    membership: Membership
+    target: Target
+    options: UpdateOptions
+    states: SubscriberStates
+    timing: Timing
+
+    def __post_init__(self) -> None:
+        self.status = VersionStatus()
         self.buffers: ReceiveBuffers | None = None
+        self.requirements: Requirements | None = None
         self.checkpoint: TableReply | None = None
         self.decisions: dict[tuple[str, int], FleetDecision] = {}
         self.decision: FleetDecision | None = None
+        self._stall_s = self.membership.stall_s
+        self._followed = FollowedTarget(self.target, self.options.load, self.options.strict)
+        self._storages = RegisteredStorages(())
+        # Starting threads takes milliseconds, so keep them between versions.
+        self._threads = KeptThreads()
         self._live_proven: list[tuple[Strips, U64]] = []
         # The epoch and the table of `buffers`.
         self._epoch = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | None = None
         self._tied: TiedRows | None = None
-        self.requirements: Requirements | None = None
+        self._is_outdated = False
         self._announced = -1
         # The planner and version of the running request, for reporting a failure.
         self._request: tuple[str, int] | None = None
@@ -127,16 +118,51 @@ class UpdateLoop:
         transfer = self._transfer
         return (0, 0) if transfer is None else (transfer.moved_bytes, transfer.part.nbytes)
 
-    def is_proven(self) -> bool:
-        """Return whether the served memory still has the bytes that were verified in it."""
+    def layout(self) -> Layout | None:
+        """Return the layout of the target's memory, or None before the first update."""
+        return None if self.buffers is None else self.buffers.layout
+
+    def local_version(self) -> LocalVersion | None:
+        """Return the target's memory, or None if it is not served or before the first update."""
+        return None if self.buffers is None else self.buffers.local_version
+
+    def serve(self) -> None:
+        """Serve the live version to others, if this subscriber is a source."""
+        live, local_version = self.states.live, self.local_version()
+        # In direct mode the memory is registered even if it is not served.
+        if local_version is None or not self.options.serve or not live.epoch:
+            return
+        if local_version.version is not None:
+            local_version.fence()
+        local_version.begin(live.version, live.metadata)
+        local_version.ready()
+        self.status.post(live.epoch, live.version, is_open=True)
+
+    def withdraw(self) -> None:
+        """Stop serving the live version, because its memory is about to change or has changed."""
+        # Change the status first, because a planner must not send a fenced reader back here.
+        self.status.post(self.states.live.epoch, self.states.version, is_open=False)
+        local_version = self.local_version()
+        if local_version is not None and local_version.version is not None:
+            local_version.fence()
+
+    def require_proven(self) -> None:
+        """Stop serving and raise StaleDescriptor if the served bytes changed since they were verified."""
         # A reader compares with digests of the current bytes, and would not detect that an engine changed them.
-        buffers = self.buffers
-        local_version = None if buffers is None else buffers.local_version
+        local_version = self.local_version()
         if local_version is None or local_version.version is None:
-            return True
-        if not self._storages.are_there():
-            return False
-        return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
+            return
+        digests = local_version.regions.digests
+        if not (self._storages.are_there() and all((digests(s) == wanted).all() for s, wanted in self._live_proven)):
+            self._stop_serving()
+            message = "the weights were modified after the update, so this process no longer serves them"
+            raise StaleDescriptor(message, hint="set serve=False for an engine that changes weights in place")
+
+    def _stop_serving(self) -> None:
+        if self.states.version >= 0:
+            self.withdraw()
+            # Planners choose sources from the hub's list.
+            self.membership.member.beat_now()
 
     def note_decision(self, decision: FleetDecision) -> None:
         """Store a decision. Heartbeats report the newest, and a withdrawn version is not read again."""
@@ -149,7 +175,7 @@ class UpdateLoop:
         """Raise VersionRefused for a withdrawn version, once for each version."""
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
-            raise refusal(self._membership.name, withdrawn)
+            raise refusal(self.membership.name, withdrawn)
 
     def note_live(self) -> None:
         """Record that the version of the last transfer is live now."""
@@ -166,12 +192,12 @@ class UpdateLoop:
         """Report the outcome of the last transfer to its planner. See `sync.messages.RankProgress`."""
         if self._request is not None and self._transfer is not None:
             planner, version = self._request
-            is_checked = outcome == "prepared" and self._options.has_check
+            is_checked = outcome == "prepared" and self.options.has_check
             moved = self._transfer.moved_bytes
             progress = RankProgress(
                 version=version, moved_bytes=moved, outcome=outcome, why=why[:MAX_REASON_CHARS], is_checked=is_checked
             )
-            report(self._membership, planner, progress)
+            report(self.membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
         """Return a planner's version status when it is above `after`, or after `wait_s` seconds.
@@ -182,7 +208,7 @@ class UpdateLoop:
             # During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
                 # A request for a part must not wait behind this long poll.
-                news = self._membership.ask(
+                news = self.membership.ask(
                     planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
                 )
                 self._announced = news.version
@@ -195,7 +221,7 @@ class UpdateLoop:
         after = version - 1
         while True:
             check_open()
-            news = self.news(after, self._timing.news_wait_s)
+            news = self.news(after, self.timing.news_wait_s)
             now = time.monotonic()
             if news is not None:
                 # A version may take hours, so without a timeout only the silence of every planner counts.
@@ -207,10 +233,10 @@ class UpdateLoop:
                     after = news.withdrawn.version
                     self._refuse_withdrawn(news.withdrawn)
             else:
-                time.sleep(self._timing.no_planner_pause_s)
+                time.sleep(self.timing.no_planner_pause_s)
             waited = now - (last_reply if timeout_s is None else begun)
             if waited > (self._stall_s if timeout_s is None else timeout_s):
-                message = f"version {version} of {self._membership.name!r} was not announced in {waited:.1f} s"
+                message = f"version {version} of {self.membership.name!r} was not announced in {waited:.1f} s"
                 raise SourceStalled(message)
 
     def prepare(self) -> None:
@@ -246,8 +272,8 @@ class UpdateLoop:
         """
         begun = time.perf_counter()
         self.follow()
-        if version is not None and version <= self._states.version:
-            epoch = self._states.live.epoch
+        if version is not None and version <= self.states.version:
+            epoch = self.states.live.epoch
             if self._is_live(version, epoch):
                 return nothing_read(version, epoch, begun, 0)
         self._request = None
@@ -257,7 +283,7 @@ class UpdateLoop:
             # The caller waits and calls again, so this is no failure of the version.
             raise
         except BaseException as error:
-            report_failed(self._membership, self._request, error)
+            report_failed(self.membership, self._request, error)
             raise
 
     def _attempts(
@@ -304,24 +330,24 @@ class UpdateLoop:
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
             without = f" without {member[:8]}" if member in lost else ""
-            text = f"update of {self._membership.name!r}: attempt {attempt} failed, reading again{without}: "
+            text = f"update of {self.membership.name!r}: attempt {attempt} failed, reading again{without}: "
             # A caller that waits for a source repeats the same attempt many times a second, so log each text once.
             if text + error.summary != self._last_warning:
                 self._last_warning = text + error.summary
                 log.warning("%s", self._last_warning)
-            time.sleep(self._timing.retry_pause_s)
+            time.sleep(self.timing.retry_pause_s)
         raise AssertionError("unreachable")
 
     def _is_live(self, version: int, epoch: str) -> bool:
         """Return whether this version is already live. Raise ConfigError if it is below the live version."""
-        live = self._states.version
+        live = self.states.version
         if version > live:
             return False
         # The live version repairs a dirty or moved target.
-        if version == live and not self._states.is_current:
+        if version == live and not self.states.is_current:
             return False
         # The same version number in another epoch has different bytes.
-        if version == live and epoch == self._states.live.epoch:
+        if version == live and epoch == self.states.live.epoch:
             return True
         message = f"version {version} is not above {live}, which is live"
         hint = "continue from Publisher.latest, because versions must grow even across restarts of the trainer"
@@ -329,8 +355,8 @@ class UpdateLoop:
 
     def _planners(self, *, max_age_s: float | None = None) -> list[SyncMember]:
         """Return the members that may plan for this receiver: a rank 0, or receivers with the newest version."""
-        max_age_s = self._timing.member_list_s if max_age_s is None else max_age_s
-        members = self._membership.look(max_age_s=max_age_s)
+        max_age_s = self.timing.member_list_s if max_age_s is None else max_age_s
+        members = self.membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
         # The hub lists a restarted publisher's old process for a while, so the newest version comes first.
         zeros.sort(key=lambda zero: (-zero.state.version, zero.since))
@@ -339,7 +365,7 @@ class UpdateLoop:
             for member in members
             if member.state.side == "subscriber"
             and member.state.state == "open"
-            and member.member != self._membership.member.id
+            and member.member != self.membership.member.id
         ]
         # All receivers use the same order, so that one planner spreads them over the sources.
         return zeros + sorted(receivers, key=lambda receiver: (-receiver.state.version, receiver.member))
@@ -351,7 +377,7 @@ class UpdateLoop:
             if lost:
                 raise next(reversed(lost.values()))
             hint = "start the publisher under this name and hub; `penstock status` lists the members"
-            raise NotFound(f"no publisher of {self._membership.name!r} is known yet", hint=hint)
+            raise NotFound(f"no publisher of {self.membership.name!r} is known yet", hint=hint)
         return candidates[0]
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
@@ -361,7 +387,7 @@ class UpdateLoop:
             if self.buffers is None:
                 self.buffers = self._allocate(self.requirements)
             return self.buffers
-        checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
+        checkpoint = self.membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
         selection = self._selected(checkpoint)
         key = layout_digest(selection.table), selection.tags
         buffers = self.buffers
@@ -380,8 +406,8 @@ class UpdateLoop:
         return buffers
 
     def _selected(self, checkpoint: TableReply) -> TensorSelection:
-        model = self._target if isinstance(self._target, torch.nn.Module) else None
-        return select_tensors(checkpoint, self._options.transforms, model)
+        model = self.target if isinstance(self.target, torch.nn.Module) else None
+        return select_tensors(checkpoint, self.options.transforms, model)
 
     def follow(self) -> list[str]:
         """If tensors moved, drop the data that was made for them. Return the names of replaced tensors.
@@ -393,9 +419,9 @@ class UpdateLoop:
             self.requirements = None
         # Torch may also free or move the memory of the same tensors.
         if moved or (self.buffers is not None and not self._storages.are_there()):
-            if self._states.at_rest is SubscriberState.LIVE:
+            if self.states.at_rest is SubscriberState.LIVE:
                 # The tensors may have arbitrary values now, so the live version is read again.
-                self._states.enter(SubscriberState.MOVED)
+                self.states.enter(SubscriberState.MOVED)
             self._give_up_buffers()
         return moved
 
@@ -413,7 +439,7 @@ class UpdateLoop:
 
     def _give_up_buffers(self) -> None:
         if self.buffers is not None:
-            self._before_free()
+            self._stop_serving()
         self.free()
 
     def _link_requests(
@@ -428,7 +454,7 @@ class UpdateLoop:
         if self._transfer is not None and not lost and expected >= 0 and self._epoch == planner.state.epoch:
             assert self._tied is not None
             members = self._tied.sources
-        return LinkRequests(self._membership, members, expected, self._stall_s, self._threads, self._timing)
+        return LinkRequests(self.membership, members, expected, self._stall_s, self._threads, self.timing)
 
     def _request_part(
         self,
@@ -448,8 +474,8 @@ class UpdateLoop:
             digest=buffers.digest,
             have_key=have,
             without=tuple(lost),
-            can_wait=self._options.staged,
-            wants_check=self._options.has_check,
+            can_wait=self.options.staged,
+            wants_check=self.options.has_check,
             refused=tuple(
                 known.version
                 for known in reversed(self.decisions.values())
@@ -470,7 +496,7 @@ class UpdateLoop:
             known = outcome.decision
         if known is not None and known.outcome == "withdrawn":
             self.note_decision(known)
-            raise refusal(self._membership.name, known)
+            raise refusal(self.membership.name, known)
         if isinstance(outcome, NotYet):
             raise NotFound(outcome.why)
         if isinstance(outcome, Granted) and outcome.part is not None:
@@ -481,18 +507,18 @@ class UpdateLoop:
                 self._tied.part,
                 buffers.into,
                 names=names,
-                watermark_bytes=self._options.watermark_bytes,
+                watermark_bytes=self.options.watermark_bytes,
                 stall_s=self._stall_s,
                 delta=ChangedRanges(),
                 threads=self._threads,
-                timing=self._timing,
+                timing=self.timing,
             )
         if not isinstance(outcome, Granted) or self._transfer is None or self._transfer.part.key != outcome.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its reply")
         return outcome
 
     def _ask_part(self, planner: SyncMember, request: PartRequest) -> PartOutcome:
-        return decode_outcome(self._membership.ask(planner.member, lambda sync_client: sync_client.part(request)))
+        return decode_outcome(self.membership.ask(planner.member, lambda sync_client: sync_client.part(request)))
 
     def _read(
         self,
@@ -508,7 +534,7 @@ class UpdateLoop:
         transfer, tied = self._transfer, self._tied
         assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
-        with reporting_progress(self._membership, planner.member, granted.version, transfer, self._threads):
+        with reporting_progress(self.membership, planner.member, granted.version, transfer, self._threads):
             links = requests.take(tied.sources, granted.version)
             # The next request gets a new plan.
             self._is_outdated = True
@@ -518,27 +544,27 @@ class UpdateLoop:
                 raise SourceFailed(planner.member, error) from error
             self._is_outdated = False
             metadata = _metadata_of(links)
-            if self._options.accept is not None:
-                is_writing = self._states.now is SubscriberState.WRITING
+            if self.options.accept is not None:
+                is_writing = self.states.now is SubscriberState.WRITING
                 state = "the target may have bytes of it" if is_writing else "the target was not touched"
                 with noted("before_read", granted.version, state):
-                    self._options.accept(granted.version, metadata)
+                    self.options.accept(granted.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
             pause(granted.version)
             plan_s = time.perf_counter() - begun
             try:
                 moved = transfer.run(links)
             except PenstockError as error:
-                if error.mutated and not self._options.staged:
-                    self._states.enter(SubscriberState.WRITING)
+                if error.mutated and not self.options.staged:
+                    self.states.enter(SubscriberState.WRITING)
                 # The transfer wrote to the staging copy, or the state records that it wrote to the target.
                 error.mutated = False
                 if transfer.lost is not None:
                     raise SourceFailed(transfer.lost, error) from error
                 raise
-        if not self._options.staged:
-            self._states.enter(SubscriberState.WRITING)
-        if granted.decide_s is None and not self._options.has_check:
+        if not self.options.staged:
+            self.states.enter(SubscriberState.WRITING)
+        if granted.decide_s is None and not self.options.has_check:
             # A live publish waits only for the bytes.
             self.report("committed")
         return Staged(
@@ -571,7 +597,7 @@ class UpdateLoop:
         self._transfer = self._tied = None
 
     def _allocate(self, requirements: Requirements) -> ReceiveBuffers:
-        member, options = self._membership.member, self._options
+        member, options = self.membership.member, self.options
         buffers = ReceiveBuffers(
             requirements,
             member.id,
