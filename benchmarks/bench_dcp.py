@@ -157,7 +157,7 @@ def _state(rank: int, count: int, shapes: dict[str, Any], dim: int) -> dict[str,
 
 
 def _shapes(place: Path) -> dict[str, Any]:
-    from penstock.dcp import CheckpointReader
+    from penstock_dcp import CheckpointReader
 
     with contextlib.closing(CheckpointReader(place / "hf")) as reader:
         items = reader.read_metadata().state_dict_metadata.items()
@@ -169,8 +169,8 @@ def _prepare(rank: int, count: int, place: Path, mib: int) -> Iterator[None]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from penstock.dcp import CheckpointReader
     from penstock.testing.checkpoints import write_llama
+    from penstock_dcp import CheckpointReader
 
     if rank == 0:
         write_llama(place / "hf", total_bytes=mib << 20, fp8=False, shards=4)
@@ -266,7 +266,7 @@ def _reads(
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    from penstock.dcp import CheckpointReader
+    from penstock_dcp import CheckpointReader
 
     states = {dim: _state(rank, count, shapes, dim) for dim in (0, 1)}
 
@@ -397,7 +397,7 @@ def _saves(rank: int, count: int, place: Path, shapes: dict[str, Any], row: Any)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    from penstock.dcp import CheckpointReader, CheckpointWriter
+    from penstock_dcp import CheckpointReader, CheckpointWriter
 
     state = _state(rank, count, shapes, 0)
     dcp.load(state, storage_reader=CheckpointReader(place / "hf"))

@@ -30,7 +30,9 @@ from penstock.cli.main import app
 
 SNAPSHOT = ROOT / "tests" / "api" / "public_api.txt"
 DOCUMENTS = ("README.md", "docs", "examples")
-_IMPORT = re.compile(r"^\s*(?:>>> )?from (penstock(?:_convert)?\.[\w.]+) import ([^#\n(]+|\([^)]+\))", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^\s*(?:>>> )?from (penstock(?:_convert)?\.[\w.]+|penstock_dcp) import ([^#\n(]+|\([^)]+\))", re.MULTILINE
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr
 

@@ -36,6 +36,11 @@ MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
         | {"cli", "cuda", "digest", "engine", "hub", "loader", "memory", "net", "plan", "storage", "telemetry"}
         | {"transform", "waits"}
     ),
+    # A checkpoint of DCP is read with the stages of a load, and written as the core writes its files.
+    "penstock_dcp": frozenset(
+        {"arguments", "config", "digest", "engine", "entry_points", "interrupts", "lifecycle", "loader", "memory"}
+        | {"plan", "storage", "telemetry", "types", "waits"}
+    ),
     # Simulations, calibration and benches look at the parts of the core one by one.
     "penstock_tools": frozenset(
         {"arguments", "config", "report", "segments", "totals", "types", "waits", "logs"}
@@ -59,7 +64,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"loader", "hub"}),
     frozenset({"peer"}),
     frozenset({"fetcher"}),
-    frozenset({"cache", "dcp"}),
+    frozenset({"cache"}),
     frozenset({"sync"}),
     frozenset({"modules", "reports", "spi", "cli", "testing"}),
     frozenset({"__main__"}),
@@ -146,7 +151,7 @@ BROAD_EXCEPT = frozenset(
         # A hook in programs that are not ours: an exception there would end an engine.
         ("spi/host_plugin.py", "register"),
         ("penstock_hf/startup/sitecustomize.py", "_begin"),
-        ("dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
+        ("penstock_dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         # An operation's config(), perhaps a user's. It is raised again as OperationFailed.
         ("penstock_convert/result.py", "config_of"),

@@ -43,7 +43,7 @@ except ImportError:
 
 from vllm_routes import GONE, Client
 
-from penstock.dcp import CheckpointReader, CheckpointWriter
+from penstock_dcp import CheckpointReader, CheckpointWriter
 
 CONFIG = LlamaConfig.from_pretrained(Path(__file__).with_name("tiny_llama"))
 """Sizes of a model with two layers. Its heads have 32 elements, because vLLM on a CPU supports no smaller ones."""

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from tests.integration.dcp.test_dcp import bits
 
 import penstock
-from penstock.dcp import CheckpointReader, CheckpointWriter
 from penstock.testing.checkpoints import write_llama
+from penstock_dcp import CheckpointReader, CheckpointWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 DEVICE = "cuda:0"

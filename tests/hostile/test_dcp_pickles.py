@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from penstock import errors
-from penstock.dcp import distcp
-from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.errors import FormatError, PenstockError, PlanError
+from penstock_dcp import distcp
+from penstock_dcp.pickled import PLAIN, archive, decode, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -105,7 +105,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_lying_pickles_are_refused(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.dcp.pickled.MAX_VALUES", 1 << 10)
+    monkeypatch.setattr("penstock_dcp.pickled.MAX_VALUES", 1 << 10)
     raw, words = ATTACKS[attack]
     tracemalloc.start()
     try:

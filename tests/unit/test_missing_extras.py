@@ -40,7 +40,7 @@ check("from", lambda: exec("from penstock import load"))
 check("convert", lambda: ps.convert(sys.argv[1], "out"))
 check("convert to", lambda: ps.convert(sys.argv[1], "out", to="fp8-block128", devices="cpu"))
 check("convert workers", lambda: ps.convert(sys.argv[1], "out", workers=2, devices="cpu"))
-for name in ("penstock.dcp", "penstock_hf.patched_libraries", "penstock_rl.trl", "penstock_hf.runai_streamer"):
+for name in ("penstock_dcp", "penstock_hf.patched_libraries", "penstock_rl.trl", "penstock_hf.runai_streamer"):
     check(name, lambda: importlib.import_module(name))
 import penstock_hf.safetensors, safetensors
 with penstock_hf.safetensors.installed():

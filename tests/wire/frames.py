@@ -20,9 +20,6 @@ import numpy as np
 import torch
 
 from penstock.config import Settings
-from penstock.dcp.checkpoint import BYTES_KEY, PATHS_KEY
-from penstock.dcp.distcp import member_of
-from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.digest import leaf
 from penstock.errors import GrantRefused
 from penstock.http.compression import Planes
@@ -45,6 +42,9 @@ from penstock.transport.host_endpoint import checksum_of
 from penstock.transport.protocol import Descriptor
 from penstock.types import Box, DType, FileEntry, Manifest
 from penstock_convert.messages import JOB_PROTOCOL, TaskWork, Wire
+from penstock_dcp.checkpoint import BYTES_KEY, PATHS_KEY
+from penstock_dcp.distcp import member_of
+from penstock_dcp.pickled import PLAIN, archive, decode, plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.plan import layout
 
-PACKAGES = ("penstock",)
+PACKAGES = ("penstock", "penstock_convert", "penstock_dcp")
 """The packages whose messages are frozen. A distribution that is split off is added here."""
 
 

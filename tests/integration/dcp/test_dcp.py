@@ -29,7 +29,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import penstock
-from penstock.dcp import CheckpointReader, local_files
 from penstock.errors import (
     FormatError,
     IntegrityError,
@@ -41,6 +40,7 @@ from penstock.errors import (
 )
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
+from penstock_dcp import CheckpointReader, local_files
 
 # DCP warns in every call without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

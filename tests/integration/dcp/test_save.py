@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock
-from penstock.dcp import CheckpointReader, CheckpointWriter
-from penstock.dcp.staging import Staging
 from penstock.errors import ConfigError, DiskFull, PlanError
 from penstock.storage.output import OutputSet
+from penstock_dcp import CheckpointReader, CheckpointWriter
+from penstock_dcp.staging import Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 

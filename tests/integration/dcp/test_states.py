@@ -19,8 +19,8 @@ from tests.support.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import penstock
-from penstock.dcp import CheckpointReader, CheckpointWriter
 from penstock.errors import DestinationError, PenstockError, PlanError
+from penstock_dcp import CheckpointReader, CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (disabled|unavailable):UserWarning",

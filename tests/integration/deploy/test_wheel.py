@@ -32,12 +32,14 @@ EXTRAS = {
     "transformers": "penstock-hf",
     "compile-cache": "penstock-compile-cache",
     "convert": "penstock-convert",
+    "dcp": "penstock-dcp",
     "tools": "penstock-tools",
 }
 """The package that each extra of the core installs."""
 ENTRY_POINTS = {
     "penstock-compile-cache": {"penstock.commands": {"compile-cache"}},
     "penstock-convert": {"penstock.commands": {"convert"}},
+    "penstock-dcp": {},
     "penstock-hf": {"penstock.commands": {"run"}},
     "penstock-rl": {},
     "penstock-sglang": {"sglang.srt.plugins": {"penstock", "penstock_runai"}},

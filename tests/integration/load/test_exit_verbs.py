@@ -16,7 +16,7 @@ import atexit, sys, threading, time, warnings
 import torch
 import torch.distributed.checkpoint as dcp
 import penstock as ps
-from penstock.dcp import CheckpointReader, CheckpointWriter
+from penstock_dcp import CheckpointReader, CheckpointWriter
 
 uri, made, how = sys.argv[1:]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.dcp.checkpoint import CheckpointRow
-from penstock.dcp.parts import FilePart
 from penstock.types import Box, DType
+from penstock_dcp.checkpoint import CheckpointRow
+from penstock_dcp.parts import FilePart
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 5), (4, 3), (2, 3, 4), (2, 1, 3, 2)])

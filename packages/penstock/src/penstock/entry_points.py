@@ -19,6 +19,7 @@ _EXTRA_OF = {
     "modelscope_hub": "ms",
     "nixl": "nixl",
     "penstock_convert": "convert",
+    "penstock_dcp": "dcp",
     "prometheus_client": "metrics",
     "ray": "ray",
     "redis": "redis",
@@ -26,7 +27,7 @@ _EXTRA_OF = {
     "uvicorn": "hub",
 }
 """Maps the import name of each optional package to its extra."""
-_OWN = {"compile-cache", "convert", "rl", "sglang", "tools", "transformers", "vllm"}
+_OWN = {"compile-cache", "convert", "dcp", "rl", "sglang", "tools", "transformers", "vllm"}
 """Extras that install other packages of this project."""
 
 

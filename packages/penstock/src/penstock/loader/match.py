@@ -154,7 +154,7 @@ def _parts_of(name: str, tensor: torch.Tensor, dtype: DType, whole: str) -> list
         return [(None, tensor)]
     if whole or dtype is DType.F4:
         why = f"{whole} fills whole tensors, and this is a DTensor" if whole else "a tensor of F4 is only loaded whole"
-        hint = "load_into fills the part of each rank, and so does penstock.dcp.CheckpointReader"
+        hint = "load_into fills the part of each rank, and so does penstock_dcp.CheckpointReader"
         raise PlanError(why, tensor=name, hint=hint)
     full = Box.full(tuple(tensor.shape))
     return [(None if box == full else box, part) for box, part in local_parts(name, tensor)]

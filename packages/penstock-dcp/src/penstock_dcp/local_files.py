@@ -19,8 +19,6 @@ import numpy as np
 import torch
 
 from penstock import interrupts
-from penstock.dcp.checkpoint import table_of
-from penstock.dcp.parts import FilePart
 from penstock.engine.check import Checker
 from penstock.engine.place import Bytes
 from penstock.loader.session import LoadSession
@@ -30,6 +28,8 @@ from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
 from penstock.types import MIB
 from penstock.waits import Threads
+from penstock_dcp.checkpoint import table_of
+from penstock_dcp.parts import FilePart
 
 _READ_BYTES = 8 * MIB
 """Maximum size of a read in bytes. Interrupts are handled between reads."""

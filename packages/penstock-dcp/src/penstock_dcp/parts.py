@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from penstock.dcp.checkpoint import CheckpointRow
 from penstock.errors import PlanError
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.types import Box, DType
+from penstock_dcp.checkpoint import CheckpointRow
 
 
 @dataclass(slots=True, kw_only=True)

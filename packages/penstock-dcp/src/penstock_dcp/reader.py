@@ -23,11 +23,6 @@ from torch.futures import Future
 
 from penstock.arguments import require_type
 from penstock.config import ReadSettings, Settings, parse_bytes
-from penstock.dcp import distcp
-from penstock.dcp.checkpoint import Checkpoint, CheckpointRow, open_checkpoint, table_of
-from penstock.dcp.local_files import LocalFill, num_threads
-from penstock.dcp.parts import FilePart, box_of
-from penstock.dcp.pickled import PLAIN, archive, decode, plain
 from penstock.engine.place import CudaPlace, HostPlace
 from penstock.errors import FormatError, PenstockError, PlanError, without_frames
 from penstock.lifecycle import paused_gc
@@ -41,6 +36,11 @@ from penstock.storage import text_of
 from penstock.storage.files import FileSource
 from penstock.telemetry.journey import Journey
 from penstock.types import Box
+from penstock_dcp import distcp
+from penstock_dcp.checkpoint import Checkpoint, CheckpointRow, open_checkpoint, table_of
+from penstock_dcp.local_files import LocalFill, num_threads
+from penstock_dcp.parts import FilePart, box_of
+from penstock_dcp.pickled import PLAIN, archive, decode, plain
 
 _MAX_GAP_BYTES = 128 << 10
 """Maximum gap in bytes that is read instead of skipped. A gap between two parts of a rank is read by other ranks. With

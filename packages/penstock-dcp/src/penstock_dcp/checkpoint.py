@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from penstock.config import Settings
-from penstock.dcp import distcp
-from penstock.dcp.pickled import is_sizes
 from penstock.digest import leaf
 from penstock.errors import FormatError, NotFound, SourceTruncated
 from penstock.loader.tensor import dtype_of, torch_dtype, torch_shape
@@ -39,6 +37,8 @@ from penstock.storage.safetensors import Header, clip
 from penstock.storage.weight_set import Uri, WeightSet, open_weights
 from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
+from penstock_dcp import distcp
+from penstock_dcp.pickled import is_sizes
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata key in a safetensors file with parts of tensors. Source: torch 2.13, checkpoint/_hf_utils.py."""

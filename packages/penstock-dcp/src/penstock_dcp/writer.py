@@ -31,11 +31,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.config import Settings
-from penstock.dcp import distcp
-from penstock.dcp.checkpoint import BYTES_KEY, PATHS_KEY
-from penstock.dcp.pickled import PLAIN, archive, decode, plain
-from penstock.dcp.staging import Staging
-from penstock.dcp.stored import bytes_of, refusal
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, PenstockError, PlanError
 from penstock.loader.tensor import dtype_of
@@ -48,6 +43,11 @@ from penstock.storage.place import DestinationClaim, OutputPlace, remove_dead
 from penstock.storage.safetensors import encode_header, require_name
 from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
+from penstock_dcp import distcp
+from penstock_dcp.checkpoint import BYTES_KEY, PATHS_KEY
+from penstock_dcp.pickled import PLAIN, archive, decode, plain
+from penstock_dcp.staging import Staging
+from penstock_dcp.stored import bytes_of, refusal
 
 VALUES_NAME = "values.safetensors"
 """Name of the file with values that are not tensors, and with the planner's table."""

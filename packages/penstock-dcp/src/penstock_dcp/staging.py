@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from penstock.config import parse_bytes
-from penstock.dcp.pickled import copy_of
-from penstock.dcp.stored import has_own_storage, require_storable
 from penstock.errors import PeerLost, PlanError
+from penstock_dcp.pickled import copy_of
+from penstock_dcp.stored import has_own_storage, require_storable
 
 _ALIGN = 64
 _INNER = (Mapping, list, torch.Tensor)

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, PickleRecord, decode, is_sizes
 from penstock.errors import FormatError
 from penstock.plan.intersect import Boxes, uncovered
 from penstock.storage.safetensors import clip
 from penstock.types import Box
+from penstock_dcp.pickled import DTYPES, PERSISTENT, SIZE, Global, PickleRecord, decode, is_sizes
 
 METADATA_NAME = ".metadata"
 

@@ -14,7 +14,7 @@ from penstock.entry_points import require_package
 require_package("torch")
 
 
-from penstock.dcp.reader import CheckpointReader  # noqa: E402 - after what it needs
-from penstock.dcp.writer import CheckpointWriter  # noqa: E402 - after what it needs
+from penstock_dcp.reader import CheckpointReader  # noqa: E402 - after what it needs
+from penstock_dcp.writer import CheckpointWriter  # noqa: E402 - after what it needs
 
 __all__ = ["CheckpointReader", "CheckpointWriter"]
