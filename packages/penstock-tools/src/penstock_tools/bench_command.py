@@ -1,9 +1,8 @@
 """`penstock bench`: measure loads of a weight set, and fetches between processes on this host.
 
-`bench load` repeats a load in this process. If safetensors can read the files, it is measured too. `bench fetch` starts
+`bench load` repeats a load in this process, and measures safetensors too if it can read the files. `bench fetch` starts
 a holder and receivers in separate processes with a private hub, and measures a plain copy as their limit. The processes
-communicate through pipes. Each sends its device when it is ready. A receiver answers each `fetch` with its report. A
-process ends when its pipe is closed. The repository's `benchmarks/` compare with other tools in fresh processes.
+communicate through pipes. The repository's `benchmarks/` compare with other tools in fresh processes.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def bench_load(
         raise ConfigError("--cold works only for local files", uri=uri)
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
 
-    # Look it up here. The first use of the name imports torch, which must not count as part of the first load.
+    # The first use of the name imports torch, which must not count as a cost of the first load.
     load, settings = penstock.load, penstock.ReadSettings(memory_bytes=budget)
 
     def penstock_load(verify: bool | None = None) -> Loaded:
@@ -140,7 +139,7 @@ def bench_load(
 
 
 def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> LoadRate:
-    """Time some loads. A step before each of them is not timed."""
+    """Time some loads. The preparation of each load is not timed."""
     from penstock.loader.progress import Progress
 
     times, loaded = [], Loaded(nbytes=0, verified=False, path="")
@@ -206,7 +205,7 @@ MODEL = "penstock-bench"
 TENSOR_BYTES = 64 * MIB
 """Size in bytes of most tensors, because a large model's matrices have tens of MB."""
 DEADLINE_S = 300.0
-"""Deadline in seconds for one step of another process, such as its start or a fetch. It is enough for tens of GB."""
+"""Deadline in seconds for one step of a child process, such as its start or a fetch. It is enough for tens of GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +254,7 @@ def bench_fetch(
         rounds: list[list[dict[str, Any]]] = []
         shown.state("fetching", 0, repeat * receivers)
         for number in range(repeat):
-            # Send all requests before reading the first answer, so that the receivers fetch at the same time.
+            # Send all requests before reading the first reply, so that the receivers fetch at the same time.
             for pipe in fetchers:
                 pipe.send("fetch")
             rounds.append([_answer_of(pipe) for pipe in fetchers])
@@ -296,7 +295,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     """Measure a plain copy of the same bytes, in host memory with one thread or between two devices."""
     import torch
 
-    # 1 GB does not fit into any cache, and the copy needs twice this memory.
+    # 1 GB does not fit into any cache, and the copy needs this memory two times.
     nbytes = min(nbytes, GB) if device == "cpu" else nbytes
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=_device(device, 0))
     target = torch.full((nbytes,), 2, dtype=torch.uint8, device=_device(device, 1))
@@ -316,7 +315,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     finally:
         torch.set_num_threads(threads)
     path = "memcpy, one thread" if device == "cpu" else "one copy between the devices"
-    # The first copy warms up, because it touches the pages or opens peer access between the devices.
+    # The first copy is a warm-up, because it touches the pages or opens peer access between the devices.
     return _rate("limit", str(target.device), times[1:], path, nbytes=nbytes)
 
 
@@ -340,13 +339,13 @@ def private_hub(directory: str) -> Iterator[str]:
 @contextmanager
 def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Run a function in a separate process, and yield the pipe to it. `_answer_of` raises its errors."""
-    # Do not fork. A child could not use CUDA after this process has, and torch's threads would be missing in it.
+    # Do not fork, because a child could not use CUDA after this process has, and would lack torch's threads.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
     with _sigint_ignored():
         process.start()
-    # Close our copy of the child's end. While it is open, our reads would not notice the end of the child.
+    # Close this process's copy of the child's end. Otherwise reads would not detect the exit of the child.
     there.close()
     try:
         yield here
@@ -361,8 +360,8 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
     """Ignore SIGINT in processes that are started inside the context."""
-    # A terminal sends Ctrl-C to the children too. They end when this process closes their pipes. Their tracebacks would
-    # hide our own message.
+    # A terminal sends Ctrl-C to the children too. They exit when this process closes their pipes, and their tracebacks
+    # would hide this process's message.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -381,11 +380,11 @@ def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[li
 
 
 def _answer_of(pipe: Connection) -> Any:
-    """Return the next answer from a process.
+    """Return the next reply from a process.
 
     Raises:
-        SourceStalled: The process sent nothing for `DEADLINE_S`.
-        PeerLost: The process ended or sent an error.
+        SourceStalled: the process sent nothing for `DEADLINE_S`.
+        PeerLost: the process exited or sent an error.
     """
     if not pipe.poll(DEADLINE_S):
         raise SourceStalled(f"a process of the benchmark sent nothing for {DEADLINE_S:g} s")
@@ -423,7 +422,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
                 pipe.recv()
             except EOFError:
                 return
-            # Use a new member for each fetch, because one that has the weights would read nothing.
+            # Use a new member for each fetch, because a member with the weights would read nothing.
             with penstock.join(MODEL, connection=hub) as fleet:
                 tensors: dict[str, torch.Tensor] = {}
                 report = fleet.fetch(tensors, device=place, progress=False)
@@ -433,7 +432,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
 
 @contextmanager
 def _reported(pipe: Connection) -> Iterator[None]:
-    """Send an error inside the context to the benchmark, unless the benchmark has ended."""
+    """Send an error inside the context to the benchmark, unless the benchmark has exited."""
     try:
         yield
     except BrokenPipeError:

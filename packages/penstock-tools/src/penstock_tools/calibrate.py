@@ -1,8 +1,7 @@
 """Measure the rates that a simulation needs on this machine, for each stage of a sync and a fetch.
 
-The resulting `Rates` are for `penstock simulate --rates` and `penstock convert --rates`. Measuring takes about a
-minute, half a GiB of memory, half a GiB of temporary files, and memory on the device. Links between GPUs and hosts are
-not measured. A cluster's description has them (`plan.cluster`).
+Measuring takes about a minute, half a GiB of memory, half a GiB of temporary files, and memory on the device. Links
+between GPUs and hosts are not measured, because the description of a cluster contains them (`plan.cluster`).
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def calibrate() -> Rates:
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these rates, because they need two devices or several processes. Their
-    # Python part is scaled like a step. This is a guess, because a step makes different calls.
+    # Python time is scaled like a step, which is a guess, because a step makes different calls.
     # Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = slowed(H200_RATES, times)
@@ -109,7 +108,7 @@ def calibrate() -> Rates:
 
 
 def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
-    """Return the time of the fastest run, after one run to warm up."""
+    """Return the time of the fastest run, after one run as a warm-up."""
     work()
     best = float("inf")
     for _ in range(repeat):
@@ -162,7 +161,7 @@ def _device_stages() -> dict[str, float]:
         device,
     )
 
-    # Each function waits for the device at the end, because a call only starts kernels and copies.
+    # Each function waits for the device at the end, because a call only queues kernels and copies.
     def pack() -> None:
         packing.run()
         torch.cuda.synchronize(device)
@@ -219,7 +218,7 @@ _CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("slerp", "source", 2, {"operations": {"op": "slerp", "t": 0.3}}),
     ("ties", "source", 3, {"operations": {"op": "ties", "density": 0.5}}),
 )
-"""The beginning of an operation's name, the kind and number of its sources, and the arguments for `convert`."""
+"""The prefix of an operation's name, the kind and number of its sources, and the arguments for `convert`."""
 
 
 def _operations(device: str) -> dict[str, float]:
@@ -236,7 +235,7 @@ def _operations(device: str) -> dict[str, float]:
         sources["fp8-block128"] = [into]
         for operation, kind, count, arguments in _CONVERSIONS:
             into = directory / "result"
-            # Run it twice. In the first run torch compiles or allocates, which a large conversion does only once.
+            # In the first run torch compiles or allocates, which a large conversion does only once.
             for _ in range(2):
                 report = penstock.convert(
                     sources[kind][:count],
@@ -255,7 +254,7 @@ def _operations(device: str) -> dict[str, float]:
 def operation_gb_per_s(report: ConvertReport) -> float:
     """Return the GB/s that a conversion read while it computed, or in its busiest stage if it computed nothing.
 
-    A copy or a rename happens where files are read and computes nothing, so its computing time would give no rate.
+    A copy or a rename happens where files are read, so its computing time would yield no rate.
     """
     busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.moving_s
     return report.read_bytes / GB / busy_s
@@ -313,15 +312,15 @@ def _answer() -> float:
 
 
 class _Echo(http.server.BaseHTTPRequestHandler):
-    """A handler that answers a request with the request's body."""
+    """A handler that responds to a request with the request's body."""
 
-    # HTTP/1.0 would close the connection after each answer. Nagle's algorithm would delay the body, which is written
+    # HTTP/1.0 would close the connection after each response. Nagle's algorithm would delay the body, which is written
     # after the headers.
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """Answer with the request's body."""
+        """Respond with the request's body."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

@@ -1,7 +1,4 @@
-"""`penstock calibrate`: measure the rates that simulations need on this machine, and write them to a file.
-
-The file is for `penstock simulate --rates` and `penstock convert --rates`. `calibrate` does the measurements.
-"""
+"""`penstock calibrate`: measure the rates that `penstock simulate --rates` and `penstock convert --rates` read."""
 
 from __future__ import annotations
 

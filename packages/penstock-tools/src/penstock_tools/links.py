@@ -1,7 +1,7 @@
 """Links of a described cluster, their fair sharing between flows, and the meter that records their load.
 
-node: gpu 0 --nvlink--> gpu 1     gpu 0 --nic--> fabric --nic--> gpu of another node
-      storage (all) --> storage of the node --> pcie of the gpu
+GPUs of a node are connected by NVLink, and nodes by their NICs and a fabric. Storage reaches a GPU over the link of all
+storage, the node's storage link and PCIe.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock_convert.plan.simulate import NUM_BINS, LinkLoad
 
 F64 = npt.NDArray[np.float64]
 WIDTH = 3
-"""Maximum number of links that a flow uses. A read from storage uses three: all storage, the node's storage link and
-PCIe. A flow between GPUs uses two."""
+"""Maximum number of links that a flow uses. A read from storage uses three (all storage, the node's storage link and
+PCIe), and a flow between GPUs uses two."""
 
 
 class ClusterLinks:
@@ -26,8 +26,7 @@ class ClusterLinks:
         capacity: [num_links] bytes per second. The last entry is infinite and pads flows that use fewer links.
         classes: the numbers `[start, stop)` of the links of each kind, by its name.
 
-    Args:
-        slowdown: factor for each GPU by which the rates of its links are divided.
+    `slowdown` is the factor for each GPU by which the rates of its links are divided.
     """
 
     def __init__(self, cluster: Cluster, slowdown: np.ndarray) -> None:
@@ -48,7 +47,7 @@ class ClusterLinks:
             ("storage of a node", np.full(cluster.num_nodes, cluster.node_storage_gb_per_s or np.inf)),
             ("storage", np.full(1, whole)),
         )
-        # The infinite entry at the end pads flows that use fewer links, so that all flows have WIDTH columns.
+        # The infinite entry pads flows that use fewer links, so that all flows have WIDTH columns.
         self.capacity = np.concatenate([*(rates * GB for _, rates in sizes), [np.inf]])
         stops = np.cumsum([len(rates) for _, rates in sizes]).tolist()
         self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
@@ -83,9 +82,9 @@ class ClusterLinks:
     def between(self, source: I64, receiver: I64) -> I64:
         """Return the [num_flows, WIDTH] links from GPUs to GPUs."""
         near = self.near(source, receiver)
-        # There is no third link, so use the padding entry, which limits nothing.
+        # There is no third link, so use the padding entry.
         nowhere = np.full(len(source), len(self.capacity) - 1)
-        # The model assumes that switches and the fabric carry the full load, so only the two ends limit a flow.
+        # The model assumes that switches and the fabric carry the full load, so only the endpoints limit a flow.
         out = np.where(near, self._at("nvlink out", source), self._at("nic out", self.nic(source)))
         into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self.nic(receiver)))
         return np.stack((out, into, nowhere), axis=1)
@@ -105,10 +104,10 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         capacity: capacity of each link. An infinite capacity limits nothing.
         bound: maximum rate of each flow, or None for no maximum.
 
-    Cost: linear in the number of flows for each round. There are as many rounds as distinct rates.
+    The cost is linear in the number of flows for each round. There are as many rounds as distinct rates.
     """
-    # The share of a flow is the smallest of what each of its links has left per flow. A link whose flows all get that
-    # link's share is full, whatever the other flows do. All such links are settled in the same round.
+    # The share of a flow is the minimum over its links of the remaining capacity per flow. A link whose flows all get
+    # that link's share is full, and all full links are settled in the same round.
     num_flows, num_links = len(links), len(capacity)
     rates = np.zeros(num_flows)
     open_flows = np.arange(num_flows)
@@ -118,23 +117,22 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         users = np.bincount(mine.reshape(-1), minlength=num_links)
         share = np.full(num_links, np.inf)
         used = users > 0
-        # Subtracting rates can leave a full link a rounding error below zero.
+        # Rounding can leave a full link slightly below zero.
         share[used] = np.maximum(left[used], 0.0) / users[used]
         least = share[mine].min(axis=1)
         if bound is not None:
             least = np.minimum(least, bound[open_flows])
         assert np.isfinite(least).all(), "a flow that nothing bounds"
-        # Smallest rate that any flow of a link gets. If that is the link's own share, the link is settled.
+        # Minimum rate of any flow of a link. If that is the link's own share, the link is settled.
         lowest = np.full(num_links, np.inf)
-        # Work column by column. `minimum.at` on a flat index would need the values repeated for each link.
+        # Work column by column, because `minimum.at` on a flat index would need the values repeated for each link.
         for column in mine.T:
             np.minimum.at(lowest, column, least)
-        # The tolerance keeps a rounding error from leaving a link just above its share, which would cost one round per
-        # flow.
+        # Without the tolerance, a rounding error could leave a link just above its share, and cost one round per flow.
         settled = used & (lowest >= share * (1 - 1e-12))
         done = settled[mine].any(axis=1)
         if bound is not None:
-            # A flow's bound acts like a link with one flow. It settles the flow if no link gives less.
+            # A flow's bound acts like a link with one flow. It settles the flow if no link limits the flow further.
             done |= least >= bound[open_flows]
         fixed = open_flows[done]
         rates[fixed] = least[done]
@@ -163,7 +161,7 @@ class Meter:
         )
         self.nbytes += carried
         self._steps.append((start_s, stop_s))
-        # Leave out the padding at the end. Keep sums by kind, since a simulation has thousands of steps and links.
+        # Omit the padding at the end. Store sums by kind, because a simulation has thousands of steps and links.
         self._carried.append(np.add.reduceat(carried[:-1], self._starts))
 
     def limit_s(self, nominal: F64) -> float:

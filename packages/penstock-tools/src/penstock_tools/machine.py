@@ -10,12 +10,12 @@ from penstock.errors import ConfigError
 from penstock_convert.plan.cluster import Rates
 
 SHORT_RUN_BYTES = 256 << 10
-"""A run of at least this size is copied by itself. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+"""A run of at least this size is a separate copy. Source: `transport.cuda_ipc.SHORT_BYTES`."""
 SLAB_BYTES = 1 << 30
 """Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
 STORAGE_GB_PER_S = 3.4
-"""Assumed rate at which a node reads from storage if the cluster does not name a rate.
-Source: benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
+"""Rate at which a node reads from storage if the cluster does not name a rate. Source:
+benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
 
 PYTHON_COSTS = (
     "step_s",
@@ -35,8 +35,7 @@ PYTHON_COSTS = (
 def slowed(rates: Rates, times: float) -> Rates:
     """Return the same machine with a processor that runs Python `times` times slower. See `PYTHON_COSTS`.
 
-    Raises:
-        ConfigError: `times` is not a finite number above 0.
+    A factor that is not a finite number above 0 raises ConfigError.
     """
     if not 0 < times < math.inf:
         raise ConfigError(f"Python slowdown {times} is not a finite number above 0", hint="2 is half as fast")
@@ -45,5 +44,5 @@ def slowed(rates: Rates, times: float) -> Rates:
     how = f"Python {times:.3g} times slower"
     source = tuple((name, f"{text}; {how}" if name in PYTHON_COSTS else text) for name, text in rates.source)
     costs = {name: times * getattr(rates, name) for name in PYTHON_COSTS}
-    # The name says so too, so that a saved prediction shows what it is for.
+    # A saved prediction must show the slowdown too.
     return msgspec.structs.replace(rates, name=f"{rates.name}, {how}", source=source, **costs)

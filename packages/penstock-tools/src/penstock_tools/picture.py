@@ -1,4 +1,4 @@
-"""Picture of a prediction, as the text of an SVG that needs no other file."""
+"""A picture of a prediction as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _bar(span: Span, y: float, total_s: float) -> str:
 def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
     """Yield the share of these links that is in use over time."""
     step_s = total_s / len(load.load)
-    # Draw steps and not a line through the midpoints, since each value is a mean over its interval.
+    # Draw steps instead of a line through the midpoints, because each value is a mean over its interval.
     points = [(_x(0.0, total_s), y + _LOAD)]
     for i, share in enumerate(load.load):
         level = y + _LOAD * (1 - min(share, 1.0))

@@ -1,8 +1,6 @@
 """`penstock plan` and `penstock simulate`: show plans, and predict their duration on a described cluster.
 
-They show the plan in numbers, or in words with `--explain`, and the prediction with a picture. Only headers are read,
-and nothing is moved, so the cluster need not exist. `plan.schedule` and `plan.sync` make the plans, and `calibrate`
-measures rates.
+Only headers are read, and nothing is moved, so the cluster need not exist.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ def plan_load(
     from penstock.plan import schedule
     from penstock.storage.weight_set import open_weights
 
-    # Use the settings of a real load, because a smaller budget makes smaller reads.
+    # Use the settings of a real load, because a smaller memory limit makes smaller reads.
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     settings = Settings.read(memory_bytes=budget)
     with open_weights(uri, settings=settings, names=names) as weights:
@@ -388,7 +386,7 @@ def simulate_convert(
 
     from penstock_convert.plan import simulate_convert as simulation
 
-    # This check also refuses NaN.
+    # This check also rejects NaN.
     if not 0 < shrink < math.inf:
         raise ConfigError(f"--shrink is {shrink}", hint="use a finite number above 0, the input bytes per output byte")
     described, speeds = read_cluster(cluster, rates)
@@ -406,7 +404,7 @@ def simulate_convert(
 
 
 def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
-    """Raise ConfigError if the user asks for groups that are larger than the number of receivers."""
+    """Raise ConfigError for groups that are larger than the number of receivers."""
     source = context.get_parameter_source("tp")
     # The default is for large fleets. With fewer receivers there is one group.
     if tp > receivers and source is not None and source.name == "COMMANDLINE":
@@ -417,7 +415,7 @@ def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
 def both_sides(
     model: str, trainers: int, receivers: int, *, shards: int, tp: int, whole_experts: bool, fp8: bool
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts of both sides of a sync for the options. The publishers' come first, then the subscribers'."""
+    """Return the layouts of the publishers and of the subscribers of a sync for the options."""
     from penstock_tools.shapes import receiver_layouts, trainer_layouts
 
     shapes = read_shapes(model)
@@ -428,8 +426,7 @@ def both_sides(
 def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     """Return a described cluster by name or from a file, and the rates of its stages.
 
-    Raises:
-        ConfigError: It is neither a known name nor a readable file.
+    Any other text raises ConfigError.
     """
     known = CLUSTERS.get(cluster)
     hint = f"known names: {', '.join(CLUSTERS)}"
@@ -453,7 +450,7 @@ def read_shapes(model: str) -> list[Shape]:
     return [shape_of(name, shape) for name, shape in zip(table.names, table.shapes, strict=True)]
 
 
-# Maximum number of lines for failures and for assumptions. A large cluster has one of each for every rank.
+# Maximum number of lines for failures and for assumptions, which a large cluster has for every rank.
 _LISTED = 8
 
 

@@ -1,12 +1,8 @@
 """Build the layouts of both sides of a sync from names and shapes, for models that no rank holds yet.
 
-    trainer:  distributes experts over groups, and an expert's rows over its group. Rows of other tensors are
-              distributed over `shards` ranks, with replicas
-    receiver: distributes experts over groups of `tp`, each cut by tensor parallelism or whole. Other tensors are cut by
-              tensor parallelism
-
-The `Layout`s are the same as ranks would declare and record. `sync.shards` and `sync.recording.requirements` make
-layouts of live models.
+A trainer distributes experts over groups, and an expert's rows over its group. Rows of other tensors are distributed
+over `shards` ranks, with replicas. A receiver distributes experts over groups of `tp`, each cut by tensor parallelism
+or unsliced. The `Layout`s are the same as ranks would declare and record.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _ROWS = re.compile(
 _PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 Cut = tuple[int | None, int, int]
-"""A tuple (dim, part, of): one of `of` parts along a dim. If `of` is 1 or the dim is None, it is the whole tensor."""
+"""A tuple (dim, part, of): slice `part` of `of` along a dim. If `of` is 1 or the dim None, it is the whole tensor."""
 
 
 class Shape(NamedTuple):
@@ -51,7 +47,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
-    """Return a tensor's shape by transformers' names. A tensor with another name is whole on each rank."""
+    """Return a tensor's shape by transformers' names. A tensor with an unknown name is unsliced on each rank."""
     expert = _EXPERT.search(name)
     dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
     # A 1-D tensor cannot be split along the second dim.
@@ -66,7 +62,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     hidden, heads, q_rank, kv_rank, rope, nope, expert, dense, vocab = 7168, 64, 1536, 512, 64, 128, 2048, 18432, 163840
 
     def layer_of(p: str, rows: int, mlp: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes that every layer has, with a dense or shared feed-forward part of `rows` rows."""
+        """Yield names and shapes that every layer has, with a dense or shared feed-forward block of `rows` rows."""
         yield p + "input_layernorm.weight", (hidden,)
         yield p + "post_attention_layernorm.weight", (hidden,)
         yield p + "self_attn.q_a_proj.weight", (q_rank, hidden)
@@ -98,7 +94,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     yield shape_of("lm_head.weight", (vocab, hidden))
 
 
-# 70,000 tensors have a few hundred forms. Each form is created once, and equal ones are the same object.
+# 70,000 tensors have a few hundred forms. Each form is created once, and equal forms are the same object.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
     """Return part `part` of `of` along a dim, cut like torch's chunk, or None if it is empty."""
@@ -114,7 +110,7 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 
 def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
-    """Yield a rank's part of a tensor, quantised with its scales if it has a tag."""
+    """Yield a rank's slice of a tensor, quantised with its scales if it has a tag."""
     # Quantisers convert only projections. Embeddings, norms, routers and the head stay unchanged.
     tagged = fp8 and _PROJECTION.search(tensor.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
@@ -157,12 +153,12 @@ def _side(
     """Return the layout of each rank on one side.
 
     Args:
-        word: First part of the members' names.
-        model: The model's tensors.
-        num_ranks: Number of ranks on this side.
-        fp8: Whether projections are quantised.
-        cut_of: Returns how a rank's part of a tensor is cut.
-        has: Returns whether a rank has an expert, for `(rank, expert, num_experts)`.
+        word: prefix of the members' names.
+        model: the model's tensors.
+        num_ranks: number of ranks on this side.
+        fp8: whether projections are quantised.
+        cut_of: returns how a rank's slice of a tensor is cut.
+        has: returns whether a rank has an expert, for `(rank, expert, num_experts)`.
     """
     experts: dict[int, list[Shape]] = defaultdict(list)
     for tensor in model:
@@ -182,11 +178,11 @@ def trainer_layouts(
     """Return layouts of rows over ranks, as FSDP2 cuts them.
 
     Args:
-        model: The model's tensors.
-        num_ranks: Number of the trainer's ranks.
-        shards: Number of ranks over which tensors outside experts are cut. Further ranks are replicas (HSDP).
-        expert_groups: Number of groups that each hold some experts. 0 means groups of four ranks.
-        fp8: Whether projections are held quantised.
+        model: the model's tensors.
+        num_ranks: number of the trainer's ranks.
+        shards: number of ranks over which tensors outside experts are cut. Further ranks are replicas (HSDP).
+        expert_groups: number of groups that each hold some experts. 0 means groups of four ranks.
+        fp8: whether projections are held quantised.
     """
     groups = expert_groups or max(num_ranks // 4, 1)
     if groups > num_ranks or num_ranks % groups:
@@ -209,13 +205,13 @@ def trainer_layouts(
 def receiver_layouts(
     model: Iterable[Shape], num_ranks: int, *, tp: int = 8, whole_experts: bool = False, fp8: bool = False
 ) -> list[Layout]:
-    """Return tensor-parallel layouts in groups of `tp`. Experts are cut over the groups, or whole on single ranks."""
+    """Return tensor-parallel layouts in groups of `tp`. Experts are cut over groups, or unsliced on single ranks."""
     tp = min(tp, num_ranks)
     if num_ranks % tp:
         raise PlanError(f"{num_ranks} ranks cannot be divided into groups of {tp}")
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
-        """Return the tensor-parallel part. An expert that is held whole is not cut."""
+        """Return the tensor-parallel slice. An expert that is unsliced is not cut."""
         return (0, 0, 1) if tensor.expert >= 0 and whole_experts else (tensor.dim, rank % tp, tp)
 
     def has(rank: int, expert: int, num_experts: int) -> bool:

@@ -3,12 +3,8 @@
 A member is a stream from its parent. If the relay has two trees, it is two streams with half of the chunks each. A
 stream begins a hop after its parent, stays at least a hop behind it, and catches up as fast as its links allow. Chunks
 are small compared with the weights, so they are treated as a continuous flow. A hop is one step of verified and
-announced bytes, which a child can then read.
-
-    holder ==> a ==> b          without a holder: a ring. Each member reads its part from storage and passes it on
-                 ==> c (far)
-
-`relay` chooses upstreams, and `simulate` shares the links.
+announced bytes, which a child can then read. Without a holder the members form a ring, in which each member reads its
+share from storage and passes it on.
 """
 
 from __future__ import annotations
@@ -43,10 +39,10 @@ _UNBOUND = np.finfo(np.float64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
-    """The members and what they need. GPU g of every node has part `g % parts`, and exchanges it with its peers."""
+    """The members and their weights. GPU g of every node has part `g % parts`, and exchanges it with its peers."""
 
     nbytes: int
-    """Number of bytes in all parts together."""
+    """Total size of all parts in bytes."""
     parts: int = 1
     """Number of ranks in a replica. 8 is tensor parallelism over a node's GPUs. With 1, each GPU has all weights."""
     holders: int = 1
@@ -57,13 +53,13 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
     """Fill every GPU of the cluster.
 
     Args:
-        fleet: The weights, their parts, and the holders at the start.
-        cluster: The cluster. All its GPUs take part.
-        rates: Rates of the stages.
-        seed: Seed for the order in which members join, the slow members, and the members that die.
+        fleet: the weights, their parts, and the holders at the start.
+        cluster: the cluster. All its GPUs take part.
+        rates: rates of the stages.
+        seed: seed for the order in which members join, the slow members, and the members that die.
 
     Raises:
-        PlanError: The GPUs cannot be divided into replicas, or there is neither a holder nor storage.
+        PlanError: the GPUs cannot be divided into replicas, or there is neither a holder nor storage.
     """
     cluster.check()
     rates.check()
@@ -79,18 +75,15 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
 
 
 def step_bytes(bytes_per_s: F64) -> F64:
-    """Return the number of bytes in one read of a stream with this rate. Reads double until one takes `STEP_S`."""
-    # The reads from one upstream share its link, so each takes as long as all of them.
+    """Return the number of bytes in one read of a stream with this rate. Reads double until one lasts `STEP_S`."""
+    # The reads from one upstream share its link, so each lasts as long as all of them.
     chunks = np.maximum(bytes_per_s * STEP_S / READS_OF_ONE / CHUNK_BYTES, 1.0)
     least: F64 = np.minimum(2.0 ** np.ceil(np.log2(chunks)), MAX_STEP_CHUNKS) * CHUNK_BYTES
     return least
 
 
 class _FetchEvents:
-    """The events of one fetch.
-
-    Arrays of streams have one row for each GPU. With two trees, a second row for each GPU follows.
-    """
+    """The events of one fetch. Arrays of streams have one row for each GPU, or two rows with two trees."""
 
     def __init__(self, fleet: SimulatedFleet, cluster: Cluster, rates: Rates, seed: int) -> None:
         self.fleet = fleet
@@ -107,7 +100,7 @@ class _FetchEvents:
         self.is_holder = self.gpu < fleet.holders * fleet.parts
         self.dead = np.zeros(count, bool)
         self.joined = np.random.default_rng((seed, 2)).permutation(count)
-        # The arrays below are for streams. Times are infinite until they happen.
+        # The arrays below are for streams. Times are infinite until their event happens.
         self.have = np.where(self.is_holder, float(self.line), 0.0)
         self.start = np.where(self.is_holder, 0.0, np.inf)
         self.done = self.start.copy()
@@ -203,7 +196,7 @@ class _FetchEvents:
         self.links = np.zeros((len(self.parent), links.shape[1]), np.int64)
         self.links[self.streams] = links
         at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
-        # A ring is left out, because following the parents would not end.
+        # Following the parents in a ring would not end.
         while self.fleet.holders and (at >= 0).any():
             at = np.where(at >= 0, self.parent[at], -1)
             self.depth += at >= 0
@@ -229,8 +222,8 @@ class _FetchEvents:
         )
 
     def go(self) -> None:
-        """Run until every member that is alive has all data."""
-        # Without a holder, every member reads a part of storage and all of them end together, so there are no events.
+        """Run until every live member has all data."""
+        # Without a holder, all members finish at the same time, so there are no events.
         if self.fleet.holders:
             self._flow()
         else:
@@ -255,8 +248,7 @@ class _FetchEvents:
             until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
             until = min(until, deaths[0][0]) if deaths else until
             assert np.isfinite(until), "a fetch that does not end"
-            # Add a quantum, so that close events are one step. The number of steps then limits the simulation's time,
-            # and not the size of the cluster.
+            # Add a quantum, so that close events are one step. The number of steps then limits the simulation's time.
             until = max(until, now) + self.quantum
             self._move(now, until, ready, rate)
             now = until
@@ -358,13 +350,13 @@ class _FetchEvents:
         self.storage_s = float((self.from_storage / read).max())
         self.meter.add(0.0, self.storage_s, self._links.from_storage(self.gpu), self.from_storage)
         if not len(self.streams):
-            # Each part has one member, and what it has read from storage is complete.
+            # Each part has one member, whose bytes from storage are complete.
             self.start[:] = self.storage_s
             self.done[:] = self.storage_s
             return
         rate = fair_rates(self.links[self.streams], self._links.capacity)
         part = self.streams % self.fleet.parts
-        # Everything passes every link of its ring once, so the slowest link sets the pace.
+        # Every byte passes every link of its ring once, so the slowest link sets the pace.
         slowest = np.full(self.fleet.parts, np.inf)
         np.minimum.at(slowest, part, rate)
         wanted = self.line - self.from_storage[self.streams]
@@ -386,10 +378,10 @@ class _FetchEvents:
         loads = self.meter.loads(total_s)
         limit_s = self.meter.limit_s(self.nominal)
         one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
-        # The stream that ends last. Its row belongs to its GPU in one of the trees.
+        # The row of the last stream belongs to its GPU in one of the trees.
         last = int(np.where(np.tile(alive, self.num_trees), self.done, -1.0).argmax())
         name = f"GPU {last % len(self.gpu)}"
-        # A stream starts one hop after its upstream, so the last one's start is the sum of the hops above it.
+        # A stream starts one hop after its upstream, so the last stream's start is the sum of the hops above it.
         hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
         stages = [Stage(name="hops", member=name, busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
         if self.storage_s:

@@ -1,11 +1,10 @@
 """Simulate a sync: a `SyncPlan` on a described cluster, read by read.
 
-    source:    transforms b0 | b1 | b2 ... one after the other. Digests that are requested go first, in order
-    receiver:  gets its part and the maps, then for each read: post -> wire -> digest, compare -> done
+A source transforms its buckets in order, and digests requested bytes first. A receiver gets its part and the maps, then
+posts its reads. After its transfer each read is digested and compared.
 
-A receiver takes its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. Sources in its
-node come one after the other, and others in parallel. Its work in Python is sequential. `sync` makes the plan, and
-`simulate` shares the links.
+A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. It reads sources
+in its node one after the other, and others in parallel. Its work in Python is sequential.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 from penstock_tools.machine import SHORT_RUN_BYTES, SLAB_BYTES
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
-"""Number of answers that an update waits for. Before the reads: its part and the sources' maps. After them: that it has
-the version. The first two are counted one after the other, as they were measured on four GPUs. Receivers have since
-changed to request both at once."""
+"""Number of replies that an update waits for: before the reads its part and the sources' maps, and after them the
+acknowledgement of the version. The first two are counted one after the other, as they were measured on four GPUs.
+Receivers have since changed to request both at once."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 BATCH_BYTES = 1024 * MIB
@@ -55,9 +54,9 @@ _STEPS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """The reads of a sync as its receivers make them, in columns.
+    """The reads of a sync as its receivers post them, in columns.
 
-    They are sorted by receiver and by window. Within a window the sources take turns.
+    They are sorted by receiver and by window. Within a window the sources alternate.
     """
 
     receiver: I64
@@ -67,17 +66,17 @@ class StageWork:
     turn: I64
     """Position of the source in the receiver's order."""
     bucket: I64
-    """Last bucket with bytes of the read. The read can begin when the source has made this bucket."""
+    """Last bucket with bytes of the read. The read can begin when the source has finished this bucket."""
     nbytes: I64
     far_s: F64
-    """Seconds for the read's runs outside the node, where each run is requested separately. It excludes posting, and
+    """Seconds for the read's runs outside the node, each of which is requested separately. It excludes posting, and
     runs that the source packs."""
     packed_bytes: I64
     """Number of bytes that the source packs for reads outside the node. They are read from its buffers in order."""
     packed_s: F64
-    """Seconds to request these, run by run. It excludes posting the reads of buffers."""
+    """Seconds to request the packed bytes, run by run. It excludes posting the reads of buffers."""
     num_copies: I64
-    """Number of long runs inside the node. Each of them is a separate copy."""
+    """Number of long runs inside the node, each of which is a separate copy."""
     short_bytes: I64
     """Number of bytes in short runs inside the node, which a kernel of the reader copies."""
 
@@ -135,7 +134,7 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
     amounts["packed_bytes"] = share(packed_bytes)
-    # A piece of a strip with a long run is at least part of one copy. Rounding down would make it free.
+    # A piece of a strip with a long run needs at least one copy. Rounding down would make it free.
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
     amounts["packed_s"] = np.repeat(packed_s[order] / cuts, cuts)
@@ -200,16 +199,16 @@ def simulate_sync(
     """Run the plan on the cluster, which gets as many nodes as both sides need.
 
     Args:
-        plan: Result of `plan_sync`.
-        cluster: Sources take its first GPUs, and receivers start on the next node.
-        rates: Rates of the stages.
-        transformed: Bytes that each source transforms in each bucket (`transformed_bytes`). None means no transforms.
-        watermark_bytes: Maximum number of bytes that a receiver has requested but not verified.
-        reads_of_one: Number of reads in flight from one source. Sources in the receiver's node count as one.
-        staged: Whether to count the flip at the end, which copies all bytes on the device.
-        in_arenas: Whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip exchanges memory.
-        one_node: Whether receivers take the GPUs right after the sources', even in the same node.
-        seed: Seed for the slow and the failing members.
+        plan: result of `plan_sync`.
+        cluster: sources use its first GPUs, and receivers start on the next node.
+        rates: rates of the stages.
+        transformed: bytes that each source transforms in each bucket (`transformed_bytes`). None means no transforms.
+        watermark_bytes: maximum number of bytes that a receiver has requested but not verified.
+        reads_of_one: number of reads in flight from one source. Sources in the receiver's node count as one.
+        staged: whether to count the flip at the end, which copies all bytes on the device.
+        in_arenas: whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip exchanges memory.
+        one_node: whether receivers use the GPUs right after the sources', even in the same node.
+        seed: seed for the slow and the failing members.
     """
     rates.check()
     # Receivers begin on a new node, or with `one_node` on the GPU after the last source's.
@@ -301,11 +300,7 @@ def _answered(work: StageWork, rates: Rates) -> F64:
 
 
 def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
-    """Return each receiver's reads inside the node and those from outside, in the order of its requests.
-
-    Args:
-        near: Whether each read is inside the node.
-    """
+    """Return each receiver's reads inside the node and from outside, in the order of its requests."""
     # The order is that of `sync.receive.transfer`. Inside the node it is by window, then one source after the other.
     queues: list[tuple[deque[int], deque[int]]] = [(deque(), deque()) for _ in range(num_receivers)]
     order = np.lexsort((np.arange(len(near)), np.where(near, work.turn, 0), work.window))
@@ -358,7 +353,7 @@ class _SyncEvents:
         near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
         cost_s = np.where(near, near_s, rates.post_s + work.far_s)
         self._cost_s = cost_s.tolist()
-        # Buffers that each read uses, one after the other. The rest of the read comes before them.
+        # Buffers that each read uses, one after the other, after the rest of the read.
         packed_bytes = np.where(near, 0, work.packed_bytes)
         num_batches = -(-packed_bytes // BUFFER_BYTES)
         self._batch_bytes = (packed_bytes / np.maximum(num_batches, 1)).tolist()
@@ -399,11 +394,11 @@ class _SyncEvents:
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._unverified = [0] * num_receivers
-        # Time at which the receiver's Python thread and its device have finished the work they were given.
+        # Time at which the receiver's Python thread and its device have finished their queued work.
         self._host_free = [0.0] * num_receivers
         self._device_free = [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
-        """Heap of the time, the read, and its next stage. See `_happen`."""
+        """Heap of (time, read, next stage). See `_happen`."""
         self._new: list[int] = []
         """Reads that were posted since the last step, and take part in sharing the links from now on."""
 
@@ -415,7 +410,7 @@ class _SyncEvents:
             for column in self._flow_links.T
         )
         quantum = busiest / _STEPS
-        # Reads on the wire, and each one's remaining bytes.
+        # Reads on the wire, and the remaining bytes of each read.
         active: I64 = np.zeros(0, np.int64)
         left = np.zeros(0)
         for r in range(self.num):
@@ -456,7 +451,7 @@ class _SyncEvents:
                 read = queue[0]
                 pair = self._pair(read)
                 room = self._watermark - self._unverified[r]
-                # A read larger than the watermark may go when nothing else is in flight. Otherwise it never could.
+                # A read larger than the watermark may be sent when nothing else is in flight.
                 late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
                     self._unverified[r] and self._nbytes[read] > room
                 )
@@ -528,7 +523,7 @@ class _SyncEvents:
                 return
             self._turns[r] -= 1
         self.posted[read] = start = max(self._host_free[r], at)
-        # Python posts one read at a time. Reads share the wire, but not the host.
+        # Python posts one read at a time.
         self._host_free[r] = start + self._cost_s[read]
         heapq.heappush(self._events, (self._host_free[r], read, 1))
 
@@ -543,7 +538,7 @@ class _SyncEvents:
             self._land(read, at)
 
     def _ask_packed(self, read: int, at: float) -> None:
-        """Make a read request the next buffer from its source, or wait for a free one."""
+        """Make a read request the next buffer from its source, or wait for a free buffer."""
         source = self._source[read]
         self._flow_bytes[read], self._is_packed[read] = self._batch_bytes[read], True
         free = self._free_buffers.setdefault(source, NUM_BUFFERS)

@@ -32,11 +32,7 @@ def without_secrets(text: str) -> str:
 def printable(text: str, *, keep_lines: bool = False) -> str:
     """Escape control and invisible characters, so that the text cannot control a terminal or forge a log line.
 
-    File names, answers from servers and messages from members may contain escape sequences, line breaks and marks that
-    change the direction of writing.
-
-    Args:
-        keep_lines: keep line breaks. Use it only for text that Penstock composed.
+    Use `keep_lines`, which keeps line breaks, only for text that Penstock composed.
     """
     if text.isprintable():
         return text
@@ -89,14 +85,10 @@ class PenstockError(Exception):
         self.hint = None if hint is None else printable(hint, keep_lines=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the error with its fields, notes and causes.
-
-        Worker processes and the ranks of torch.distributed.checkpoint send their errors to other processes. Unpickling
-        does not call the constructor, because that would need the arguments of the subclass.
-        """
+        """Pickle the error with its fields, notes and causes. Unpickling does not call the constructor."""
         state = dict(self.__dict__)
         for name in _OWN_FIELDS:
-            # OSError and ImportError keep these fields outside `__dict__`.
+            # OSError and ImportError store these fields outside `__dict__`.
             if getattr(self, name, None) is not None:
                 state[name] = getattr(self, name)
         # Setting the cause also sets `__suppress_context__`, so that flag comes last.
@@ -144,7 +136,7 @@ def _sendable_cause(cause: BaseException | None) -> BaseException | None:
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
-"""The classes that `also` created. They are kept so that errors of the same kind share a class."""
+"""The classes that `also` created. Errors of the same kind share a class."""
 
 
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
@@ -184,7 +176,7 @@ def _made(bases: tuple[type[BaseException], ...], args: tuple[object, ...]) -> P
 
 def without_frames(error: PenstockError) -> PenstockError:
     """Drop the tracebacks of an error and its causes. A stored traceback keeps every object of its frames alive."""
-    # Causes may refer to each other in a circle, so remember the visited ones.
+    # Causes may form a cycle, so remember the visited causes.
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -244,7 +236,7 @@ class GrantRefused(PermissionDenied):
 
 
 class HubUnavailable(SourceError):
-    """The hub, or the store behind it, did not answer in time. Known peers stay usable."""
+    """The hub, or the store behind it, did not respond in time. Known peers stay usable."""
 
 
 class UnknownMember(SourceError):
@@ -288,9 +280,6 @@ class BudgetTooSmall(PlanError):
 
     Attributes:
         minimum_bytes: the smallest sufficient limit.
-
-    Args:
-        budget: name of the argument that sets the limit, for the hint.
     """
 
     def __init__(self, message: str, *, minimum_bytes: int, budget: str = "memory_bytes") -> None:
@@ -329,7 +318,7 @@ class DiskFull(DestinationError):
 
 
 class PeerLost(PenstockError):
-    """Another rank or process of the same job failed or stopped answering."""
+    """Another rank or process of the same job failed or stopped responding."""
 
     blame: ClassVar[Blame] = "source"
 
@@ -367,11 +356,9 @@ class VersionNotLive(PenstockError):
 
 
 def class_named(name: str, least: type[PenstockError]) -> type[PenstockError]:
-    """Return the error class that another process named. Return `least` unless that class derives from it.
+    """Return the error class that another process named, which may be any text.
 
-    Args:
-        name: name of the class. It comes from a message, so it may be any text.
-        least: the class to use if `name` is unknown, or if its constructor needs more than a message.
+    Return `least` if the name is no class that derives from it and can be constructed from a message.
     """
     found = globals().get(name)
     if not isinstance(found, type) or not issubclass(found, least) or found.__init__ is not PenstockError.__init__:

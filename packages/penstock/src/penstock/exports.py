@@ -244,11 +244,7 @@ def lazily(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` for a module with a table of names.
 
-    Args:
-        module: name of the module, for the error.
-        table: for each name, the module that defines it, or `module:name`.
-        submodules: modules below it that can be used as attributes without an import.
-        guesses: names that people look for, with their alternatives.
+    Submodules can be used as attributes without an import. Guesses are names that people look for, with alternatives.
     """
 
     def resolve(name: str) -> Any:
@@ -259,8 +255,7 @@ def lazily(
             hint = f"; use {instead}" if instead else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
         place, _, there = table[name].partition(":")
-        # Modules import torch at their beginning. Turn a missing package into MissingExtra here instead of in each
-        # verb.
+        # Modules import torch at their beginning, so a missing package is reported here for all verbs.
         with extras_named():
             return getattr(importlib.import_module(place), there or name)
 

@@ -17,11 +17,7 @@ class _Closes(Protocol):
 
 
 def is_ending() -> bool:
-    """Return whether the interpreter shuts down.
-
-    Python has then stopped all daemon threads, and their locks stay locked. Finalizers and the `with` blocks of
-    abandoned generators must not wait.
-    """
+    """Return whether the interpreter shuts down. Daemon threads have stopped then, and their locks stay locked."""
     return sys.is_finalizing()
 
 

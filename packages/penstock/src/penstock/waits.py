@@ -127,11 +127,7 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
 
 
 def jitter(low: float, high: float) -> float:
-    """Return a random number with which many processes spread their requests.
-
-    It does not use the global generator of `random`, so a program with a fixed seed gets the same numbers as without
-    Penstock.
-    """
+    """Return a random number for spreading requests, without using the global generator of `random`."""
     return _random.uniform(low, high)
 
 

@@ -31,11 +31,7 @@ Read = tuple[UpstreamReader, I64]
 
 
 class Assignment:
-    """The chunks of a fetch that are being read, and their upstreams.
-
-    Attributes:
-        can_read_storage: whether chunks can also be read from storage. It becomes False after storage failed.
-    """
+    """The chunks of a fetch that are being read, and their upstreams. Storage is not read after it has failed."""
 
     def __init__(
         self,

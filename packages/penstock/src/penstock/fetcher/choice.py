@@ -22,15 +22,11 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 
 
 class ChunkChoice:
-    """The upstreams of a fetch, and the chunks that are here or being read. The owner's lock guards it.
+    """The upstreams of a fetch, and per chunk whether it is here or being read. The owner's lock guards it.
 
     Attributes:
         readers: the upstreams in use, in the order of their ranks.
         num_trees: number of orders from the hub. With two, one tree has the even chunks and the other the odd chunks.
-
-    Args:
-        have: per chunk, True if it is here. The owner changes this array and the next.
-        flying: per chunk, True while it is read or verified.
     """
 
     def __init__(self, have: Bools, flying: Bools) -> None:

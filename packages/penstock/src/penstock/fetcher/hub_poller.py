@@ -37,12 +37,9 @@ class HubState(Enum):
 class HubPoller:
     """Asks for upstreams until it is closed.
 
-    Args:
-        ticket: fails if the hub refuses a fetch that has no other source.
-        away: why the member has not joined. If set, storage is read without claims from the start.
+    If `away` gives a reason why the member has not joined, storage is read without claims from the start.
 
     Attributes:
-        state: changed only by `become`.
         answer: the hub's last reply or failure, as text.
         answered: set after the first request, whose reply contains the first claim.
         wanted: set to ask the hub soon.

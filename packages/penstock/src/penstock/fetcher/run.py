@@ -64,11 +64,6 @@ class FetchState(Enum):
 class FetchRun(Run):
     """A running fetch. As a context manager it stops every thread on exit. Nothing writes to the weights afterwards.
 
-    Attributes:
-        state: changed only by `_become`.
-        provenance: the source of every byte, and the faults so far.
-        hub: the state of the hub.
-
     Args:
         weights: the weights to fill, registered and in the state `filling`.
         storage: reads chunks that no member has. None means to read from peers only.
@@ -229,8 +224,7 @@ class FetchRun(Run):
     def is_busy(self) -> bool:
         """Return True if an operation with a deadline is running.
 
-        A read from an upstream that failed since the last verified byte does not count, so that an upstream costs this
-        fetch one stall, not one for each retry.
+        Reads from an upstream that failed since the last verified byte do not count, so that it costs only one stall.
         """
         with self._lock:
             is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)

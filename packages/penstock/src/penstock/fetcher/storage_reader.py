@@ -31,12 +31,7 @@ LITTLE = 0.5
 
 
 class StorageReader:
-    """The storage reads of one fetch.
-
-    Args:
-        session: session of the weight set. `close` closes it.
-        layout: layout whose table has the files and offsets of that weight set.
-        rows: the destination for each row of the layout, as flat uint8.
+    """The storage reads of one fetch into `rows`, the flat uint8 tensors for the rows of the layout.
 
     Attributes:
         nbytes: total size of the completed reads in bytes.

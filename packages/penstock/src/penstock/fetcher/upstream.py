@@ -67,17 +67,13 @@ Read = tuple[Transport, Handle, Descriptor, Segments]
 class UpstreamReader:
     """The state of an upstream, which a thread updates from its log.
 
+    It is no longer used if it is slower than `min_bytes_per_s`, or limits its readers to less.
+
     Attributes:
         ranks: position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
         has: per chunk, True if it can be read from this upstream.
-        num_flying: number of running reads.
-        last_read: time when the last read ended.
-        is_too_slow: True if it is no longer used because of its pace.
         path: transport and member, for reports.
         why: for each path, why no nearer transport was chosen, and why it compresses or not.
-
-    Args:
-        min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less. 0 means no minimum.
     """
 
     def __init__(

@@ -34,8 +34,7 @@ leases and follows two logs. Source: docs/design/fetch.md."""
 class Relay:
     """Upstreams of every receiver of one key. It does not change, except for members that `append` adds to a ring.
 
-    All methods are thread-safe, except that `append` must not run in two threads at once. Building takes O(n log n)
-    while members complain about few others, and `upstreams` checks a bounded number of members.
+    All methods are thread-safe, except that `append` must not run in two threads at once.
 
     Attributes:
         trees: one or two mappings from a receiver to its parent. With two, each is for the chunks of one tree

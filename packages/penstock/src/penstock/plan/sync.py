@@ -519,10 +519,7 @@ def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
     """Return the bucket of each tensor: whole layers if they fit, or slices of one layer.
 
-    Args:
-        layer: layer of each tensor, ascending.
-        receiver, place, nbytes: bytes that each receiver reads of each tensor, sorted by receiver, then place.
-        bucket_bytes: maximum bytes that one receiver reads in a bucket, unless one tensor is larger.
+    `layer` is ascending. `receiver`, `place` and `nbytes` are the reads of each tensor, sorted by receiver, then place.
     """
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1

@@ -300,13 +300,7 @@ def join(
 ) -> Fleet | None:
     """Join the fleet. If its hub does not respond, storage is read, and this process joins when the hub responds.
 
-    Args:
-        options: the fleet's name and connection.
-        uris: the weights that are read instead, for the warning.
-        log: the engine's logger.
-        rank: rank of this process in one engine on this host. Only rank 0 uses the given ports.
-        memory_bytes: see `penstock.join`.
-
+    `uris` are the weights in storage, for the warning. Only rank 0 of an engine on this host uses the given ports.
     Returns None, after a warning, if the hub of this host cannot start.
     """
     from penstock.fetcher.join import join_or_warn
@@ -333,16 +327,8 @@ def tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint's tensors from members, and from storage if no member has them. Log the report.
 
-    Copy the tensors and do not change them, because other members read them while they are yielded.
-
-    Args:
-        fleet: joined for this call, which leaves it unless the process serves afterwards.
-        uris: the fallback in storage. Its headers describe the checkpoint.
-        options: `serve` and `drain_file` are used.
-        log: logger for the report.
-        device: device of the tensors before the engine copies them.
-        storage_options: see `penstock.load`.
-        serves: if False, this process does not serve, whatever the options say.
+    Copy the tensors and do not change them, because other members read them while they are yielded. The process leaves
+    the fleet at the end unless it serves, which needs both `options.serve` and `serves`.
     """
     weights: dict[str, torch.Tensor] = {}
     stays = False

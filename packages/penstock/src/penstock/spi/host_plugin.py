@@ -54,7 +54,7 @@ class HostPlugin:
 
     Args:
         package: the engine's package, whose version is named in messages.
-        supported: the versions for which the plug-in is written, for hints.
+        supported: the supported versions, for hints.
         log: returns the logger of the integration. It is called when a line is written.
     """
 

@@ -17,13 +17,7 @@ from penstock.sync.shards import Declarable, Shard
 
 
 class TrainerPublisher(Closeable):
-    """Publishes versions from one rank of a trainer.
-
-    Args:
-        connection: see `penstock.join`.
-        transforms: formats in which the tensors are offered. See `penstock.publisher`.
-        rank: this rank and the number of ranks.
-    """
+    """Publishes versions from one rank of a trainer. `rank` is this rank and the number of ranks."""
 
     def __init__(
         self,

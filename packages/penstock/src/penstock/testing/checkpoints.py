@@ -180,17 +180,10 @@ def write_moe(
 def every_dtype(
     path: str | os.PathLike[str], *, seed: int = 0, aligned: bool = True, skip: Container[DType] = ()
 ) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
-    """Write one file with every dtype of the format in every kind of shape: plain, odd, scalar, empty.
+    """Write one file with every dtype but `skip` in every kind of shape: plain, odd, scalar, empty.
 
-    Args:
-        path: the file.
-        seed: changes the values but not the shapes.
-        aligned: order the tensors by element width, as safetensors does. False puts a one-byte tensor first, so that
-            every other tensor starts at an odd offset.
-        skip: dtypes to omit.
-
-    Returns:
-        The dtype, the shape, and the bytes that a reader must return, by name.
+    Tensors are ordered by element width, as safetensors does. With `aligned=False` a one-byte tensor comes first, so
+    that every other tensor starts at an odd offset. Returns the dtype, the shape, and the expected bytes by name.
     """
     rng = np.random.default_rng(seed)
     made: dict[str, tuple[DType, tuple[int, ...], bytes]] = {}
