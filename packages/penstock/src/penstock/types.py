@@ -114,7 +114,7 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements in the region. The box of a scalar has 1."""
+        """Return the number of elements in the region. The box of a scalar has one element."""
         return math.prod(self.shape)
 
 

@@ -1,6 +1,6 @@
-"""Waits that end when their call is left because of an error, Ctrl-C, or a signal handler that raises.
+"""Waits that are aborted when their call exits early because of an error, Ctrl-C, or a signal handler that raises.
 
-A verb waits for the network in many threads. When the verb is left early, its threads must not wait until a server's
+A verb waits for the network in many threads. When the verb exits early, its threads must not wait until a server's
 deadline. The threads of one call therefore share a `Scope`, in which each wait registers a function that aborts it.
 """
 

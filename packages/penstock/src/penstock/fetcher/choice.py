@@ -22,7 +22,7 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 
 
 class ChunkChoice:
-    """The upstreams of a fetch, and per chunk whether it is here or being read. The owner's lock guards it.
+    """The upstreams of a fetch, and which chunks are present or being read. The owner's lock guards it.
 
     Attributes:
         readers: the upstreams in use, in the order of their ranks.

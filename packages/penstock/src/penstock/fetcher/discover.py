@@ -239,7 +239,8 @@ class Discovery:
                     continue
                 differ = {k: v for k, v in identity.differences(state.identity).items() if k not in unknown}
                 if "revision" in differ:
-                    # A member that read files without a manifest keeps an `h1-` revision and learns the root last.
+                    # A member that read files without a manifest has an `h1-` revision, because it computes the root
+                    # last.
                     differ["revision"] = identity.revision, state.revision or state.identity.revision
                     if identity.revision.startswith(("w1-", "h1-")) and state.is_of(identity.revision):
                         del differ["revision"]

@@ -30,7 +30,7 @@ class Provenance:
     faults: list[str] = field(default_factory=list)
     """Upstreams that failed, with the reasons."""
     full: dict[str, str] = field(default_factory=dict)
-    """Refusal of each member without a free reservation. Reported only if the fetch fails."""
+    """The refusal from each full member. Reported only if the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
     """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     why_storage: str = NO_MEMBER

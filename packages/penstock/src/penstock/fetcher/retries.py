@@ -35,11 +35,11 @@ class RetryTimes:
         self._failed[member] = (math.inf if is_too_slow else now + wait_s, wait_s)
 
     def note_full(self, member: str, now: float) -> None:
-        """Note a member without a free reservation for this reader."""
+        """Note that a member has no free slot for this reader."""
         self._full[member] = (now + self._timing.full_pause_s, self._full.get(member, (0.0, 0))[1] + 1)
 
     def note_place(self, member: str) -> None:
-        """Note a member with a reservation for this reader."""
+        """Note that a member has reserved a slot for this reader."""
         self._full.pop(member, None)
 
     # The time is an argument, so that all members in one reply from the hub are judged at the same time.

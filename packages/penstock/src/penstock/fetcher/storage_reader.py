@@ -112,7 +112,7 @@ class StorageReader:
                 self.nbytes += sum(run.paths.values())
                 self._runs.remove(run)
                 self._moved_bytes += run.ticket.moved_bytes
-            # Close the run first, because a read that is still running may be the first to write.
+            # Close the run first, because a running read may still write to the destination.
             run.close()
             self.is_touched |= run.is_touched
 

@@ -93,7 +93,7 @@ class Relay:
             places_of_both = {*_ring_places(self._nodes[parent]), *_ring_places(node)}
         else:
             parent, places_of_both = "", set(_ring_places(node))
-        # Update the places where the parent was the last member, or without a member.
+        # Update empty places, and places where the parent was the last member.
         for place in places_of_both:
             if self._last.get(place, parent) == parent:
                 self._last[place] = node.member

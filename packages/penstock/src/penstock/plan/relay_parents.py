@@ -40,7 +40,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     rack: str = ""
     device: str = "cpu"
     joined: float = 0.0
-    """Time of joining, which only orders the members."""
+    """Time of joining. It is used only to order members."""
     num_have: int
     num_chunks: int
     draining: bool = False
@@ -115,7 +115,7 @@ def _furthest(node: Node) -> tuple[object, ...]:
 
 
 def _cycles(parents: Parents) -> Iterator[list[str]]:
-    """Yield each cycle that the parents form once. The caller may open a cycle before it requests the next."""
+    """Yield each cycle among the parents once. The caller may break a cycle before it requests the next cycle."""
     checked: set[str] = set()
     for start in list(parents):
         trail: dict[str, None] = {}
@@ -140,7 +140,7 @@ _Poor = tuple[bool, bool, int, tuple[float, str]]
 
 
 class Chains:
-    """Builder of chains. It keeps parents that serve and places each remaining head below the best open member."""
+    """Builder of chains. It keeps parents that can still serve, and assigns the best available parent to the others."""
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self._nodes = nodes
@@ -185,7 +185,7 @@ class Chains:
             self._cut(cycle)
 
     def _cut(self, cycle: list[str]) -> None:
-        """Open a cycle of kept parents at the member with the most chunks."""
+        """Break a cycle of parents at the member with the most chunks."""
         child = min((self._nodes[name] for name in cycle), key=_furthest)
         parent = self._nodes[self.parents.pop(child.member)]
         self._children[parent.member].remove(child.member)
@@ -202,7 +202,7 @@ class Chains:
         self._far[shared_links(parent)] = self._far.get(shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
-        """Mark `top` as a complete holder or as below one. It and all members below it may get children."""
+        """Mark `top` as connected to a complete holder. It and all members below it may get children."""
         stack = [(top, depth)]
         while stack:
             node, at = stack.pop()
@@ -307,7 +307,7 @@ class Trees:
     members of the host form a chain below it. Heads alternate: one sends two halves to other hosts in the first tree,
     the next head in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
 
-    Parents that serve are kept. A head that joins alone sends one half of its copy in each tree.
+    Parents that can still serve are kept. A head that joins alone sends one half of its copy in each tree.
     """
 
     def __init__(self, nodes: dict[str, Node]) -> None:
@@ -365,7 +365,7 @@ class Trees:
         return node.draining or node.demoted, not is_head, -node.num_have, node.order
 
     def _keep(self, heads: list[Node]) -> None:
-        """Keep the parents of heads if they still serve, and open the cycles that this may close."""
+        """Keep the parents of heads that can still serve, and break the cycles among them."""
         for tree, parents in enumerate(self.trees):
             for head in heads:
                 parent = self._nodes.get((tree and head.second_parent) or head.parent)
@@ -426,7 +426,7 @@ class Trees:
         self._on_links[shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
-        """Mark `top` as a complete holder or as below one in a tree. It and the heads below it may get children."""
+        """Mark `top` as connected to a complete holder in a tree. It and the heads below it may get children."""
         stack = [(top.member, depth)]
         while stack:
             name, at = stack.pop()
@@ -470,7 +470,7 @@ class Trees:
         return (_KEPT_HALF if halves and node.member == self._first[tree] else _WITHIN_COPY), 0
 
     def _choose(self, child: Node, tree: int) -> Node:
-        """Return the best parent: within its one copy and shallow. A parent in the same rack may be slightly deeper."""
+        """Return the best parent: near the root or in the same rack, and sending less than one copy."""
         best = self._best_offer(child, tree, "")
         # If all offers are full, the parent in the other tree still accepts this child, which is already its reader.
         other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))

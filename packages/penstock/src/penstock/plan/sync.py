@@ -38,8 +38,9 @@ ranks and a trillion parameters a layer has two buckets, so that stages overlap.
 
 # The following constants are for `sync.receive.transfer` and for the simulation.
 WATERMARK_BYTES = 64 * GIB
-"""Default maximum of bytes in flight. Half of it is a window. Within a window a receiver reads all it needs from one
-device of its host before it continues with the next, so that receivers do not read the same device at the same time."""
+"""Default maximum of bytes in flight. A window is half of this limit. Within a window a receiver reads all it needs
+from one device of its host before it continues with the next, so that receivers do not read the same device at the same
+time."""
 STEP_BYTES = GIB
 """A step ends after this many bytes, and has at most twice as many. It takes some milliseconds of NVLink, which is long
 compared with the Python time."""

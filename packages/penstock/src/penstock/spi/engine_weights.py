@@ -138,7 +138,7 @@ def read_options(extra: Any) -> dict[str, Any]:
     cache = options.get("weight_cache")
     if cache is not None and cache is not False and (not isinstance(cache, str) or not cache):
         raise ConfigError(f"model_loader_extra_config 'weight_cache' must be a model's name or false, not {cache!r}")
-    # The check works with any name of the model, which is not known yet.
+    # The model's name is not known yet, and any name works for the check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
         raise ConfigError("'distributed' and 'fleet' exclude each other", hint="give one of them")
     # A rank that attached to a cache would not take part in the exchange with the other ranks.
@@ -222,7 +222,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # Only an absent cache leads to the fleet or storage.
+    # Use the fleet or storage only if the cache is absent.
     except (NotFound, HubUnavailable) as error:
         log.warning("penstock: not attached to %s in the weight cache: %s", name, error)
         return None
@@ -372,7 +372,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
 
 
 def _keys(fleet: Fleet) -> set[tuple[str, str]]:
-    """Return the models and layouts that a fleet's member serves. They are equal for two revisions of a model."""
+    """Return the models and layouts that a fleet's member serves. Two revisions of a model have the same keys."""
     return {(weights.identity.model, weights.identity.layout) for weights in fleet.member.weights}
 
 

@@ -41,7 +41,7 @@ class SourceTests:
             assert isinstance(source.identity, str)
 
     def test_whole_read_returns_all_bytes(self) -> None:
-        """Fill a single buffer with everything."""
+        """Check that a single buffer receives all bytes."""
         data = sample(_NBYTES)
         with closing(self.make(data)) as source:
             got, path = read(source, 0, [_NBYTES])
@@ -49,7 +49,7 @@ class SourceTests:
             assert path
 
     def test_scattered_read_fills_buffers_in_order(self) -> None:
-        """Fill several buffers in order from unaligned offsets. Some are empty."""
+        """Check that several buffers are filled in order from unaligned offsets. Some buffers are empty."""
         data = sample(_NBYTES)
         with closing(self.make(data)) as source:
             for offset, lengths in [
@@ -63,7 +63,7 @@ class SourceTests:
                 assert read(source, offset, lengths)[0] == data[offset : offset + sum(lengths)]
 
     def test_read_writes_only_into_buffers(self) -> None:
-        """Leave bytes outside of the buffers unchanged."""
+        """Check that bytes outside of the buffers stay unchanged."""
         data = sample(100_000)
         with closing(self.make(data)) as source:
             memory = bytearray(b"\xaa" * 50_000)
@@ -73,20 +73,20 @@ class SourceTests:
             assert set(memory[:100] + memory[20_100:30_000] + memory[30_001:]) == {0xAA}
 
     def test_empty_read_succeeds(self) -> None:
-        """Accept a read without buffers, and empty buffers at any offset up to the end."""
+        """Check that a read may have no buffers, or empty buffers at any offset up to the end."""
         with closing(self.make(sample(100))) as source:
             for offset, buffers in [(0, []), (100, [memoryview(bytearray())])]:
                 assert isinstance(source.readv(offset, buffers), str)
 
     def test_empty_object_is_readable(self) -> None:
-        """Open an empty object and read nothing from it."""
+        """Check that an empty object can be opened and has no bytes."""
         with closing(self.make(b"")) as source:
             assert source.nbytes == 0
             source.readv(0, [])
             _expect_truncated(source, 0, 1)
 
     def test_read_past_end_raises_source_truncated(self) -> None:
-        """Raise SourceTruncated with the source's name for a read past the end. The source stays usable."""
+        """Check that a read past the end raises SourceTruncated with the source's name, and the source stays usable."""
         data = sample(5000)
         with closing(self.make(data)) as source:
             for offset, nbytes in [(0, 5001), (4999, 2), (5000, 1), (10**12, 1)]:
@@ -94,7 +94,7 @@ class SourceTests:
             assert read(source, 0, [5000])[0] == data
 
     def test_concurrent_reads_return_correct_bytes(self) -> None:
-        """Read random ranges of one source in eight threads."""
+        """Check that eight threads can read random ranges of one source."""
         data = sample(_NBYTES)
         wrong: list[tuple[int, int]] = []
 
@@ -111,7 +111,7 @@ class SourceTests:
         assert not wrong
 
     def test_close_is_idempotent(self) -> None:
-        """Allow a second close."""
+        """Check that a second close is allowed."""
         data = sample(10)
         source = self.make(data)
         found = read(source, 0, [10])[0]

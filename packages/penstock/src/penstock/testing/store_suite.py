@@ -32,7 +32,7 @@ class StoreTests:
             made.close()
 
     def test_written_value_is_read(self) -> None:
-        """Read back any bytes, including empty values."""
+        """Check that any bytes can be read back, including empty values."""
         with self.store() as (store, at):
             for value in (b"", b"\x00\xff" * 1000, bytes(range(256))):
                 assert store.write(f"{at}a", value)
@@ -40,14 +40,14 @@ class StoreTests:
                 assert entry is not None and entry.value == value
 
     def test_missing_name_reads_none(self) -> None:
-        """Find a missing name neither with `read` nor with `scan`. Deleting it is not an error."""
+        """Check that `read` and `scan` do not find a missing name. Deleting it is not an error."""
         with self.store() as (store, at):
             assert store.read(f"{at}a") is None
             assert store.scan(at) == {}
             assert store.write(f"{at}a", None)
 
     def test_deleted_name_is_gone(self) -> None:
-        """Find a deleted value absent. A write that expects it to be absent succeeds."""
+        """Check that a deleted value is absent, and that a write that expects its absence succeeds."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.write(f"{at}a", None)
@@ -56,7 +56,7 @@ class StoreTests:
             assert store.write(f"{at}a", b"2", expected=ABSENT)
 
     def test_write_changes_version(self) -> None:
-        """Change the version even when the value stays the same."""
+        """Check that a write changes the version even if the value stays the same."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             before = store.read(f"{at}a")
@@ -66,7 +66,7 @@ class StoreTests:
             assert {before.version, after.version}.isdisjoint({ANY, ABSENT})
 
     def test_compare_and_set_requires_current_version(self) -> None:
-        """Write only if the version is the one that was read."""
+        """Check that a write succeeds only with the current version."""
         with self.store() as (store, at):
             assert store.write(f"{at}a", b"1", expected=ABSENT)
             assert not store.write(f"{at}a", b"2", expected=ABSENT)
@@ -81,7 +81,7 @@ class StoreTests:
             assert not store.write(f"{at}a", b"4", expected=second.version)
 
     def test_scan_finds_names_with_prefix(self) -> None:
-        """Return the rest of each name, including subfolders but not neighbours."""
+        """Check that a scan returns the rest of each name, including subfolders but not sibling folders."""
         with self.store() as (store, at):
             for name in ("x/a", "x/b", "x/c/d", "xy", "y/a"):
                 store.write(at + name, name.encode())
@@ -94,14 +94,14 @@ class StoreTests:
             assert set(store.scan(at)) == {"x/a", "x/b", "x/c/d", "xy", "y/a"}
 
     def test_scan_and_read_return_same_version(self) -> None:
-        """Allow a write with the version from a scan."""
+        """Check that a write accepts the version from a scan."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.scan(at)["a"] == store.read(f"{at}a")
             assert store.write(f"{at}a", b"2", expected=store.scan(at)["a"].version)
 
     def test_value_with_time_to_live_expires(self) -> None:
-        """Find a value absent after its time to live. Another write extends or removes the limit."""
+        """Check that a value expires after its time to live. A later write extends or removes the limit."""
         with self.store() as (store, at):
             for name in "abc":
                 store.write(at + name, b"1", ttl_s=1.0)
@@ -114,7 +114,7 @@ class StoreTests:
             assert store.write(f"{at}a", b"3", expected=ABSENT)
 
     def test_expired_names_are_removed(self) -> None:
-        """Remove expired names during later writes, so that a store of short-lived names does not grow."""
+        """Check that later writes remove expired names, so that a store of short-lived names does not grow."""
         with self.store() as (store, at):
             before = self.num_names(store)
             for number in range(2_000):
@@ -134,7 +134,7 @@ class StoreTests:
             assert store.now() - times[0] < 10
 
     def test_concurrent_compare_and_set_has_one_winner(self) -> None:
-        """Increment a counter in eight threads and find the sum of their increments."""
+        """Check that increments of a counter in eight threads are not lost."""
         with self.store() as (store, at):
             store.write(f"{at}n", b"0")
 
@@ -155,6 +155,6 @@ class StoreTests:
             assert entry is not None and entry.value == b"200"
 
     def test_close_is_idempotent(self) -> None:
-        """Allow a second close."""
+        """Check that a second close is allowed."""
         with self.store() as (store, _):
             store.close()

@@ -29,7 +29,7 @@ class TierTests:
             made.close()
 
     def test_written_bytes_are_read(self) -> None:
-        """Copy bytes of any size from host memory into a tier and back, in one thread or several."""
+        """Check that bytes of any size can be copied from host memory into a tier and back."""
         with self.tier() as tier:
             for nbytes in SIZES:
                 source = filled(nbytes)
@@ -43,7 +43,7 @@ class TierTests:
                     room.close()
 
     def test_reservations_do_not_overlap(self) -> None:
-        """Keep two reservations separate. Closing one reservation twice leaves the other unchanged."""
+        """Check that two reservations are separate, and that closing one twice leaves the other unchanged."""
         with self.tier() as tier:
             blocks = [filled(5000, seed) for seed in range(2)]
             rooms = [tier.open_room(5000) for _ in blocks]
@@ -57,7 +57,7 @@ class TierTests:
             rooms[1].close()
 
     def test_copy_between_reservations_preserves_bytes(self) -> None:
-        """Copy between two reservations, through a buffer if neither is in host memory."""
+        """Check that bytes can be copied between two reservations."""
         with self.tier() as tier:
             nbytes = PIECE_BYTES + 5
             source, back = filled(nbytes), HeapRoom(nbytes)

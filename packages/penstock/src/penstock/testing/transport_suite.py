@@ -81,7 +81,7 @@ class TransportTests:
             assert handle.descriptor.device == handle.memory.device
 
     def test_whole_read_copies_all_bytes(self) -> None:
-        """Read everything as one segment. At the end, progress reports all bytes."""
+        """Check that one segment can cover all bytes, and that the progress at the end includes all bytes."""
         data = sample(_NBYTES)
         with self.pair(data, _NBYTES) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, _NBYTES)]))
@@ -91,7 +91,7 @@ class TransportTests:
             assert self.read(into.memory) == data
 
     def test_scattered_segments_are_copied(self) -> None:
-        """Read unaligned runs of any length, out of order and some empty. Other bytes stay unchanged."""
+        """Check that unaligned runs of any length can be read in any order, and other bytes stay unchanged."""
         data, chance, rows, expected = sample(_NBYTES), random.Random(1), [], bytearray(b"\xaa" * _NBYTES)
         at = 0
         while at < _NBYTES - 200_000:
@@ -106,7 +106,7 @@ class TransportTests:
             assert self.read(into.memory) == bytes(expected)
 
     def test_empty_read_succeeds(self) -> None:
-        """Accept a read without segments, empty segments up to the end, and empty memory."""
+        """Check that a read may have no segments, empty segments up to the end, or empty memory."""
         with self.pair(sample(100), 50) as (holder, handle, receiver, into):
             self.fetch(receiver, into, handle.descriptor, [])
             self.fetch(receiver, into, handle.descriptor, [(100, 50, 0), (0, 0, 0)])
@@ -114,7 +114,7 @@ class TransportTests:
             assert self.read(into.memory) == b"\xaa" * 50
 
     def test_read_outside_memory_is_refused(self) -> None:
-        """Raise PlanError for a segment outside either memory before anything moves. The transport stays usable."""
+        """Check that a segment outside either memory raises PlanError before any copy. The transport stays usable."""
         data, far = sample(1000), 2**63 - 1
         outside = [(0, 0, 501), (0, 500, 1), (999, 0, 2), (1000, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (far, 0, 1)]
         with self.pair(data, 500) as (_, handle, receiver, into):
@@ -128,14 +128,14 @@ class TransportTests:
             assert self.read(into.memory) == data[500:]
 
     def test_released_memory_is_stale(self) -> None:
-        """Find the descriptor of a closed handle stale, with nothing written. A second close is allowed."""
+        """Check that the descriptor of a closed handle is stale. A second close is allowed."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             handle.close()
             handle.close()
             self._gone(receiver, into, handle.descriptor)
 
     def test_reused_address_does_not_revive_descriptor(self) -> None:
-        """Distinguish a new registration of the same memory from the released registration."""
+        """Check that a new registration of the same memory differs from the released registration."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             old = handle.descriptor
             handle.close()
@@ -145,7 +145,7 @@ class TransportTests:
             self.fetch(receiver, into, again.descriptor, [(0, 0, 1000)])
 
     def test_fence_makes_descriptor_stale(self) -> None:
-        """Make older descriptors stale with a fence. The new descriptor reads what is written after it."""
+        """Check that a fence makes older descriptors stale, and that the new descriptor reads later writes."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             old = handle.descriptor
             new = handle.fence()
@@ -156,7 +156,7 @@ class TransportTests:
             assert self.read(into.memory) == sample(1000, seed=8)
 
     def test_fence_during_read_raises_stale_descriptor(self) -> None:
-        """Finish a read during a fence and a write with the old bytes, or with an error."""
+        """Check that a read during a fence and a write returns the old bytes or raises an error."""
         old = sample(_NBYTES)
         for _ in range(5):
             with self.pair(old, _NBYTES) as (_, handle, receiver, into):
@@ -171,7 +171,7 @@ class TransportTests:
                     assert self.read(into.memory) == old
 
     def test_forged_descriptor_is_refused(self) -> None:
-        """Refuse every kind of descriptor that the transport did not create."""
+        """Check that descriptors that the transport did not create are rejected."""
         with self.pair(sample(1000), 5000) as (holder, handle, receiver, into):
             given = handle.descriptor
             other = holder.register(self.allocate(10)).descriptor
@@ -186,7 +186,7 @@ class TransportTests:
             _raised(ConfigError, lambda: self.fetch(receiver, into, foreign, [(0, 0, 10)]))
 
     def test_concurrent_reads_copy_all_bytes(self) -> None:
-        """Wait for many posted reads, in any order and in several threads."""
+        """Check that several threads can wait for many posted reads in any order."""
         data, width = sample(64 * 10_007), 10_007
         with self.pair(data, len(data)) as (_, handle, receiver, into):
             rows = [(i * width, i * width, width) for i in range(64)]
@@ -207,7 +207,7 @@ class TransportTests:
             assert self.read(into.memory) == data
 
     def test_released_destination_is_refused(self) -> None:
-        """Raise Cancelled for a read into a closed handle, unless the read was complete."""
+        """Check that a read into a closed handle raises Cancelled unless it was complete."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, 1000)]))
             into.close()
@@ -220,7 +220,7 @@ class TransportTests:
             _raised(Cancelled, lambda: self.fetch(receiver, into, handle.descriptor, [(0, 0, 1)]))
 
     def test_close_releases_registrations(self) -> None:
-        """Allow a second close. Afterwards nothing can be registered and this transport's descriptors are stale."""
+        """Check that after one or two closes nothing can be registered, and the transport's descriptors are stale."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             third = self.make()
             third.close()
