@@ -100,7 +100,7 @@ def test_vllm_runai_loader_uses_compat_names(
     assert tokens(tmp_path, s3_environment, model=model, **arguments) == true_tokens
 
 
-def test_unknown_option_is_named(llama: Path, tmp_path: Path) -> None:
+def test_unknown_option_error_has_name(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, model=str(llama), load_format="penstock", model_loader_extra_config={"memroy_bytes": 1})
     assert done.returncode != 0
     assert "memroy_bytes" in done.stderr

@@ -175,7 +175,7 @@ def test_gated_repository_is_named(models: dict[str, Path], tmp_path: Path, monk
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
 
 
-def test_missing_shard_is_named(models: dict[str, Path], hub: HuggingFaceServer) -> None:
+def test_missing_shard_error_has_name(models: dict[str, Path], hub: HuggingFaceServer) -> None:
     files = files_of(models["org/sharded"])
     missing = sorted(name for name in files if name.endswith(".safetensors"))[1]
     del files[missing]

@@ -1,4 +1,4 @@
-"""Workers that start together without a copy anywhere read storage once in total, by the storage server's count."""
+"""Workers that start together without a copy read storage once in total."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weight_bytes_sent(server: RangeServer, root: Path) -> int:
 
 
 def nbytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    """Of all of them."""
+    """Return the total size of the files."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

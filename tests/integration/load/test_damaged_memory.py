@@ -1,6 +1,6 @@
 """Weights that change in memory after verification are not served, and a cache loads them again.
 
-The tests flip a bit in the memory of a running process from outside.
+The tests flip a bit in the memory of a running process.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def wait_until(happens, timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def damage_reasons() -> list[str]:
-    """Return what the members on this host report about their holdings."""
+def corruption_reasons() -> list[str]:
+    """Return the corruption that members on this host report about their holdings."""
     with HubClient.connect(find_hub()) as hub:
         return [held.why for member in hub.status().members for held in member.holdings]
 
 
-def test_cache_reloads_damaged_model_and_serves_others(runtime, large, small, fork_server: ForkServer) -> None:
+def test_cache_reloads_corrupt_model_and_serves_others(runtime, large, small, fork_server: ForkServer) -> None:
     wanted, others = by_safetensors(large), by_safetensors(small)
     with KeeperProcess([str(large), str(small)], fork_server=fork_server) as keeper:
         engine, other = ps.cache.attach("large"), ps.cache.attach("small")
@@ -82,7 +82,7 @@ def test_cache_reloads_damaged_model_and_serves_others(runtime, large, small, fo
         assert any("chunk 0 of 'large' changed in memory" in line for line in keeper.errors)
         wait_until(
             lambda: any(
-                "chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in damage_reasons()
+                "chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in corruption_reasons()
             )
         )
         assert other.lease_state == "kept"
@@ -92,7 +92,7 @@ def test_cache_reloads_damaged_model_and_serves_others(runtime, large, small, fo
         engine.close()
 
 
-def test_cache_exits_when_damaged_model_cannot_reload(runtime, large, tmp_path, fork_server: ForkServer) -> None:
+def test_cache_exits_when_corrupt_model_cannot_reload(runtime, large, tmp_path, fork_server: ForkServer) -> None:
     source = tmp_path / "model"
     shutil.copytree(large, source)
     with KeeperProcess([str(source)], fork_server=fork_server) as keeper:
@@ -104,7 +104,7 @@ def test_cache_exits_when_damaged_model_cannot_reload(runtime, large, tmp_path, 
         assert "chunk 0 of 'model' changed in memory" in said and "could not be loaded again" in said, said
 
 
-def test_damaged_model_is_reloaded_from_members(runtime, small) -> None:
+def test_corrupt_model_is_reloaded_from_members(runtime, small) -> None:
     with ps.join("small") as fleet, ps.cache.WeightCache() as keeper:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
@@ -116,7 +116,7 @@ def test_damaged_model_is_reloaded_from_members(runtime, small) -> None:
             assert_same(attached, by_safetensors(small))
 
 
-def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
+def test_library_cache_reports_corrupt_model(runtime, small, tmp_path) -> None:
     source = tmp_path / "model"
     shutil.copytree(small, source)
     with ps.cache.WeightCache() as keeper:
@@ -137,10 +137,7 @@ def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
 
 
 def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> None:
-    """The cache does not check its own memory here.
-
-    The engine finds the damage, and the cache learns of it and repairs it.
-    """
+    """The cache does not check its own memory here. The engine detects the corruption, and the cache repairs it."""
     monkeypatch.setattr(LocalWeights, "spot_check", lambda self, chance: None)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("large", large)
@@ -168,13 +165,13 @@ def test_member_with_changed_memory_stops_serving(host, large) -> None:
     assert worker.process.wait(timeout=30) == 3
 
 
-def test_status_names_changed_memory_until_new_fetch(runtime, small) -> None:
+def test_status_reports_changed_memory_until_new_fetch(runtime, small) -> None:
     with ps.join("m") as fleet:
         weights: dict[str, torch.Tensor] = {}
         fleet.fetch(weights, fallback=small)
         fleet.check()
         weights["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
-        wait_until(lambda: any("'m' changed in memory" in why for why in damage_reasons()))
+        wait_until(lambda: any("'m' changed in memory" in why for why in corruption_reasons()))
         with pytest.raises(ps.IntegrityError, match="of 'm' changed in memory"):
             fleet.check()
         with ps.join("m") as reader, pytest.raises(ps.NotFound):

@@ -1,4 +1,4 @@
-"""Responses that arrive a byte at a time: callers stop waiting at the deadline of the whole response."""
+"""Responses that arrive byte by byte end at the deadline of the whole response."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         sock = socket.create_server(("127.0.0.1", 0))
         yield sock, f"http://127.0.0.1:{sock.getsockname()[1]}"
     else:
-        # Use it as a member's directory.
+        # Serve it as a member's directory.
         place = tmp_path / "p-dripping"
         place.mkdir(mode=0o700)
         (place / "alive").touch()
@@ -81,7 +81,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_trickling_member_answer_ends_at_stall_deadline(listener, part: str) -> None:
+def test_trickling_member_response_ends_at_stall_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     upstream = Upstream(member="0" * 32, host="h", doors=(address,), device="", state="whole", num_have=0, grant="")
@@ -96,7 +96,7 @@ def test_trickling_member_answer_ends_at_stall_deadline(listener, part: str) -> 
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_trickling_hub_answer_ends_at_deadline(listener, part: str) -> None:
+def test_trickling_hub_response_ends_at_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     try:

@@ -1,4 +1,4 @@
-"""Programs that end or fork while a stream is half read end at once, whatever its threads were doing."""
+"""Programs that exit or fork while a stream is partly read end at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.storage import register_storage
 path, how = sys.argv[1:]
 
 class Stuck:
-    # A file whose later reads never end, as of a server that died.
+    # Later reads of this file hang, like reads from a dead server.
     identity = "1"
 
     def __init__(self, uri):
@@ -50,7 +50,7 @@ register_storage("stuck", StuckStorage)
 uri = "stuck://" + path
 
 def read_beside(tensors):
-    # Another reader of the stream. It waits for a tensor, with the stream's lock, when the program ends.
+    # This reader waits for a tensor and holds the stream's lock when the program exits.
     threading.Thread(target=lambda: list(tensors), daemon=True).start()
     time.sleep(0.5)
 
@@ -94,7 +94,7 @@ sys.exit(0)
 
 
 @pytest.mark.parametrize("how", ["stream", "generator", "finally", "fork", "fleet"])
-def test_program_with_half_read_stream_exits(tmp_path: Path, how: str) -> None:
+def test_program_with_partly_read_stream_exits(tmp_path: Path, how: str) -> None:
     save_file({f"w{number}": torch.zeros(1 << 20) for number in range(4)}, tmp_path / "m.safetensors")
     environment = {
         "PATH": "/usr/bin:/bin",

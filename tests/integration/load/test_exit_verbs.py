@@ -1,4 +1,4 @@
-"""Every verb in an `atexit` handler works, or raises the one error that says why it cannot."""
+"""Every verb in an `atexit` handler works, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def save():
     assert state["a"][-1] == 1
 
 def refuse():
-    # What Python 3.12 does in an exit handler.
+    # Python 3.12 behaves like this in an exit handler.
     def start(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
     threading.Thread.start = start
@@ -112,7 +112,7 @@ def run_at_exit(directory: Path, how: str) -> dict[str, str]:
 @pytest.mark.parametrize("how", ["allowed", "refused"])
 def test_verbs_in_exit_handler_work_or_raise(tmp_path: Path, how: str) -> None:
     outcomes = run_at_exit(tmp_path, how)
-    # 3.12 refuses threads in an exit handler. 3.11 and 3.13 start them.
+    # Python 3.12 refuses threads in an exit handler. 3.11 and 3.13 start them.
     if outcomes.pop("python") == "starts threads":
         assert how == "allowed" and set(outcomes.values()) == {"worked"}, outcomes
         return

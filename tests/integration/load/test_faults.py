@@ -1,4 +1,4 @@
-"""Loading when something fails: a typed error, quickly, and the process stays usable."""
+"""Loads that fail raise a typed error quickly, and the process stays usable."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def big(small_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
-    """Return a separate copy."""
+    """Return a separate copy of the checkpoint."""
     path = tmp_path / "model.safetensors"
     shutil.copyfile(small_checkpoint, path)
     yield path
@@ -66,7 +66,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use short timeouts for servers, and check that nothing still runs after any test."""
+    """Set short timeouts for servers, and check after each test that no thread is left."""
     monkeypatch.setenv("PENSTOCK_STALL_S", "1.5")
     monkeypatch.setenv("PENSTOCK_RETRIES", "2")
     yield
@@ -111,9 +111,6 @@ def fails(do: Callable[[Any], None], uri: Any, *kinds: type[PenstockError]) -> P
         do(uri)
     assert time.monotonic() - began < SOON_S
     return caught.value
-
-
-# -- files
 
 
 @pytest.mark.parametrize("do", DOES)
@@ -184,7 +181,7 @@ for how in HOWS:
 
 
 def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> None:
-    """Use a separate process, because SIGBUS would end it."""
+    """Use a separate process, which SIGBUS would end."""
     command = [sys.executable, "-c", MAPPED, str(big)]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
@@ -197,7 +194,7 @@ def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> N
 def test_file_changed_during_load_raises(
     big: Path, do: Callable[[Any], None], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first body read changes it, so it happens midway on a machine of any speed."""
+    """The first body read changes the file, so the change happens midway on any machine."""
     from penstock.storage.files import FileSource
     from penstock.storage.mapped import MappedFile
 
@@ -240,7 +237,7 @@ def test_file_changed_during_load_raises(
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_missing_shard_is_named(sharded: Path, do: Callable[[Any], None]) -> None:
+def test_missing_shard_error_has_name(sharded: Path, do: Callable[[Any], None]) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     error = fails(do, sharded, NotFound, penstock.errors.FormatError)
@@ -267,7 +264,7 @@ except penstock.errors.PermissionDenied as error:
 
 
 def test_unreadable_file_raises_permission_denied() -> None:
-    """Root may read everything, so the process drops its rights."""
+    """Drop the process's rights, because root can read everything."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         path = Path(directory) / "model.safetensors"
@@ -275,9 +272,6 @@ def test_unreadable_file_raises_permission_denied() -> None:
         command = [sys.executable, "-c", FORBIDDEN, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout.strip() == str(path), done.stderr
-
-
-# -- servers
 
 
 @pytest.fixture
@@ -364,9 +358,6 @@ def test_object_changed_between_ranges_is_never_mixed(server: RangeServer, big: 
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in given.items())
 
 
-# -- the process
-
-
 CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
@@ -413,7 +404,7 @@ def load_and_sum(path: str, copy: bool) -> int:
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_forked_child_loads_after_parent(big: Path, copy: bool) -> None:
-    """Use fork itself, because no thread of a load remains that the child would miss."""
+    """Use a plain fork, because no thread of a load is left."""
     wanted = load_and_sum(str(big), copy)
     reader, writer = os.pipe()
     pid = os.fork()
@@ -452,7 +443,7 @@ print(json.dumps([peak() - before, weights.report.nbytes]))
 
 @pytest.mark.parametrize("where", ["http", "file"])
 def test_peak_memory_above_weights_is_limited(big: Path, where: str) -> None:
-    """The warm-up load includes the imports, so that the limit applies to the load only."""
+    """A warm-up load includes the imports, so that the limit applies to the load only."""
     path = big.parent / "large.safetensors"
     nbytes = 160 * MIB
     save_file({f"t{i}": torch.zeros(nbytes // 16 // 4) + i for i in range(16)}, path)

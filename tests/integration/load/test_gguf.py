@@ -1,4 +1,4 @@
-"""GGUF files through every verb, from disk, HTTP and a hub, compared with the reader of the format's own package."""
+"""GGUF files through every verb, from disk, HTTP and a hub, compared with the `gguf` package."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_http_header_takes_one_read(model: Path) -> None:
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")
         reads = [request for request in server.requests if request.method == "GET" and request.path == "/m.gguf"]
-        # The first request is for one byte, to identify the file.
+        # The first request reads one byte, to identify the file.
         assert len(reads) == 2
         assert_same(ps.load(f"{server.url}/m.gguf"), truth)
 
@@ -145,7 +145,7 @@ def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Pat
     options = {"endpoint": hub.url, "token": "secret"}
     truth = gguf_file.expected_tensors(tmp_path / "padded.gguf")
     assert_same(ps.load("hf://org/many/m-Q8_0.gguf", settings=ps.ReadSettings(storage_options=options)), truth)
-    # Without padding every byte is read, and compared with the hub's SHA-256.
+    # Without padding every byte is read and compared with the hub's SHA-256.
     report = ps.load("hf://org/many/m-F32.gguf", settings=ps.ReadSettings(storage_options=options)).report
     assert report.verified and "SHA-256" in report.why
     with pytest.raises(ConfigError, match="name one of these files"):
@@ -165,10 +165,7 @@ def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:
     assert assert_fetched(host.start(), truth)["storage_bytes"] == 0
 
 
-# -- pickle
-
-
-def test_pickled_weights_are_refused_and_convertible(tmp_path: Path) -> None:
+def test_pickled_weights_raise_and_are_convertible(tmp_path: Path) -> None:
     tied = torch.arange(12.0).reshape(3, 4)
     state = {"embed.weight": tied, "head.weight": tied, "norm": torch.ones(4, 3).t().bfloat16()}
     places = {"pytorch_model.bin": state, "old.pth": state, "last.ckpt": {"state_dict": state, "epoch": 3}}
@@ -194,7 +191,7 @@ def test_header_length_resembling_pickle_is_loaded(tmp_path: Path, header_bytes:
     assert ps.load(tmp_path)["a"].tolist() == [7]
 
 
-def test_directory_with_pickled_weights_is_refused(tmp_path: Path) -> None:
+def test_directory_with_pickled_weights_raises(tmp_path: Path) -> None:
     for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"):
         torch.save({name: torch.ones(2)}, tmp_path / name)
     with pytest.raises(UnsafeFormat) as caught:

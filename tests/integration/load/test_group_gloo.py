@@ -1,4 +1,4 @@
-"""`group=` on the CPU: each rank reads its part once, and all end with everything, with their boxes, or an error."""
+"""`group=` on the CPU: each rank reads its part once, and all ranks receive everything, their boxes, or an error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from penstock.testing.checkpoints import write_llama
 
 STALL_S = 5.0
 """Short timeout for tests that lose a rank. In other tests no rank may be given up as late."""
-# Use small chunks, so that each rank reads several times and takes part in several rounds.
+# Small chunks let each rank read several times and take part in several rounds.
 ENVIRON = {"PENSTOCK_STALL_S": "60", "PENSTOCK_CHUNK_BYTES": "512K", "OMP_NUM_THREADS": "1"}
-# A rank learns of a failure at once, at the stall deadline of one wait, or at that of the next.
+# A rank detects a failure at once, or at the stall deadline of one of two waits.
 BOUND_S = 3 * STALL_S + 10
 
 
@@ -197,7 +197,7 @@ def test_killed_rank_is_lost_within_deadline(checkpoint: Path, body: Callable[..
     assert [outcome.error for outcome in outcomes[:2]] == ["PeerLost"] * 2, outcomes
 
 
-def test_different_weights_on_ranks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_different_weights_on_ranks_raise(checkpoint: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_llama(other, num_layers=1, hidden=512, shards=3)
     outcomes = run(everything, 2, [str(checkpoint), str(other)], {})

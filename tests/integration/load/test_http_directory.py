@@ -1,4 +1,4 @@
-"""The URL of a directory on a server without listings: conversions and the storage initializer read it as loads do."""
+"""Conversions and the storage initializer read the URL of a directory without listings, like loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault of a web server or object store is cured by resuming, or raises a typed error that names it."""
+"""Every fault of a web server or object store is recovered by resuming, or raises a typed error with its name."""
 
 from __future__ import annotations
 
@@ -82,10 +82,7 @@ def test_transient_fault_is_recovered(server: RangeServer, opened: Open, faults:
 
 @pytest.mark.parametrize("how", ["truncate_after", "reset_after", "stall_after"])
 def test_broken_read_resumes_at_last_byte(server: RangeServer, opened: Open, how: str) -> None:
-    """No byte is requested twice after a clean break.
-
-    The time limit counts from the last progress, so any number heals.
-    """
+    """No byte is requested twice after a clean break. The deadline starts at the last progress."""
     source = opened(Settings(stall_s=1.5 if how == "stall_after" else 60.0, retries=1))
     server.faults = Faults(**{how: 400_000})  # type: ignore[arg-type]
     assert read(source, 100_000, [NBYTES - 100_000])[0] == DATA[100_000:]
@@ -136,7 +133,7 @@ def test_permanent_fault_raises_typed_error(
     deadline = time.monotonic() + 20.0
     while len(server.requests) < num_requests and time.monotonic() < deadline:
         time.sleep(0.01)  # the last was sent, and given up, before a busy server had read it
-    # Silence is measured in time. If the machine did not run the last attempt for that long, it ends before it is sent.
+    # If the machine paused for longer than the deadline, the last attempt ends before it is sent.
     least = num_requests if error is not SourceStalled else 2
     assert least <= len(server.requests) <= num_requests
     server.faults = Faults()
@@ -163,7 +160,7 @@ def test_error_code_from_body_is_reported(server: RangeServer, opened: Open) -> 
 )
 @pytest.mark.parametrize("shorter", [0, 7])
 def test_object_changed_between_ranges_raises_source_changed(server: RangeServer, faults: Faults, shorter: int) -> None:
-    """Even a server that ignores conditions or has only dates gives no mixture of contents."""
+    """Even a server that ignores conditions or has only dates never causes mixed contents."""
     if faults.no_validators and not shorter:
         pytest.skip("nothing tells the two objects apart")
     server.faults = faults
@@ -227,7 +224,7 @@ def test_fault_at_open_raises_typed_error(server: RangeServer, faults: Faults, e
     assert "secret" not in str(caught.value)
 
 
-def test_refused_connection_raises_source_unavailable() -> None:
+def test_rejected_connection_raises_source_unavailable() -> None:
     with RangeServer({}) as gone:
         url = gone.url
     with pytest.raises(SourceUnavailable, match="refused"):
@@ -235,7 +232,7 @@ def test_refused_connection_raises_source_unavailable() -> None:
 
 
 def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> None:
-    """It can be read from the start. A part from the middle is refused instead of downloading everything."""
+    """A range from the middle is rejected, because it would download everything."""
     server.faults = Faults(ignore_range=True)
     source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
     try:
@@ -282,13 +279,13 @@ def test_bearer_token_is_sent_to_origin_only(server: RangeServer) -> None:
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://x/y", "http://h:port/", "http://[::1"])
-def test_non_http_redirect_is_refused(server: RangeServer, target: str) -> None:
+def test_non_http_redirect_raises(server: RangeServer, target: str) -> None:
     server.faults = Faults(redirect_to=target)
     with pytest.raises(SourceUnavailable, match="redirects"):
         open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
 
 
-def test_circular_redirect_is_refused(server: RangeServer) -> None:
+def test_circular_redirect_raises(server: RangeServer) -> None:
     server.faults = Faults(redirect_to=f"{server.url}/m.bin")
     with pytest.raises(SourceUnavailable, match="more than 5 redirects"):
         open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
@@ -296,7 +293,7 @@ def test_circular_redirect_is_refused(server: RangeServer) -> None:
 
 
 def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
-    """One connection serves consecutive reads, including refusals. A dropped connection is replaced without a pause."""
+    """Consecutive reads share a connection, even after rejected requests. A dropped connection is replaced at once."""
     source = opened(FEW_RETRIES)
     for at in range(20):
         read(source, at, [100])
@@ -327,24 +324,24 @@ def test_plain_http_is_not_listed_or_written(server: RangeServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///x", "https://host:port/x", "http://[::1/x"])
-def test_invalid_url_is_refused(url: str) -> None:
+def test_invalid_url_raises(url: str) -> None:
     with pytest.raises(ConfigError):
         open_source(url, settings=FEW_RETRIES)
 
 
-def test_unknown_option_is_named(server: RangeServer) -> None:
+def test_unknown_option_error_has_name(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options={"endpoint": "x"})
 
 
-def test_line_break_in_token_is_refused(server: RangeServer) -> None:
+def test_line_break_in_token_raises(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="line break"):
         open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
     assert not server.requests
 
 
 def test_http_proxy_is_used(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`http_proxy` is used, so the proxy gets the absolute URL. Here it has that path itself."""
+    """The proxy receives the absolute URL, which this server has as a path."""
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -1,6 +1,6 @@
-"""Ctrl-C in the middle of a verb raises one KeyboardInterrupt, and leaves no descriptor, thread or mapping.
+"""Ctrl-C during a verb raises one KeyboardInterrupt, and leaves no descriptor, thread or mapping.
 
-A child runs each verb repeatedly, gets a real SIGINT at a random moment, and reports what is left after the exception.
+A child process runs each verb repeatedly, receives SIGINT at a random moment, and reports what is left.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def interrupt_after(seconds, begun, sent):
     os.kill(os.getpid(), signal.SIGINT)
 
 def answer_s(verb, span_s):
-    # Seconds from the signal to the exception; None: no exception came.
+    # Seconds from the signal to the exception, or None without an exception.
     begun, sent = [], []
     sender = threading.Thread(target=interrupt_after, args=(chance.uniform(0, span_s), begun, sent), name="sender")
     sender.start()
@@ -119,7 +119,7 @@ for name in verbs:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the report and the stderr of a child that was interrupted in each verb."""
     directory = tmp_path_factory.mktemp("small")
     write_llama(directory, total_bytes=2 << 20, shards=3)
@@ -138,9 +138,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_interrupted_verb_leaves_nothing(verb: str, said: dict[str, Any]) -> None:
-    assert verb in said, said["stderr"]
-    outcome = said[verb]
+def test_interrupted_verb_leaves_nothing(verb: str, all_outcomes: dict[str, Any]) -> None:
+    assert verb in all_outcomes, all_outcomes["stderr"]
+    outcome = all_outcomes[verb]
     answers = outcome["answers"]
     lost = answers.count(None)
     print(f"{verb}: {len(answers) - lost} of {len(answers)} answered, {len(outcome['left'])} left something")
@@ -148,5 +148,5 @@ def test_interrupted_verb_leaves_nothing(verb: str, said: dict[str, Any]) -> Non
     assert max(answers) < ANSWER_S
 
 
-def test_interrupted_verb_prints_nothing(said: dict[str, Any]) -> None:
-    assert (said["returncode"], said["stderr"]) == (0, "")
+def test_interrupted_verb_prints_nothing(all_outcomes: dict[str, Any]) -> None:
+    assert (all_outcomes["returncode"], all_outcomes["stderr"]) == (0, "")

@@ -1,4 +1,4 @@
-"""`load_into` for modules with DTensor parameters: each rank fills its own part, for any mesh and placement."""
+"""`load_into` fills each rank's shards of DTensor parameters, for any mesh and placement."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-class Slow(RangeServer):
+class SlowServer(RangeServer):
     """A server that responds slowly to each request for tensors."""
 
     delay_s = 0.15
@@ -97,7 +97,7 @@ def test_closed_load_never_overwrites_next(
             except PenstockError as error:
                 outcome.append(error)
 
-        with Slow(ones) as server:
+        with SlowServer(ones) as server:
             server.delay_s = 0.4
             loading = ps.modules.load_in_background(model, server.url + "/")
             other = threading.Thread(target=load_again)
@@ -145,7 +145,7 @@ def test_copy_of_loading_module_stays_tied(tied: Path, how: str) -> None:
     for _ in range(3):
         model = Tied()
         parameter = model.embed.weight
-        with Slow(tied) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
+        with SlowServer(tied) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
             made = COPIES[how](model)
             loading.wait()
         assert made.head.weight is made.embed.weight
@@ -155,12 +155,12 @@ def test_copy_of_loading_module_stays_tied(tied: Path, how: str) -> None:
 
 def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
     model = Tied()
-    with Slow(tied) as server, ps.modules.load_in_background(model, server.url + "/"):
+    with SlowServer(tied) as server, ps.modules.load_in_background(model, server.url + "/"):
         file = io.BytesIO()
         torch.save(dict(model.named_parameters()), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        # The thread that saved it uses it again, and the parameter itself is back.
+        # The thread that saved the module uses it again, so the parameter is restored.
         assert torch.equal(saved["embed.weight"], model.embed.weight)
         assert type(model.head.weight) is torch.nn.Parameter
 
@@ -168,7 +168,7 @@ def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
 def test_assigned_and_deleted_parameters_stay(ones: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(7, WIDTH))
-    with Slow(ones) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
+    with SlowServer(ones) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         model[7].weight = mine
         model[6].bias = None
         del model[5].bias
@@ -180,7 +180,7 @@ def test_assigned_and_deleted_parameters_stay(ones: Path) -> None:
 def test_assigned_parameter_survives_failed_load(ones: Path, twos: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    with Slow(ones) as server, ps.modules.load_in_background(model, server.url + "/"):
+    with SlowServer(ones) as server, ps.modules.load_in_background(model, server.url + "/"):
         model[7].weight = mine
     assert model[7].weight is mine
     ps.load_into(model, twos)

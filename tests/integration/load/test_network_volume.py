@@ -1,4 +1,4 @@
-"""safetensors files on a network volume give the bits of a local file, with each byte read once in large reads."""
+"""safetensors files on a network volume have the bytes of a local file, and are read once in large reads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_network_volume_is_recognised(mounted: tuple[NetworkVolume, Path], direc
 
 
 @pytest.mark.parametrize("order", ["keys", "offset_keys"])
-def test_single_tensor_reads_read_each_byte_once(
+def test_single_tensor_reads_cover_each_byte_once(
     mounted: tuple[NetworkVolume, Path], directory: Path, order: str
 ) -> None:
     volume, path = mounted
@@ -58,7 +58,7 @@ def test_single_tensor_reads_read_each_byte_once(
         tensors = {name: file.get_tensor(name) for name in getattr(file, order)()}
     assert are_equal(tensors, directory)
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
-    # The tensors own their memory, so they can be written even if the volume disappears.
+    # The tensors own their memory, so they are writable even if the volume disappears.
     tensors["layers.0.weight"].fill_(1)
 
 

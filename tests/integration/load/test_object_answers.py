@@ -1,4 +1,4 @@
-"""Endless responses of object stores: listings with endless pages, and endless bodies of errors."""
+"""Object stores with endless listings and endless error bodies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW = (
 
 
 def list_endlessly(handler: BaseHTTPRequestHandler) -> None:
-    """Send a page of keys and the name of the next page. A HEAD never arrives here."""
+    """Send a page of keys and the name of the next page."""
     query = parse_qs(urlsplit(handler.path).query)
     first = int(query.get("continuation-token", ["0"])[0])
     rows = "".join(map(ROW.format, range(first, first + PAGE)))
@@ -75,14 +75,14 @@ def test_endless_directory_listing_ends(endless: Server, monkeypatch: pytest.Mon
     with pytest.raises(SourceStalled, match=r"not complete after 0\.6 s"):
         found(endless, "s3://bucket/m/")
     assert time.monotonic() - begun < 5.0
-    # The requests end too, so nothing is read in the background.
+    # The requests end too, so no background read is left.
     time.sleep(0.3)
     num = len(endless.seen)
     time.sleep(0.5)
     assert len(endless.seen) == num
 
 
-def pour(status: int) -> Behave:
+def endless_response(status: int) -> Behave:
     """Return a handler that sends a status and an endless body."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
@@ -100,14 +100,14 @@ def pour(status: int) -> Behave:
 def test_endless_body_ends_at_deadline(status: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
-    with Server(pour(status)) as server, pytest.raises(PenstockError):
+    with Server(endless_response(status)) as server, pytest.raises(PenstockError):
         found(server, "s3://bucket/m/**")
     assert time.monotonic() - begun < 20.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * MIB / 1024
 
 
-def test_https_store_refuses_http_redirect(tmp_path: Path) -> None:
-    """obstore follows redirects itself. Metadata services speak only http."""
+def test_https_store_rejects_http_redirect(tmp_path: Path) -> None:
+    """obstore follows redirects, and metadata services use only http."""
     authority = Authority(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*authority.sign("store", "127.0.0.1"))

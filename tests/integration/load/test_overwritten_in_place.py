@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Writer:
-    """Start a process that overwrites the bodies of one file on request, until the block ends."""
+    """A process that overwrites the bodies of one file on request."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +105,7 @@ def into_live_tensors(path: Path) -> list[int]:
     try:
         penstock.load_into(LIVE, path)
     except SourceChanged as error:
-        # A change found during the read of the headers is reported before the first byte of a tensor.
+        # A change during the read of the headers is reported before the first byte of a tensor.
         assert error.mutated or all(torch.equal(LIVE[name], tensor) for name, tensor in before.items())
         raise
     return values(LIVE.values())
@@ -149,7 +149,7 @@ def runai_ranges(path: Path) -> list[int]:
 
 
 def manifest(path: Path) -> list[int]:
-    """The digests of one content, whichever it is."""
+    """Return the digests of one of the two contents."""
     from penstock.config import Settings
     from penstock.storage.weight_set import build, open_weights
 

@@ -1,4 +1,4 @@
-"""Only its user can read the cache of remote weights."""
+"""Only the user can read their cache of remote weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads through a proxy with a login, and certificates from other tools' variables, for URLs and objects."""
+"""Reads through an authenticating proxy, with certificates from the variables of other tools."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def proxy_to(server: RangeServer) -> Iterator[str]:
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """Remove the variables of the developer's own network, set credentials, and retry little."""
+    """Remove the developer's network variables, set credentials, and retry rarely."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

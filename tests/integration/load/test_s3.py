@@ -1,4 +1,4 @@
-"""Objects in real S3 servers are read, listed, written, changed and refused. radosgw runs only if installed."""
+"""Objects in real S3 servers are read, listed, written and changed. radosgw runs only if it is installed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
         kind.check()
     except Unavailable as why:
         pytest.skip(str(why))
-    # Do not use tmp_path, because Ceph's sockets need a short path and its files are not worth keeping.
+    # Ceph's sockets need a short path, which tmp_path is not.
     folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
     try:
         with kind(folder) as running:
@@ -73,7 +73,7 @@ class TestS3(SourceTests):
 
 
 class TestS3ThroughStore(TestS3):
-    """Stores whose URLs cannot be signed are read with obstore itself."""
+    """Stores whose URLs cannot be signed are read with obstore."""
 
     def make(self, data: bytes) -> Source:
         uri = put(self.server, "suite/object.bin", data)
@@ -163,7 +163,7 @@ def test_wrong_credentials_raise_permission_denied(
 def test_credentials_revoked_during_read_raise(
     server: S3Server, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused signed URL is renewed once. Then the refusal is the error, without the signature."""
+    """A rejected signed URL is renewed once. The second rejection is raised without the signature."""
     source = open_object(put(server, "revoked.bin", b"x" * 10), settings=SETTINGS, storage_options=options)
     try:
         real, signed = obstore.sign, []
@@ -233,7 +233,7 @@ def test_small_object_is_written_and_replaced(options: dict[str, str]) -> None:
 
 
 def test_multipart_object_is_read(server: S3Server, options: dict[str, str]) -> None:
-    """An object written in parts has an ETag that is no MD5, but reads like any other."""
+    """The ETag of a multipart object is no MD5, but the object reads like any other."""
     data = sample(12_000_000)
     obstore.put(server.store("weights"), "parts.bin", data, use_multipart=True, chunk_size=5 << 20)
     source = open_object("s3://weights/parts.bin", settings=SETTINGS, storage_options=options)
@@ -245,7 +245,7 @@ def test_multipart_object_is_read(server: S3Server, options: dict[str, str]) -> 
 
 
 def test_unsigned_reads_use_bare_url(server: S3Server, options: dict[str, str]) -> None:
-    """The bucket is not public, so the test checks the URL and reads nothing."""
+    """The bucket is not public, so the test only checks the URL."""
     unsigned = options | {"skip_signature": "true"}
     place = objects.locate_object("s3://weights/some key.bin", settings=SETTINGS, options=unsigned)
     origin, _ = objects._origin(place, settings=SETTINGS, options=unsigned)
@@ -294,10 +294,7 @@ def test_aws_profile_requires_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
 def test_forked_child_reads_open_object(server: S3Server, options: dict[str, str]) -> None:
-    """Open sources keep reading in a forked child.
-
-    Opening more there is refused, because obstore would wait for ever.
-    """
+    """Open sources keep reading in a forked child. The child cannot open more, because obstore would hang."""
     data = sample(100_000)
     source = open_object(put(server, "forked.bin", data), settings=SETTINGS, storage_options=options)
     try:

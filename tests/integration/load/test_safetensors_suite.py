@@ -1,6 +1,6 @@
-"""safetensors' own tests on Penstock, once as a program uses it and once with every local file read by Penstock.
+"""safetensors' own tests on Penstock, with its patch and with every local file read by Penstock.
 
-scripts/setup_safetensors_tests.sh downloads them. They are not part of this repository.
+scripts/setup_safetensors_tests.sh downloads the tests, which are not part of this repository.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHER_TEXT = "tests/test_simple.py::ReadmeTestCase::test_numpy_slice"
 def run(start: str, tmp_path: Path, *options: str) -> dict[str, int]:
     """Return how many tests of torch and numpy had each outcome."""
     (tmp_path / "suite").mkdir()
-    # It writes files below `tests`.
+    # The suite writes files below `tests`.
     subprocess.run(["cp", "-r", SUITE / "tests", tmp_path / "suite"], check=True)
     files = [f"tests/test_{name}.py" for name in ("simple", "handle", "pt_comparison", "pt_model", "pread_backend")]
     if start == AS_INSTALLED:

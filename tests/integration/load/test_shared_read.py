@@ -1,4 +1,4 @@
-"""Files that ranks read together: parts, skipped tensors, different orders, pauses. One rank's failure fails all."""
+"""Files that ranks read together: slices, skipped tensors, different orders and pauses. Failures fail all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def expected_tensors(directory: str) -> dict[str, torch.Tensor]:
 
 
 def open_all(directory: str) -> dict[str, Any]:
-    # Call it through the module, because the block replaces the function there.
+    # Call the function through the module, where the block replaces it.
     files = [safetensors.safe_open(path, framework="pt") for path in sorted(Path(directory).glob("*.safetensors"))]
     return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
@@ -72,14 +72,14 @@ def everything(rank: int, world_size: int, directory: str, **options: Any) -> An
 
 
 def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: int) -> Any:
-    """Request parts of most tensors, some of them twice, from four threads in this rank's own order."""
+    """Request slices of most tensors, some of them twice, from four threads in this rank's order."""
     chance = random.Random(seed + rank)
     true = expected_tensors(directory)
     wanted = []
     for name, tensor in true.items():
         for _ in range(chance.choice([0, 1, 1, 2])):
             index = [slice(None)] * tensor.ndim
-            # One dim, as ranks cut tensors; or several, with odd seeds.
+            # Odd seeds cut several dims, and even seeds cut one dim.
             for dim in chance.sample(range(tensor.ndim), 1 + seed % 2 * (tensor.ndim - 1)):
                 start = chance.randint(0, tensor.shape[dim])
                 index[dim] = slice(start, chance.randint(start, tensor.shape[dim]))
@@ -141,7 +141,7 @@ def other_arguments(rank: int, world_size: int, directory: str) -> Any:
 
 
 def in_one_process(rank: int, world_size: int, directory: str) -> Any:
-    """Many loads of one pair of processes: starting those takes longer."""
+    """Run many loads in one pair of processes, because starting processes takes longer."""
     whole = everything(rank, world_size, directory)
     some = {
         (memory_bytes, seed): parts(rank, world_size, directory, memory_bytes << 20, seed)
@@ -176,16 +176,16 @@ def test_ranks_share_reads_in_any_order(directory: Path) -> None:
     for some in somes:
         for (memory_bytes, seed), shared in some.items():
             for report in shared:
-                # The limit holds except for one round, and for tensors cut in several dims that threads wait for.
+                # One round, and tensors cut in several dims that threads wait for, may exceed the limit.
                 assert seed % 2 or report.peak_window_bytes <= memory_bytes * (1 << 20) // 2 + (2 * 256 << 10)
-    # The rank that requested the last tensor first had to read again what had left its window.
+    # The rank that requested the last tensor first had to read the tensors again that had left its window.
     assert again[1] > again[0]
     sizes = [
         sum(t.nbytes for n, t in expected_tensors(str(directory)).items() if n.endswith(f".{file}"))
         for file in range(2)
     ]
     assert [sum(pair) for pair in zip(*turns, strict=True)] == sizes
-    # A file that was not closed is not read again with the next one.
+    # A file that was not closed is not read again with the next file.
     assert more == (([*sizes, sizes[0]], "meta"),) * 2
 
 
@@ -196,7 +196,7 @@ def test_group_size_one_and_three_read_once(directory: Path) -> None:
 
 
 def two_owners(rank: int, world_size: int, directory: str) -> Any:
-    """Take one tensor in two threads. The second writes to its result while the first is about to copy its own."""
+    """Take one tensor in two threads. The second writes to its result before the first copies its own."""
     is_read, is_written, copies = threading.Event(), threading.Event(), []
     readv, clone = FileSource.readv, torch.Tensor.clone
 
@@ -214,7 +214,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
     def take(part: Any) -> torch.Tensor:
         tensor = part[...]
         if not is_written.is_set():
-            # This is the first finished thread. The other has not copied yet.
+            # The first thread has finished, and the other has not copied yet.
             mine = clone(tensor)
             tensor.zero_()
             is_written.set()
@@ -287,7 +287,7 @@ def loads_more(rank: int, world_size: int, directory: str) -> Any:
 
 
 def patched(rank: int, world_size: int, directory: str, victim: int, act: str = "fail") -> Any:
-    """In the lost rank's process, the second read of a body fails or kills it."""
+    """In the lost rank's process, let the second read of a body fail or kill the process."""
     original, count = FileSource.readv, [0]
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
@@ -320,7 +320,7 @@ def ends_on_a_changed_file(rank: int, world_size: int, directory: str, victim: i
         told.touch()
         raise
     except SourceChanged:
-        # Stay alive, because the other rank must not learn of the error from the end of this process.
+        # Stay alive, so that the other rank cannot detect the error by the exit of this process.
         deadline = time.monotonic() + 15
         while not told.exists():
             assert time.monotonic() < deadline, "the other rank was not told"
@@ -350,7 +350,7 @@ def test_dead_rank_raises_peer_lost_on_others(directory: Path) -> None:
     assert all(outcome.seconds < BOUND_S for outcome in outcomes)
 
 
-def test_ranks_loading_different_weights_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_ranks_loading_different_weights_raise(directory: Path, tmp_path: Path) -> None:
     save_file({"small.0": torch.ones(3)}, tmp_path / "model.safetensors")
     assert raised(run(other_weights, 2, str(directory), str(tmp_path))) == ["PlanError"] * 2
     assert raised(run(loads_more, 2, str(directory))) == ["PlanError"] * 2

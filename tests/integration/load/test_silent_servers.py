@@ -1,4 +1,4 @@
-"""A program that waits for a silent server and is interrupted ends at once, without a traceback."""
+"""A program that is interrupted while it waits for a silent server exits at once, without a traceback."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ for call in sys.argv[2:]:
     sender.start()
     try:
         verbs[verb](uri)
-        said = "it returned"
+        error_name = "it returned"
     except (KeyboardInterrupt, TimeoutError) as error:
-        said = type(error).__name__
+        error_name = type(error).__name__
     except ps.PenstockError as error:
-        said = repr(error)
+        error_name = repr(error)
     took_s = time.monotonic() - sent[0] if sent else -1.0
     sender.join()
-    print(call, said, took_s, sep="\\t", flush=True)
+    print(call, error_name, took_s, sep="\\t", flush=True)
 """
 
 
@@ -69,7 +69,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def require_soon(number: str, said: str, calls: list[str], env: dict[str, str] | None = None) -> None:
+def require_soon(number: str, error_name: str, calls: list[str], env: dict[str, str] | None = None) -> None:
     """Run verbs that wait for ever one by one, and send a signal to each."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, number, *calls],
@@ -80,18 +80,18 @@ def require_soon(number: str, said: str, calls: list[str], env: dict[str, str] |
         check=False,
     )
     ends = [line.split("\t") for line in done.stdout.splitlines()]
-    assert [(call, how) for call, how, _ in ends] == [(call, said) for call in calls], done.stderr
+    assert [(call, how) for call, how, _ in ends] == [(call, error_name) for call in calls], done.stderr
     assert all(0 <= float(took_s) < ANSWER_S for _, _, took_s in ends), ends
 
 
-@pytest.mark.parametrize(("number", "said"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "TimeoutError")])
-def test_signal_ends_wait_for_answer(silent: str, number: str, said: str) -> None:
-    require_soon(number, said, [f"{verb}={silent}/m.safetensors" for verb in ("load", "inspect", "safe_open")])
+@pytest.mark.parametrize(("number", "error_name"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "TimeoutError")])
+def test_signal_ends_wait_for_response(silent: str, number: str, error_name: str) -> None:
+    require_soon(number, error_name, [f"{verb}={silent}/m.safetensors" for verb in ("load", "inspect", "safe_open")])
 
 
 def test_interrupt_ends_wait_for_weights() -> None:
     data = save({"a": torch.arange(1 << 20, dtype=torch.float32)})
-    # The server sends the header and falls silent in the middle of the weights.
+    # The server sends the header and then pauses in the middle of the weights.
     with RangeServer({"m.safetensors": data}, faults=Faults(stall_after=200_000)) as server:
         verbs = ("load", "load_into", "stream", "safe_open")
         require_soon("SIGINT", "KeyboardInterrupt", [f"{verb}={server.url}/m.safetensors" for verb in verbs])
@@ -126,12 +126,12 @@ def memories():
     return {fd: link for fd, link in links.items() if "memfd:penstock" in link}
 
 def last():
-    # Python has run its finalizers. Other threads still serve, so what they use must be open.
+    # Python has run its finalizers, while other threads still serve and need their resources.
     publisher.publish(2)
     subscriber.update()
     print(subscriber.version, bool(before), before.items() <= memories().items())
 
-# Before anything else makes a finalizer: handlers run in reverse order.
+# Register this before any finalizer, because handlers run in reverse order.
 atexit.register(last)
 
 import torch

@@ -56,7 +56,7 @@ class Model(torch.nn.Module):
 
 
 class Gate(RangeServer):
-    """A server that, while it is shut, does not respond to requests for some files' tensors."""
+    """A server that does not respond to requests for the tensors of some files while it is shut."""
 
     def __init__(self, directory: Path, holds: str) -> None:
         super().__init__(directory)
@@ -64,7 +64,7 @@ class Gate(RangeServer):
         self._holds = holds
 
     def saw(self, request: Request) -> Faults:
-        # Headers of files are read from their beginning, before the load starts.
+        # Headers are read from the start of a file, before the load starts.
         if request.method == "GET" and self._holds in request.path and request.range and request.range[0] > 0:
             assert self.opened.wait(WAIT_S)
         return super().saw(request)
@@ -78,7 +78,7 @@ def true() -> Model:
 
 @pytest.fixture
 def checkpoint(true: Model, tmp_path: Path) -> Path:
-    """Write two files, one for the text part and one for the rest."""
+    """Write one file for the text part and one for the rest."""
     state, weight_map = true.state_dict(), {}
     for file, wanted in (("model-a.safetensors", False), ("model-b.safetensors", True)):
         part = {name: tensor for name, tensor in state.items() if name.startswith("images") is wanted}
@@ -110,7 +110,7 @@ def no_threads_stay() -> Iterator[None]:
 
 
 @torch.no_grad()
-def test_first_answer_precedes_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_first_output_precedes_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         assert torch.equal(model(x), true(x))
@@ -154,7 +154,7 @@ def test_parameters_keep_their_objects(true: Model, checkpoint: Path) -> None:
 
 
 def test_tensors_are_read_in_module_order(true: Model, tmp_path: Path) -> None:
-    # By name, which is the order in the file, the last layers come first.
+    # In the order of names, which is the order in the file, the last layers come first.
     save_file(
         {f"{9 - int(name.split('.')[1])}.{name}": tensor for name, tensor in true.text.state_dict(prefix="t.").items()},
         tmp_path / "model.safetensors",
@@ -165,7 +165,7 @@ def test_tensors_are_read_in_module_order(true: Model, tmp_path: Path) -> None:
     with ps.modules.load_in_background(model, str(tmp_path), rename=names, first=["3.*"]) as loading:
         loading.wait()
         order = loading._filled.order
-    pointers = [tensor.data_ptr() for tensor in loading._filled.tensors]
+    pointers = [tensor.data_ptr() for tensor in loading._matched.lines().tensors]
     named = {tensor.data_ptr(): name for name, tensor in place.items()}
     seen = [named[pointers[index]] for index in order]
     rest = [f"{layer}.{kind}" for layer in (0, 1, 2, 4, 5) for kind in ("weight", "bias")]
@@ -173,7 +173,7 @@ def test_tensors_are_read_in_module_order(true: Model, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_missing_digests_are_refused_unless_allowed(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_missing_digests_raise_unless_allowed(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
     with pytest.raises(NotFound, match="used before they are verified"):
@@ -196,12 +196,12 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
         with pytest.raises(IntegrityError) as raised:
             loading.wait()
         assert raised.value.mutated
-        # Tensors that had arrived are not used either, because the module has no whole version.
+        # Tensors that had arrived are unusable too, because the module is incomplete.
         with pytest.raises(IntegrityError):
             model.text[0](x)
         with pytest.raises(IntegrityError):
             model.state_dict()["scale"].item()
-    # Another load makes it whole.
+    # Another load completes the module.
     path.write_bytes(sound)
     ps.load_into(model, str(checkpoint))
     assert torch.equal(model(x, images=True), true(x, images=True))
@@ -248,7 +248,7 @@ def test_changed_file_raises_in_forward(checkpoint: Path, x: torch.Tensor) -> No
         server.opened.set()
         with pytest.raises((SourceError, SourceTruncated)):
             loading.wait()
-        # It was usable before and is not any more.
+        # The tensor was usable before.
         with pytest.raises(SourceError):
             model(x)
 
@@ -291,7 +291,7 @@ def test_failed_thread_start_restores_module(
         assert torch.equal(module(x), true(x))
 
 
-def test_loading_module_refuses_second_load(checkpoint: Path) -> None:
+def test_loading_module_rejects_second_load(checkpoint: Path) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         for load in (ps.load_into, ps.modules.load_in_background):
@@ -322,7 +322,7 @@ def test_tied_and_strided_parameters_are_filled(tmp_path: Path, x: torch.Tensor)
     model[1].weight = torch.nn.Parameter(torch.empty(WIDTH, WIDTH).t())
     with ps.modules.load_in_background(model, str(tmp_path)) as loading:
         for mine, other in zip(model, true, strict=True):
-            # Do not compare bit for bit, because a product with a transposed matrix may add in another order.
+            # A product with a transposed matrix may add in a different order, so do not compare bits.
             torch.testing.assert_close(mine(x), other(x))
             assert torch.equal(mine.weight, other.weight)
         loading.wait()
@@ -343,7 +343,7 @@ def test_forked_child_raises_instead_of_waiting(checkpoint: Path) -> None:
         server.opened.set()
 
 
-def test_mismatched_target_is_refused_immediately(checkpoint: Path) -> None:
+def test_mismatched_target_raises_immediately(checkpoint: Path) -> None:
     model = empty()
     model.head = torch.nn.Linear(WIDTH, 9)
     with pytest.raises(PlanError) as raised:
@@ -356,11 +356,8 @@ def test_mismatched_target_is_refused_immediately(checkpoint: Path) -> None:
         ps.modules.load_in_background(model, str(checkpoint), first="head*")
 
 
-# -- transformers
-
-
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["apart", "tied"])
-def test_transformers_model_answers_during_load(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_transformers_model_computes_during_load(tmp_path: Path, options: dict[str, Any]) -> None:
     directory = save_llama(tmp_path / "model", **options)
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
@@ -378,7 +375,7 @@ def test_transformers_model_answers_during_load(tmp_path: Path, options: dict[st
     assert not loading.module.training
 
 
-def test_model_needing_transformers_loader_is_refused(tmp_path: Path) -> None:
+def test_model_needing_transformers_loader_raises(tmp_path: Path) -> None:
     directory = save_mixtral(tmp_path / "model")
     with pytest.raises(ConfigError, match="merged or split"):
         start_from_pretrained(transformers.AutoModelForCausalLM, directory)

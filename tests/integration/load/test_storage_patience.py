@@ -1,4 +1,4 @@
-"""Slow servers: a load continues while bytes arrive, and ends soon after they stop."""
+"""Loads from slow servers continue while bytes arrive, and end soon after they stop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read(source: Source, start: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("retries", [1, 3])
-def test_repeatedly_truncated_answers_do_not_end_read(
+def test_repeatedly_truncated_responses_keep_read_going(
     server: RangeServer, opened: Open, how: str, retries: int
 ) -> None:
     source = opened(how, Settings(stall_s=60.0, retries=retries))
@@ -71,8 +71,8 @@ def test_repeatedly_truncated_answers_do_not_end_read(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_busy_answers_do_not_end_reads(server: RangeServer, opened: Open, how: str) -> None:
-    """With several concurrent ranges, one is refused several times in a row while others progress."""
+def test_busy_responses_keep_reads_going(server: RangeServer, opened: Open, how: str) -> None:
+    """Of several concurrent ranges, one is rejected repeatedly while the others progress."""
     source = opened(how, Settings(stall_s=60.0, retries=1))
     server.faults = Faults(status=503, retry_after="0", every=2)
     failed: list[PenstockError] = []
@@ -93,8 +93,8 @@ def test_busy_answers_do_not_end_reads(server: RangeServer, opened: Open, how: s
     assert not failed
 
 
-def test_refused_range_recovers_while_others_arrive(server: RangeServer, opened: Open) -> None:
-    """More 500s for a range than `retries`, with other ranges served between them."""
+def test_rejected_range_recovers_while_others_arrive(server: RangeServer, opened: Open) -> None:
+    """One range gets more 500s than `retries`, with other ranges served between them."""
     source = opened("url", Settings(stall_s=60.0, retries=1))
     done = threading.Event()
     got: list[bytes] = []
@@ -115,7 +115,7 @@ def test_refused_range_recovers_while_others_arrive(server: RangeServer, opened:
 
 
 @pytest.mark.parametrize("after", ["1", "date"])
-def test_retry_after_is_waited_for(server: RangeServer, opened: Open, after: str) -> None:
+def test_retry_after_delays_next_request(server: RangeServer, opened: Open, after: str) -> None:
     from email.utils import formatdate
 
     source = opened("url", Settings(stall_s=60.0, retries=0))
@@ -139,7 +139,7 @@ def test_endless_retry_after_ends_at_stall_deadline(server: RangeServer, opened:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stall_after", [-1, 0])
 def test_silent_server_is_reported_at_deadline(server: RangeServer, opened: Open, how: str, stall_after: int) -> None:
-    """No connection remains, although the error is kept."""
+    """No connection is left, although the error is stored."""
     source = opened(how, Settings(stall_s=2.0, retries=3))
     read(source, 0, 1000)
     server.faults = Faults(stall_after=stall_after)
@@ -166,7 +166,7 @@ def test_silent_server_is_reported_at_deadline(server: RangeServer, opened: Open
 
 
 def connections_to(server: RangeServer) -> int:
-    """Return the established connections from this host to the server, whose ends are both in this process."""
+    """Return the established connections between this process and the server, which runs in this process."""
     gc.collect()
     port = f":{int(server.url.rpartition(':')[2]):04X}"
     with open("/proc/net/tcp", encoding="ascii") as table:
@@ -182,7 +182,7 @@ def test_limited_range_is_continued_immediately(server: RangeServer, opened: Ope
     assert server.requests[1].headers["range"] == "bytes=2024-"
 
 
-def test_limited_answers_are_read_in_pieces(server: RangeServer, opened: Open) -> None:
+def test_limited_responses_are_read_in_pieces(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=60.0, retries=3))
     server.faults = Faults(most_bytes=65_536, also_open_ranges=True)
     assert read(source, 0, MIB) == DATA[:MIB]
@@ -191,7 +191,7 @@ def test_limited_answers_are_read_in_pieces(server: RangeServer, opened: Open) -
     assert sum(request.headers["range"].endswith("-") for request in server.requests) == 1
 
 
-def test_answer_without_length_is_explained(server: RangeServer, opened: Open) -> None:
+def test_response_without_length_raises(server: RangeServer, opened: Open) -> None:
     source = opened("store", Settings(stall_s=60.0, retries=1))
     server.faults = Faults(chunked=True)
     with pytest.raises(SourceUnavailable, match="has no Content-Length") as caught:
@@ -200,15 +200,12 @@ def test_answer_without_length_is_explained(server: RangeServer, opened: Open) -
     assert read(opened("url", Settings(stall_s=60.0, retries=1)), 0, 1000) == DATA[:1000]
 
 
-# -- secrets and endpoints
-
-
 def secret_of(error: BaseException) -> bool:
     return "pass" in str(error) or "s3cr3t" in str(error) or "Signature=" in str(error)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_endpoint_password_is_in_no_message(server: RangeServer, how: str) -> None:
+def test_endpoint_password_stays_out_of_messages(server: RangeServer, how: str) -> None:
     with RangeServer({}) as gone:
         dead = gone.url
     for url in (server.url, dead):
@@ -221,7 +218,7 @@ def test_endpoint_password_is_in_no_message(server: RangeServer, how: str) -> No
         assert not secret_of(caught.value), caught.value
 
 
-def test_signed_url_secrets_are_in_no_message() -> None:
+def test_signed_url_secrets_stay_out_of_messages() -> None:
     url = "https://u:s3cr3t@host/m.bin?X-Amz-Signature=s3cr3t&X-Amz-Credential=s3cr3t"
     error = SourceUnavailable(f"GET {url} failed", uri=url, hint="try again")
     assert not secret_of(error) and "s3cr3t" not in repr(error.args) + error.message + str(error.uri)

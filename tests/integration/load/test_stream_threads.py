@@ -1,4 +1,4 @@
-"""One stream read by several threads, and loads in places that cannot start a thread."""
+"""One stream read by several threads, and loads where no thread can start."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ for do in (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user with too many processes")
-def test_thread_limit_is_named() -> None:
+def test_thread_limit_error_has_reason() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         path = Path(directory) / "model.safetensors"

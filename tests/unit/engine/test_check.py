@@ -1,5 +1,5 @@
-"""Parts of tensors held to their digests: each byte counts, and the one that is wrong is named by its leaf; and what a
-device's checker lays out, without a device (`tests/gpu` has the real one)."""
+"""Checkers locate any wrong byte of a tensor by its leaf. The device's checker runs with a fake device, and
+`tests/gpu` tests the real device."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Place:
         return DeviceOutOfMemory(f"{nbytes} are needed")
 
 
-class Laid:
-    """Stand-in for a layout, which refuses slabs of the digest above `most` blocks."""
+class FakeLayout:
+    """A fake layout that rejects digest slabs above `most` blocks."""
 
     most = 0
     made: ClassVar[list[tuple[list[int], int]]] = []
@@ -117,15 +117,15 @@ class Laid:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a `CudaChecker` asks of torch, without a device."""
+    """Replace torch's CUDA functions that a `CudaChecker` calls."""
     event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(check, "make_stream", lambda device: object())
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
-    monkeypatch.setattr(check, "_Layout", Laid)
+    monkeypatch.setattr(check, "_Layout", FakeLayout)
     monkeypatch.setattr(check, "warm_up", lambda device: None)
-    monkeypatch.setattr(Laid, "made", [])
+    monkeypatch.setattr(FakeLayout, "made", [])
     check._stream_of.cache_clear()
 
 
@@ -133,7 +133,7 @@ PLAN = cast("Expected", SimpleNamespace(plan=SimpleNamespace(slab_nbytes=[16, 16
 
 
 def checker_of(place: Place, monkeypatch: pytest.MonkeyPatch, most: int) -> CudaChecker:
-    monkeypatch.setattr(Laid, "most", most)
+    monkeypatch.setattr(FakeLayout, "most", most)
     return CudaChecker(PLAN, cast("CudaPlace", place))
 
 
@@ -142,7 +142,7 @@ def test_complete_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.Monkey
     pending = held.prepare()
     assert pending is not None and pending.done()
     assert held.check([1]) is None
-    assert Laid.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
+    assert FakeLayout.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
 
 
 def test_incomplete_slabs_are_laid_out_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def test_incomplete_slabs_are_laid_out_per_batch(cuda: None, monkeypatch: pytest
     held.prepare()
     assert place.num_made == 0
     held.check([2, 1])
-    assert [slabs for slabs, _ in Laid.made] == [[2, 1]]
+    assert [slabs for slabs, _ in FakeLayout.made] == [[2, 1]]
 
 
 def test_low_memory_uses_less_scratch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checker_of(Place(3, has_all=True), monkeypatch, SMALL_SLAB_BLOCKS).prepare()
-    assert Laid.made == [([0, 1, 2], SMALL_SLAB_BLOCKS)]
+    assert FakeLayout.made == [([0, 1, 2], SMALL_SLAB_BLOCKS)]
 
 
 def test_failed_scratch_allocation_raises_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_failed_slab_allocation_prepares_no_kernels(cuda: None, monkeypatch: pyt
     place = Place(3, has_all=False)
     place.is_out_of_memory = True
     assert checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks).prepare() is None
-    assert not Laid.made
+    assert not FakeLayout.made
 
 
 def test_failed_kernel_load_raises_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The layout of a load's leaves for the device's kernels, on the CPU in Triton's interpreter, from a real checkpoint.
+"""The device's leaf layout of a real checkpoint, in Triton's interpreter on the CPU.
 
-The interpreter is chosen when a kernel is decorated, so the kernels run in a process of their own.
+The interpreter is chosen when a kernel is decorated, so the kernels run in a separate process.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ def check(of, which):
 whole = layout(everything)
 boxed = int(plan.row_slab[names.index("boxed")])
 assert 0 < boxed < len(slabs) - 1
-# The leaves of the tensor of which a region is loaded are not in it, so all others are neighbours.
+# The layout skips the leaves of the tensor with a region, so all other leaves are adjacent.
 assert len(check(whole, everything)) == 1
 assert check(whole, [boxed]) == []
 for which in ([2, 0], [len(slabs) - 1, 1]):

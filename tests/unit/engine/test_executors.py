@@ -1,4 +1,4 @@
-"""Executors: order, errors, device work in flight, and that every item ends exactly once."""
+"""Executors: order, errors, device work in flight, and exactly one end for each item."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import DestinationError, SourceUnavailable
 
 
 class Work:
-    """Device work that is done when told; `fault` is what the device reports."""
+    """Fake device work that completes on request. `fault` is the device's error."""
 
     def __init__(self) -> None:
         self.is_done, self.fault, self.num_looks = False, None, 0
@@ -30,7 +30,7 @@ class Work:
 
 
 class Recorded:
-    """A work item that notes what happened to it."""
+    """A work item that records its calls."""
 
     def __init__(
         self, log: list[str], *, priority: int = 0, run: Callable[[], PendingItem | None] = lambda: None
@@ -107,7 +107,7 @@ def test_items_run_in_priority_order(ticket: RunState, make: Make) -> None:
 
 
 def test_idle_thread_keeps_no_item(ticket: RunState, make: Make) -> None:
-    """An item may be the last that holds memory of the size of the weights."""
+    """An item may hold the last reference to the weights."""
     executor, ended = make(2), threading.Event()
     item = Recorded([], run=after(ended.wait))
     executor.post(item)

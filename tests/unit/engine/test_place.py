@@ -1,4 +1,4 @@
-"""CUDA slabs, without a device: which are allocated first, and what is queued when one cannot be allocated."""
+"""CUDA slabs with a fake device: the first allocations, and failed allocations."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_first_slabs_cover_requested_bytes(slab_nbytes: list[int], num_first: in
 
 
 class Device:
-    """What a `CudaPlace` asks of torch and of the driver, in host memory.
+    """A fake device for the calls of a `CudaPlace`.
 
     Attributes:
-        queued: the sizes of the copies that were queued.
-        refuses: whether an allocation of this many bytes fails.
+        queued: sizes of the queued copies.
+        refuses: returns whether an allocation of this size fails.
         threads: the threads that allocated.
     """
 

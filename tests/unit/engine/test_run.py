@@ -1,4 +1,4 @@
-"""A run: items made of functions, one deadline and one end for all of its executors."""
+"""Runs: items built from functions, with one deadline and one end for all executors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept threads: one call after the other, in as few threads as are needed at once."""
+"""Kept threads make one call after another, with no more threads than concurrent calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_thread_takes_call_name_and_keeps_nothing(kept: KeptThreads) -> None:
     call = start(kept, work, "penstock-a")
     call.join(WAIT_S)
     del work, weights
-    # Before the next call, which may be a training step away; the thread lets go of it just after its end was told.
+    # The thread drops the call shortly after `join` returns, and before its next call.
     for _ in range(1000):
         gc.collect()
         if seen() is None:
@@ -144,18 +144,18 @@ def test_idle_thread_ends_after_timeout(kept: KeptThreads, monkeypatch: pytest.M
 def test_call_arriving_at_timeout_is_made(kept: KeptThreads) -> None:
     call = Call(lambda: None, "penstock-test")
 
-    class Late:
-        """A queue that is empty when the wait ends; the call is put after the thread was taken for it."""
+    class TimedOutQueue:
+        """A queue whose wait times out just before a call is put."""
 
-        answers: ClassVar = [Empty(), call]
+        results: ClassVar = [Empty(), call]
 
         def get(self, timeout: float) -> Call:
-            answer = self.answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            result = self.results.pop(0)
+            if isinstance(result, Exception):
+                raise result
+            return result
 
-    taken = _Kept(Late(), threading.current_thread())  # type: ignore[arg-type]
+    taken = _Kept(TimedOutQueue(), threading.current_thread())  # type: ignore[arg-type]
     assert kept._next(taken) is call
 
 
@@ -207,7 +207,7 @@ def test_forked_child_starts_new_threads(kept: KeptThreads) -> None:
 
 
 def test_thread_may_close_its_own_pool(kept: KeptThreads) -> None:
-    # As a finalizer may, between the end of a call and the wait for the next one.
+    # A finalizer may do this between the end of a call and the wait for the next call.
     me = threading.current_thread()
     kept._idle.append(_Kept(SimpleQueue(), me))
     kept.close()

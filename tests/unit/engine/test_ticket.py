@@ -1,4 +1,4 @@
-"""Tickets: the first outcome stands, waiters hear of it, silence has a deadline by progress."""
+"""Tickets: the first outcome wins, waiters are woken, and a wait without progress has a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace is Chrome's JSON, from any thread, and keeps busy seconds even when it keeps no spans."""
+"""The trace is Chrome-trace JSON from any thread, and always counts busy seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_disabled_trace_counts_busy_seconds_only(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"] == []
 
 
-def test_unwritable_trace_path_is_refused_before_work(tmp_path: Path) -> None:
+def test_unwritable_trace_path_raises_before_work(tmp_path: Path) -> None:
     assert not open_trace(None).enabled
     assert open_trace(tmp_path / "t.json").enabled
     with pytest.raises(ConfigError, match="cannot write the trace"):

@@ -1,4 +1,4 @@
-"""What several tests of the loader ask for."""
+"""Fixtures of the loader's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Only reference counts free memory."""
+    """Disable the garbage collector, so that only reference counts free memory."""
     gc.collect()
     gc.disable()
     yield

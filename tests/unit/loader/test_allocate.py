@@ -1,4 +1,4 @@
-"""A load to a GPU, without one: which thread allocates the slabs, and what is done in which order."""
+"""Allocation of slabs in a load to a GPU, with a fake GPU: the allocating thread and the order of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.loader import load
 
 
 class Place:
-    """A CUDA place whose slab is allocated by the first thread that needs it."""
+    """A fake CUDA place whose slab is allocated by the first thread that needs it."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.allocated_by: list[str] = []
@@ -33,7 +33,7 @@ class Place:
 
 
 class Load:
-    """A session, a place and a run; `steps` is what was done, in order."""
+    """A fake session with a place and a run. `steps` records the order of calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_tensors: int = 1) -> None:
         self.steps: list[str] = []
@@ -72,7 +72,7 @@ def test_slabs_are_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -
 
     def begun() -> None:
         ring.start()
-        # Time for its first bytes to arrive.
+        # Time for the first bytes to arrive.
         ring.join(0.05)
 
     loading.begun = begun

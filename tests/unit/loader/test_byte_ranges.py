@@ -1,4 +1,4 @@
-"""Ranges and blocks in file order, beside sets of the single bytes."""
+"""Sorted ranges and blocks, compared with sets of single bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load_into` on the CPU: live parameters filled in place, or not touched, or the error says that they were."""
+"""`load_into` on the CPU: live parameters are filled in place or not touched, and errors report touched targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERBS = {"load_into": penstock.load_into, "load_in_background": penstock.modules
 
 
 class Model(torch.nn.Module):
-    """Two layers, tied; a buffer that is saved and one that is not; a scalar; an empty parameter."""
+    """A model with tied layers, a persistent and a non-persistent buffer, a scalar and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """What a trained `Model` saves, tied weights once."""
+    """Save a trained `Model` with tied weights stored once."""
     torch.manual_seed(4)
     model = Model()
     trained = {name: torch.randn(t.shape).to(t.dtype) for name, t in tensors_of(model).items()}
@@ -92,7 +92,7 @@ def test_tied_weights_saved_twice_are_filled_once(tmp_path: Path, path: Path) ->
 
 
 def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) -> Path:
-    """Write a weight set of a tied `Model` under both names; return its directory."""
+    """Save a tied `Model` with its tied weights under both names. Return the directory."""
     model = Model()
     wanted = {name: torch.randn(t.shape).to(t.dtype) for name, t in tensors_of(model).items()}
     head = wanted["embed.weight"].clone()
@@ -107,7 +107,7 @@ def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) 
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("differ_at", [0, -1])
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
-def test_tied_target_with_different_tensors_is_refused(
+def test_tied_target_with_different_tensors_raises(
     tmp_path: Path, with_manifest: bool, differ_at: int, verb: str
 ) -> None:
     source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=differ_at)
@@ -128,7 +128,7 @@ def test_tied_dict_with_equal_tensors_is_filled(tmp_path: Path, with_manifest: b
     assert torch.equal(shared, load_file(source / "model.safetensors")["embed.weight"])
 
 
-def test_overlapping_targets_are_refused_before_writing(tmp_path: Path) -> None:
+def test_overlapping_targets_raise_before_writing(tmp_path: Path) -> None:
     save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
     memory = torch.zeros(60)
     for a, b in ((memory[:48], memory[45:51]), (torch.zeros(1).expand(48), memory[:6])):
@@ -145,7 +145,7 @@ def test_overlapping_target_without_source_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
-def test_lazy_module_is_refused(tmp_path: Path, verb: str) -> None:
+def test_lazy_module_raises_plan_error(tmp_path: Path, verb: str) -> None:
     save_file({"weight": torch.ones(6, 8), "bias": torch.ones(6)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="no shape yet") as raised:
         VERBS[verb](torch.nn.LazyLinear(6), tmp_path)
@@ -192,7 +192,7 @@ def test_rename_to_none_skips_tensor(path: Path) -> None:
     assert torch.equal(targets["mean"], load_file(path)["mean"])
 
 
-def test_every_mismatch_is_named_before_writing(path: Path) -> None:
+def test_mismatch_error_names_everything_before_writing(path: Path) -> None:
     targets = {
         "mean": torch.zeros(8),
         "hidden.weight": torch.zeros(40, 40),
@@ -211,7 +211,6 @@ def test_every_mismatch_is_named_before_writing(path: Path) -> None:
     with pytest.raises(penstock.PlanError) as caught:
         penstock.load_into({"extra": torch.zeros(3), "mean": torch.zeros(7)}, path)
     assert caught.value.hint == "pass strict=False to fill the tensors that match"
-    # Missing tensors come first, because the weights may have thousands of tensors that the target does not need.
     assert "tensors do not fit: the weight set has no tensor for extra; " in caught.value.message
     assert not any(tensor.any() for tensor in targets.values())
 
@@ -271,7 +270,7 @@ def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str,
         (torch.float8_e4m3fn, torch.bfloat16, "target"),
     ],
 )
-def test_cast_changing_meaning_is_refused(tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any) -> None:
+def test_cast_changing_meaning_raises(tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any) -> None:
     save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="dtype"):
         penstock.load_into({"w": torch.zeros(4, dtype=target)}, tmp_path, dtype=dtype)
@@ -305,7 +304,7 @@ def test_empty_mapping_stays_empty_after_failure(path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [torch.nn.ReLU(), MappingProxyType({})])
-def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
+def test_target_without_tensors_raises(path: Path, target: Any) -> None:
     with pytest.raises(PlanError, match="no tensors to fill"):
         penstock.load_into(target, path)
     if isinstance(target, torch.nn.Module):
@@ -313,7 +312,7 @@ def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
             penstock.modules.load_in_background(target, path)
 
 
-def test_two_tensors_for_one_target_are_refused(path: Path) -> None:
+def test_two_tensors_for_one_target_raise(path: Path) -> None:
     with pytest.raises(penstock.PlanError, match="both go to x"):
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
 

@@ -1,4 +1,4 @@
-"""`load` on the CPU: what arrives equals what safetensors gives, whatever is asked for, and is the caller's own."""
+"""`load` on the CPU: tensors equal those of safetensors and belong to the caller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREED = 3 * MIB
 
 
 def split(shape: tuple[int, ...], dim: int, part: int, num_parts: int) -> Box:
-    """One of nearly equal parts of a dim, as tensor parallelism splits it."""
+    """Return the box of one of nearly equal shards of a dim, as in tensor parallelism."""
     edges = [shape[dim] * part // num_parts, shape[dim] * (part + 1) // num_parts]
     start = tuple(edges[0] if d == dim else 0 for d in range(len(shape)))
     return Box(start=start, stop=tuple(edges[1] if d == dim else n for d, n in enumerate(shape)))
@@ -42,7 +42,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensors of one to four dims, with odd sizes."""
+    """Save tensors of one to four dims with odd sizes."""
     path = tmp_path_factory.mktemp("stacked") / "model.safetensors"
     torch.manual_seed(0)
     shapes = {
@@ -55,9 +55,6 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file({name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}, path)
     return path
-
-
-# -- ground truth
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -75,7 +72,7 @@ def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, aligned: bool, co
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
 
 
-def test_dtypes_missing_in_torch_are_refused_unless_skipped(tmp_path: Path) -> None:
+def test_dtypes_missing_in_torch_raise_unless_skipped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     made = every_dtype(path)
     with pytest.raises(penstock.PlanError, match="F6") as caught:
@@ -129,9 +126,6 @@ def test_tensors_are_in_file_order_with_manifest(sharded: Path) -> None:
     assert weights.report.num_tensors == len(weights)
     assert weights.report.nbytes == weights.manifest.nbytes == sum(tensor.nbytes for tensor in weights.values())
     assert weights.report.revision == weights.manifest.revision
-
-
-# -- names and boxes
 
 
 def test_names_accept_glob_list_regex_and_function(sharded: Path) -> None:
@@ -210,11 +204,8 @@ def test_empty_box_gives_empty_tensor(stacked: Path) -> None:
     assert tuple(found["tiny"].shape) == (0, 5) and found["tiny"].dtype == torch.bfloat16
 
 
-# -- ownership
-
-
 def mapped_bytes(path: Path) -> int:
-    """Bytes of address space that map the file."""
+    """Return the size of the address space that maps the file."""
     spans = [
         line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
     ]
@@ -292,9 +283,6 @@ def test_loaded_weights_outlive_file(big: Path) -> None:
     assert_same(copied, wanted)
 
 
-# -- verification
-
-
 def digest(path: Path) -> None:
     from penstock.config import Settings
     from penstock.storage import weight_set
@@ -305,7 +293,7 @@ def digest(path: Path) -> None:
 
 
 def flip_a_bit(path: Path, at: int = -100) -> None:
-    """Keeps size and times: only the digests can tell."""
+    """Flip a bit, keeping the file's size and times, so that only digests can detect it."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
@@ -351,9 +339,6 @@ def test_unverified_load_reports_reason(big: Path) -> None:
     assert part.verified and "leaf digests compared" in part.why
 
 
-# -- report, trace, arguments
-
-
 @pytest.mark.parametrize("copy", [True, False])
 def test_report_phases_add_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
     weights = penstock.load(sharded, settings=penstock.ReadSettings(copy=copy, trace=tmp_path / "trace.json"))
@@ -395,9 +380,6 @@ def test_too_small_budget_error_states_minimum(sharded: Path) -> None:
         penstock.load(sharded, settings=penstock.ReadSettings(copy=True, memory_bytes=caught.value.minimum_bytes)),
         by_safetensors(sharded),
     )
-
-
-# -- again and at once
 
 
 def test_repeated_and_concurrent_loads_are_equal(sharded: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the process that a load holds: put back when the last load ends, whoever ends first."""
+"""Process-wide settings during a load are restored when the last load ends."""
 
 from __future__ import annotations
 

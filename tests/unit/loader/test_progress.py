@@ -1,4 +1,4 @@
-"""The text of a bar; a wait that is drawn ends as one that is not."""
+"""The text of the progress bar, and waits with a bar."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_unreachable_wait_ends_with_run_error() -> None:
 
 
 class Clock:
-    """The time that `Progress` reads."""
+    """The clock that `Progress` reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -60,7 +60,7 @@ def test_text_shows_share_total_rate_and_remaining_time(monkeypatch: pytest.Monk
         clock.now += 2
         shown(500_000_000, 4_000_000_000)
         assert text(shown) == "12 % of 4.00 GB, 250.00 MB/s, 0:14 left"
-        # The rate is that of the last seconds.
+        # The rate covers the last seconds only.
         for _ in range(20):
             clock.now += 1
             shown(600_000_000, 4_000_000_000)
@@ -80,7 +80,7 @@ def test_earlier_progress_counts_in_share_not_rate(monkeypatch: pytest.MonkeyPat
         clock.now += 4
         shown(92, 100)
         assert text(shown) == "92 % of 100 tasks, 0.5 tasks/s, 0:16 left"
-        # Rounded down: almost all is not all.
+        # The percentage is rounded down.
         shown(99_999, 100_000)
         assert text(shown).startswith("99 % of")
         shown(100, 100)

@@ -1,4 +1,4 @@
-"""Read-ahead: the same bytes in few reads, in any order; within its memory, and nothing for sparse requests."""
+"""Read-ahead returns the same bytes in few reads, in any order and within its memory."""
 
 import os
 import random
@@ -26,8 +26,8 @@ BYTES = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8).tobytes(
 SETTINGS = Settings(memory_bytes=8 * MIB, chunk_bytes=MIB)
 
 
-class Counted(MemorySource):
-    """A source that counts what is read, and may be slow, fail or hang."""
+class CountingSource(MemorySource):
+    """A source that counts its reads, and may be slow, fail or hang."""
 
     def __init__(self, data: bytes = BYTES) -> None:
         super().__init__(data)
@@ -57,12 +57,12 @@ class Counted(MemorySource):
 
 
 @pytest.fixture
-def source() -> Counted:
-    return Counted()
+def source() -> CountingSource:
+    return CountingSource()
 
 
 @pytest.fixture
-def file(source: Counted) -> Iterator[ReadAhead]:
+def file(source: CountingSource) -> Iterator[ReadAhead]:
     reader = ReadAhead(source, SETTINGS, num_reads=4)
     yield reader
     reader.close()
@@ -89,7 +89,7 @@ def tensors(nbytes: int, size: int = SIZE) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nbytes", [10_000, 300_000, 5 * MIB])
-def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: Counted, nbytes: int) -> None:
+def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: CountingSource, nbytes: int) -> None:
     for start, stop in tensors(nbytes):
         read(file, start, stop)
     assert source.read_bytes == SIZE
@@ -98,7 +98,7 @@ def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: Counted, 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: Counted, seed: int) -> None:
+def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: CountingSource, seed: int) -> None:
     order = tensors(20_000)
     shuffle = random.Random(seed)
     keys = {piece: index + shuffle.uniform(0, 8) for index, piece in enumerate(order)}
@@ -108,7 +108,7 @@ def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: Coun
     assert source.num_reads < len(order) / 10
 
 
-def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: Counted) -> None:
+def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: CountingSource) -> None:
     half = SIZE // 2
     for first, second in zip(tensors(50_000, half), tensors(50_000, half), strict=True):
         read(file, *first)
@@ -117,20 +117,20 @@ def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: Count
     assert source.num_reads < 60
 
 
-def test_sparse_slices_read_little_extra(file: ReadAhead, source: Counted) -> None:
+def test_sparse_slices_read_little_extra(file: ReadAhead, source: CountingSource) -> None:
     for start in range(0, SIZE, MIB // 2):
         read(file, start, start + 4096)
     assert source.read_bytes == 4096 * (SIZE // (MIB // 2))
 
 
-def test_short_run_of_small_reads_prefetches_little(file: ReadAhead, source: Counted) -> None:
+def test_short_run_of_small_reads_prefetches_little(file: ReadAhead, source: CountingSource) -> None:
     for start, stop in tensors(4096, 5 * 4096):
         read(file, start, stop)
     assert source.read_bytes <= 2 * MIB + 5 * 4096
 
 
-def natural(count: int) -> list[tuple[str, int, int]]:
-    """Tensors of layers that lie in the file in the order of their names as text, sorted as people count."""
+def layers_by_number(count: int) -> list[tuple[str, int, int]]:
+    """Return names of layers, stored in the order of text and sorted by layer number."""
     size = SIZE // count
     names = sorted(f"layer.{index}.w" for index in range(count))
     places = [(name, at * size, (at + 1) * size) for at, name in enumerate(names)]
@@ -139,19 +139,21 @@ def natural(count: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("count", [40, 1500])
-def test_hinted_order_reads_each_byte_once(file: ReadAhead, source: Counted, count: int, num_threads: int) -> None:
-    order = natural(count)
+def test_hinted_order_reads_each_byte_once(
+    file: ReadAhead, source: CountingSource, count: int, num_threads: int
+) -> None:
+    order = layers_by_number(count)
     file.expect([(start, stop) for _, start, stop in order])
     assert source.num_reads == 0
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(lambda place: read(file, place[1], place[2]), order))
     assert source.read_bytes <= 1.05 * (SIZE // count * count)
-    # The runs of layers 10 to 19, 100 to 199 and so on have a read or two of their own.
+    # Each of the runs of layers 10 to 19, 100 to 199 and so on has one or two reads.
     assert source.num_reads < 400
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: Counted) -> None:
+def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: CountingSource) -> None:
     file.expect(tensors(MIB))
     for start in reversed(range(0, SIZE, 2 * MIB)):
         read(file, start, start + 1000)
@@ -159,7 +161,7 @@ def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: Counted
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_hint_outside_file_is_refused(file: ReadAhead) -> None:
+def test_hint_outside_file_raises(file: ReadAhead) -> None:
     with pytest.raises(ConfigError, match="outside the file"):
         file.expect([(0, SIZE + 1)])
 
@@ -170,15 +172,15 @@ def test_hint_outside_file_is_refused(file: ReadAhead) -> None:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
 )
 def test_random_requests_after_hint_are_correct(hints: list[tuple[int, int]], requests: list[tuple[int, int]]) -> None:
-    file = ReadAhead(Counted(), SETTINGS, num_reads=3)
+    file = ReadAhead(CountingSource(), SETTINGS, num_reads=3)
     file.expect((start, min(start + nbytes, SIZE)) for start, nbytes in hints)
     for start, nbytes in requests:
         read(file, start, min(start + nbytes, SIZE))
     file.close()
 
 
-def test_concurrent_files_share_memory(source: Counted) -> None:
-    sources = [source, Counted(), Counted()]
+def test_concurrent_files_share_memory(source: CountingSource) -> None:
+    sources = [source, CountingSource(), CountingSource()]
     files = [ReadAhead(each, SETTINGS, num_reads=4) for each in sources]
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda place: read(place[0], *place[1]), [(f, p) for p in tensors(100_000) for f in files]))
@@ -187,7 +189,7 @@ def test_concurrent_files_share_memory(source: Counted) -> None:
         file.close()
 
 
-def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: Counted) -> None:
+def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: CountingSource) -> None:
     def fail(start: int, stop: int) -> None:
         if stop > 4 * MIB:
             raise SourceUnavailable("broken", uri="memory:")
@@ -202,7 +204,7 @@ def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: Counte
         read(file, start, stop)
 
 
-def test_partly_failed_large_read_raises(file: ReadAhead, source: Counted) -> None:
+def test_partly_failed_large_read_raises(file: ReadAhead, source: CountingSource) -> None:
     def fail(start: int, stop: int) -> None:
         if start >= 3 * MIB:
             raise SourceUnavailable("broken", uri="memory:")
@@ -214,12 +216,12 @@ def test_partly_failed_large_read_raises(file: ReadAhead, source: Counted) -> No
     read(file, 0, 6 * MIB)
 
 
-def test_reads_beyond_end_are_refused(file: ReadAhead) -> None:
+def test_reads_beyond_end_raise(file: ReadAhead) -> None:
     with pytest.raises(SourceTruncated):
         file.readv(SIZE - 1, [memoryview(bytearray(2))])
 
 
-def test_close_returns_before_last_read_ends(source: Counted) -> None:
+def test_close_returns_before_last_read_ends(source: CountingSource) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=4)
     going_on, under_way = threading.Event(), threading.Event()
 
@@ -242,7 +244,7 @@ def test_close_returns_before_last_read_ends(source: Counted) -> None:
 
 
 def test_hanging_source_is_reported() -> None:
-    source = Counted()
+    source = CountingSource()
     file = ReadAhead(source, SETTINGS, num_reads=2, stall_s=0.2)
     read(file, 0, 1000)
     going_on = threading.Event()
@@ -255,10 +257,10 @@ def test_hanging_source_is_reported() -> None:
 
 def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SLOW_S", 0.2)
-    dead = Counted()
+    dead = CountingSource()
     going_on = threading.Event()
     dead.before = lambda start, stop: [None, going_on.wait(30)][0]
-    files = [ReadAhead(each, SETTINGS, num_reads=2, stall_s=10) for each in (dead, Counted())]
+    files = [ReadAhead(each, SETTINGS, num_reads=2, stall_s=10) for each in (dead, CountingSource())]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(read, files[0], 0, 8 * MIB)
         wait_until(lambda: dead.num_reads == 2)
@@ -271,14 +273,14 @@ def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_hanging_read_stalls_during_other_reads() -> None:
-    dead = Counted()
+    dead = CountingSource()
     going_on = threading.Event()
     dead.before = lambda start, stop: [None, going_on.wait(30)][0]
     file = ReadAhead(dead, SETTINGS, num_reads=2, stall_s=0.5)
 
     def read_others() -> None:
         while not going_on.is_set():
-            other = ReadAhead(Counted(), SETTINGS, num_reads=8, stall_s=10)
+            other = ReadAhead(CountingSource(), SETTINGS, num_reads=8, stall_s=10)
             read(other, 0, 2 * MIB)
             other.close()
 
@@ -294,7 +296,7 @@ def test_hanging_read_stalls_during_other_reads() -> None:
     file.close()
 
 
-def test_close_ends_waiting_request(source: Counted) -> None:
+def test_close_ends_waiting_request(source: CountingSource) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=1)
     going_on = threading.Event()
     source.before = lambda start, stop: [None, going_on.wait(30)][0]
@@ -310,7 +312,7 @@ def test_close_ends_waiting_request(source: Counted) -> None:
     wait_until(lambda: source.is_closed)
 
 
-def test_forked_child_reads_independently(file: ReadAhead, source: Counted) -> None:
+def test_forked_child_reads_independently(file: ReadAhead, source: CountingSource) -> None:
     going_on = threading.Event()
     holding: list[int] = []
 
@@ -322,7 +324,7 @@ def test_forked_child_reads_independently(file: ReadAhead, source: Counted) -> N
     source.before = hold
     for start, stop in tensors(4096, 3 * 4096):
         read(file, start, stop)
-    # Not before: the fork would take along the lock of the source, which the threads hold on their way there.
+    # Wait until now, because the fork would copy the source's lock while a thread holds it.
     wait_until(lambda: len(holding) == 2)
     child = os.fork()
     if not child:

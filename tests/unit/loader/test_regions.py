@@ -1,4 +1,4 @@
-"""`boxes=` of a load: regions are cut from verified leaves, by boxes, slices or the rules of tensor parallelism."""
+"""`boxes=` of a load: regions are cut from verified leaves by boxes, slices or tensor-parallel rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = {"a": (700, 300), "b": (40,), "c": (3, 250, 260), "d": (), "e": (2, 150
 
 
 def flip(file: Path, name: str, at: int) -> None:
-    """Flip a bit of a tensor's byte in a file."""
+    """Flip a bit in one byte of a tensor in a file."""
     raw = bytearray(file.read_bytes())
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     raw[8 + int.from_bytes(raw[:8], "little") + header[name]["data_offsets"][0] + at] ^= 1
@@ -74,7 +74,7 @@ def test_flipped_bit_inside_region_leaf_is_detected(tmp_path: Path, at: int) -> 
     assert ps.load(tmp_path, boxes=box, verify=False)["w"].shape == (4, LEAF_BYTES // 8)
 
 
-def test_flipped_bit_outside_leaves_is_not_read(tmp_path: Path) -> None:
+def test_flipped_bit_outside_leaves_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(16, LEAF_BYTES // 8, dtype=torch.int16)}, file)
     ps.manifest(tmp_path)
@@ -85,7 +85,7 @@ def test_flipped_bit_outside_leaves_is_not_read(tmp_path: Path) -> None:
 
 
 def test_gaps_of_whole_leaves_are_skipped(tmp_path: Path) -> None:
-    # Of each of 3 experts one leaf of four is wanted.
+    # One of four leaves is needed for each of 3 experts.
     experts = torch.arange(3 * LEAF_BYTES, dtype=torch.int32).view(3, 4, LEAF_BYTES // 4)
     save_file({"experts": experts}, tmp_path / "m.safetensors")
     ps.manifest(tmp_path)
@@ -181,7 +181,7 @@ def test_tensor_parallel_rank_matches_reshard(llama: Path, tmp_path: Path, size:
             assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors)
 
 
-def test_tensor_without_rule_is_refused(tmp_path: Path) -> None:
+def test_tensor_without_rule_raises(tmp_path: Path) -> None:
     save_file({"odd.thing": torch.zeros(4, 4), "x.up_proj.weight": torch.zeros(6, 4)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="no rule says how to split 1 tensors: odd"):
         ps.load(tmp_path, boxes=ps.tensor_parallel(rank=0, size=2))

@@ -1,4 +1,4 @@
-"""A run whose reads the kernel's workers carry out: the same bytes and the same ends as with threads."""
+"""Runs whose reads are made by io_uring workers behave like runs with threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {rin
 
 
 class Copy:
-    """A device's copy, which is carried out when it was looked at twice."""
+    """A fake device copy that is complete at the second poll."""
 
     def __init__(self, copy: Callable[[], None], is_held: threading.Event) -> None:
         self._copy, self._is_held, self._looks = copy, is_held, 0
@@ -51,7 +51,7 @@ class Copy:
 
 
 class DevicePlace(HostPlace):
-    """Host slabs that behave as a device's."""
+    """Host slabs that behave like device slabs."""
 
     def __init__(self, slab_nbytes: Sequence[int]) -> None:
         super().__init__(slab_nbytes)
@@ -70,7 +70,7 @@ class DevicePlace(HostPlace):
 
 
 class Bench:
-    """A run over files of `nbytes` each, and one more source in memory if asked."""
+    """A run over files with these sizes, and optionally a source in memory."""
 
     def __init__(self, directory: Path, num_files: int, memory_nbytes: int = 0) -> None:
         self.paths = [directory / f"{number}.bin" for number in range(num_files)]
@@ -110,7 +110,7 @@ class Bench:
         return self.run
 
     def close(self) -> None:
-        """End the run; every buffer must have come back, and every thread have ended."""
+        """End the run, and check that all buffers were released and all threads have ended."""
         self.place.is_held.clear()
         if self.run is not None:
             self.run.close()
@@ -184,7 +184,7 @@ def test_changed_file_raises_before_delivery(make: Callable[..., Bench]) -> None
 
     def change(number: int) -> None:
         if number == 2:
-            # Beyond the bytes that are read: only the times of the file tell of it.
+            # Change a byte that is not read, so that only the file's times differ.
             os.utime(bench.paths[0], ns=(1, 1))
 
     bench.place.on_copy = change
@@ -225,7 +225,7 @@ def test_cancel_waits_for_device_and_kernel(make: Callable[..., Bench]) -> None:
 
 
 def error_of(run: LoadRun) -> BaseException | None:
-    """Return what stopped a run; None if nothing did within 10 s, where `slabs` might wait for ever."""
+    """Return the error that stopped a run, or None if there is none within 10 s."""
     with run.ticket.changed:
         run.ticket.changed.wait_for(lambda: run.ticket.done, 10)
     return run.ticket.error
@@ -277,7 +277,7 @@ def test_unqueued_read_ends_run_without_waiting(make: Callable[..., Bench]) -> N
 def test_reads_in_flight_keep_memory_after_ring_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[object] = []
     monkeypatch.setattr("penstock.engine.fetch_ring._lost", lost)
-    # Without the fixture, which wants every buffer back.
+    # Do not use the fixture, which requires every buffer to be released.
     bench = Bench(tmp_path, 1)
     ring, wait = bench.ring, bench.ring.wait
 
@@ -296,7 +296,7 @@ def test_reads_in_flight_keep_memory_after_ring_failure(tmp_path: Path, monkeypa
     del bench, run
     gc.collect()
     assert memory() is not None
-    # The kernel carries the reads out after all.
+    # The kernel completes the reads after the failure.
     num_ended = 0
     while num_ended < num_lost:
         num_ended += len(wait(1.0))
@@ -312,7 +312,7 @@ def test_tmpfs_files_are_read_by_ring() -> None:
     path.write_bytes(sample(CHUNK))
     try:
         source = FileSource.open(str(path))
-        # As the header is read. Asking tmpfs not to block is an error there, which is no sign of absent pages.
+        # tmpfs rejects non-blocking reads with an error, although the pages are present.
         assert source.readv(0, [memoryview(bytearray(8))]) == "page-cache"
         assert source.cached_fd(0, CHUNK) is not None
         source.close()

@@ -1,4 +1,4 @@
-"""A run moves a plan's bytes to their slabs, within its budget, and ends in one way: finished, failed or cancelled."""
+"""A run moves a plan's bytes to their slabs within its budget, and finishes, fails or is cancelled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table_of(*nbytes: int) -> TensorTable:
 
 
 class Gated(MemorySource):
-    """A source whose reads wait, fail or are counted as told."""
+    """A source whose reads can wait, fail or be counted."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -60,7 +60,7 @@ class Gated(MemorySource):
 
 
 class SlowCopy:
-    """A copy that the device carries out only when it is looked at often enough."""
+    """A fake device copy that is complete after several polls."""
 
     def __init__(self, copy: Callable[[], None], num_looks: int) -> None:
         self._copy, self._left = copy, num_looks
@@ -73,7 +73,7 @@ class SlowCopy:
 
 
 class DevicePlace(HostPlace):
-    """Host slabs that behave as a device's: nothing reads straight into them, copies take a while."""
+    """Host slabs that behave like device slabs: no direct reads, and slow copies."""
 
     def __init__(self, slab_nbytes: Sequence[int], *, num_looks: int = 2) -> None:
         super().__init__(slab_nbytes)
@@ -95,7 +95,7 @@ class DevicePlace(HostPlace):
 
 
 class Bench:
-    """A plan of `nbytes` tensors over a gated source, and runs of it."""
+    """A plan of tensors with these sizes over a gated source, and runs of the plan."""
 
     def __init__(self, *nbytes: int, boxes: Sequence[Box | None] | None = None) -> None:
         self.data = sample(sum(nbytes))
@@ -316,7 +316,7 @@ def test_slow_consumer_is_not_a_stall(make: Make) -> None:
 
 
 def test_silent_source_is_limited_by_its_own_deadline(make: Make) -> None:
-    """While a read runs, the source's deadline holds; the ticket's only begins when nothing runs."""
+    """The source's deadline applies while a read runs, and the ticket's deadline otherwise."""
     bench = make(CHUNK)
     bench.source.open.clear()
     run = bench.start(stall_s=1.0)

@@ -1,4 +1,4 @@
-"""`safe_open` beside safetensors' own: the same keys, tensors, slices and errors; and it reads only what it needs."""
+"""`safe_open` has the keys, tensors, slices and errors of safetensors, and reads only the needed bytes."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ CUBE = (3, 4, 5)
 
 
 def write(path: Path, tensors: dict[str, tuple[DType, Sequence[int]]], metadata: dict[str, str] | None = None) -> Path:
-    """Bytes laid down by hand, so that no writer's habits hide in the ground truth."""
+    """Write a file by hand, so that the expected bytes do not depend on a writer."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     body = b""
     for name, (dtype, shape) in tensors.items():
@@ -63,7 +63,7 @@ def theirs(path: Path, framework: str = "pt") -> Any:
 
 
 class Recorder(MemorySource):
-    """A source in memory that remembers how many bytes were asked of it."""
+    """A source in memory that counts the requested bytes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data, uri="s3://bucket/all.safetensors")
@@ -86,7 +86,7 @@ def assert_same(mine: Any, true: Any) -> None:
     assert mine.dtype == true.dtype
     assert tuple(mine.shape) == tuple(true.shape)
     if isinstance(true, torch.Tensor):
-        # Comparing float4 and float8 element-wise is not implemented on the CPU: compare their bytes.
+        # The CPU cannot compare float4 and float8 elements, so compare their bytes.
         mine, true = (_bytes_of(t) for t in (mine, true))
     assert mine.tobytes() == true.tobytes()
 
@@ -98,7 +98,7 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What `call` gives, or the error it raises."""
+    """Return the result of a call, or the error that it raises."""
     try:
         return call()
     except (Exception, BaseException) as error:  # noqa: BLE001 - a panic of the ground truth is no Exception
@@ -164,7 +164,7 @@ class TestWholeTensors:
         assert load_file(path) == {}
         assert safe_open(path).keys() == []
 
-    def test_each_call_returns_a_new_tensor(self, file: Path) -> None:
+    def test_each_call_returns_new_tensor(self, file: Path) -> None:
         with safe_open(file) as f:
             first, second = f.get_tensor("cube"), f.get_tensor("cube")
         first.zero_()
@@ -173,7 +173,7 @@ class TestWholeTensors:
 
     @pytest.mark.parametrize("framework", ["pt", "np"])
     @pytest.mark.parametrize("dtype", sorted(F6))
-    def test_f6_is_refused_like_safetensors(self, file: Path, framework: str, dtype: DType) -> None:
+    def test_f6_raises_like_safetensors(self, file: Path, framework: str, dtype: DType) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, framework).get_tensor(f"z.{dtype}")
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -198,13 +198,13 @@ TORCH_FORMS: list[Any] = [
     torch.tensor([True, False, True]), torch.ones(CUBE, dtype=torch.bool), range(2), slice(np.int64(0), np.int64(2)),
     slice(0, 10**30), slice(-3, None, 2), np.s_[::2, ::2], np.s_[::100], (0, [1, 2]), ([0], None),
     (slice(None), None, [1]), (Ellipsis, [0, 1]), (1, Ellipsis, [0, 1]),
-    # And those that are refused.
+    # These indexes are invalid.
     -4, 3, np.s_[::-1], np.s_[::0], (0, 0, 0, 0), "a", 1.5, slice(0, 1.5), b"a", {}, {1}, 10**30, [0, 7],
 ]  # fmt: skip
 
 
 class TestTorchSlices:
-    """For `pt` every form torch takes means what it means there; so do the errors."""
+    """For `pt`, every index and error of torch behaves as in torch."""
 
     @pytest.mark.parametrize("index", TORCH_FORMS, ids=repr)
     @pytest.mark.parametrize("name", ["cube", "a.scalar", "empty"])
@@ -322,7 +322,7 @@ class TestNumpySlices:
          (0, 0, 0, 0), "a", 1.5, b"a", {}, 10**30],
         ids=repr,
     )  # fmt: skip
-    def test_slice_refused_by_safetensors_is_refused(self, file: Path, index: Any) -> None:
+    def test_slice_unsupported_by_safetensors_raises(self, file: Path, index: Any) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, "np").get_slice("cube")[index]
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -335,7 +335,7 @@ class TestNumpySlices:
             safe_open(file, "np").get_slice("cube")[0:1.5]
 
     @pytest.mark.parametrize("index", [np.s_[2:1], np.s_[5:9], np.s_[-2:], np.s_[:, -10:10], np.s_[:7]], ids=repr)
-    def test_slices_unsupported_by_safetensors_match_numpy(self, file: Path, index: Any) -> None:
+    def test_additional_slices_match_numpy(self, file: Path, index: Any) -> None:
         whole = theirs(file, "np").get_tensor("cube")
         assert_same(safe_open(file, "np").get_slice("cube")[index], whole[index])
 
@@ -378,7 +378,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestLargeFiles:
-    """Large tensors and slices, and those of several reads over a network, go through the engine."""
+    """Large tensors and slices, and several reads over a network, use the engine."""
 
     @pytest.mark.parametrize("index", [(), np.s_[1:39], np.s_[:, 3:5], np.s_[::7, :, 1000:]])
     def test_large_file_slices_match_safetensors(self, big: Path, index: Any) -> None:
@@ -410,14 +410,14 @@ class TestLargeFiles:
 
 
 class TestErrors:
-    def test_missing_tensor_is_named(self, file: Path) -> None:
+    def test_missing_tensor_error_has_name(self, file: Path) -> None:
         for ask in ("get_tensor", "get_slice"):
             with pytest.raises(safetensors.SafetensorError, match="does not contain tensor nope") as caught:
                 getattr(safe_open(file), ask)("nope")
             assert isinstance(caught.value, NotFound)
             assert caught.value.tensor == "nope"
 
-    def test_closed_file_refuses_calls(self, file: Path) -> None:
+    def test_closed_file_raises(self, file: Path) -> None:
         with safe_open(file) as f:
             pass
         calls = (f.keys, f.offset_keys, f.metadata, f.get_tensors, lambda: f.get_tensor("cube"))
@@ -447,12 +447,12 @@ class TestErrors:
             safe_open(file, "pt", device=device)
         assert isinstance(caught.value, ConfigError)
 
-    def test_numpy_with_device_is_refused(self, file: Path) -> None:
+    def test_numpy_with_device_raises(self, file: Path) -> None:
         with pytest.raises(safetensors.SafetensorError, match="numpy"):
             safe_open(file, "np", device="cuda:0")
 
     @pytest.mark.parametrize("keyword", [{"framework": "bogus"}, {"backend": "bogus"}])
-    def test_unknown_option_value_is_named(self, file: Path, keyword: dict[str, str]) -> None:
+    def test_unknown_option_error_has_value(self, file: Path, keyword: dict[str, str]) -> None:
         with pytest.raises(safetensors.SafetensorError, match="bogus"):
             safe_open(file, **{"framework": "pt", **keyword})
 

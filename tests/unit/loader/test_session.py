@@ -1,4 +1,4 @@
-"""The intake of a load: its staging is given back also where the system allows no more threads."""
+"""The staging of a load is released even if the system allows no more threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.loader.session import Intake, resolve_device
 
 
 class Registrar:
-    """Notes what is pinned."""
+    """A registrar that records pinned memory."""
 
     def __init__(self) -> None:
         self.pinned: set[int] = set()
@@ -46,7 +46,7 @@ def test_close_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool
 
 
 @pytest.mark.parametrize("device", [0, 99, "cuda:99"])
-def test_absent_gpu_number_is_named(device: int | str) -> None:
+def test_absent_gpu_error_has_number(device: int | str) -> None:
     if torch.cuda.device_count() and device == 0:
         pytest.skip("this host has GPU 0")
     number = device if isinstance(device, int) else 99
@@ -55,7 +55,7 @@ def test_absent_gpu_number_is_named(device: int | str) -> None:
 
 
 @pytest.mark.parametrize("device", [-1, True, "0", 0.0, None])
-def test_invalid_device_is_refused(device: object) -> None:
+def test_invalid_device_raises(device: object) -> None:
     with pytest.raises(ConfigError, match="is not a device") as caught:
         resolve_device(device)
     assert "the number N of a GPU" in str(caught.value)

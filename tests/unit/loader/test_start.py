@@ -1,4 +1,4 @@
-"""`load_in_background` on a GPU, without one: the stream on which its thread works."""
+"""The stream on which `load_in_background` works, with a fake GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that make their state dict themselves: of copies, of views, of plain attributes, under other names."""
+"""Modules whose state dict has copies, views, plain attributes or different names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Verb = Callable[[torch.nn.Module, Path], object]
 
 
 class Stacked(torch.nn.Module):
-    """One parameter, saved as its two halves."""
+    """A module with one parameter that is saved as two halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Stacked(torch.nn.Module):
 
 
 class Attribute(torch.nn.Module):
-    """A tensor that is no parameter and no buffer."""
+    """A module with a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_views_in_state_dict_are_filled(path: Path, verb: Verb) -> None:
 
 
 @pytest.mark.parametrize("verb", [load_into, load_in_background])
-def test_copies_in_state_dict_are_refused(path: Path, verb: Callable[..., object]) -> None:
+def test_copies_in_state_dict_raise(path: Path, verb: Callable[..., object]) -> None:
     def copies(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name in list(state):
             state[name] = state[name].clone()

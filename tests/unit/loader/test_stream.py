@@ -1,4 +1,4 @@
-"""`stream` on the CPU: the same tensors, one by one, and nothing left when the reader stops early."""
+"""`stream` on the CPU yields the tensors of `load` one by one, and releases everything when it is closed early."""
 
 from __future__ import annotations
 

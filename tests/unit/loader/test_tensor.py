@@ -1,4 +1,4 @@
-"""Bytes become tensors: every dtype, alignment, packing and ownership."""
+"""Views of bytes as tensors: dtypes, alignment, packing and ownership."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_every_dtype_keeps_its_bytes(dtype: DType, shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", HELD)
-def test_torch_dtype_has_an_inverse(dtype: DType) -> None:
+def test_torch_dtype_has_inverse(dtype: DType) -> None:
     assert dtype_of(torch_dtype(dtype)) is dtype
 
 
@@ -63,7 +63,7 @@ def test_view_keeps_buffer_alive() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(F6))
-def test_f6_is_refused_by_both_frameworks(dtype: DType) -> None:
+def test_f6_raises_in_both_frameworks(dtype: DType) -> None:
     with pytest.raises(PlanError, match=dtype):
         torch_dtype(dtype)
     with pytest.raises(PlanError, match=dtype):
@@ -76,7 +76,7 @@ def test_f4_requires_even_last_dim(shape: tuple[int, ...]) -> None:
         torch_shape(DType.F4, shape)
 
 
-def test_torch_dtype_without_format_name_is_refused() -> None:
+def test_torch_dtype_without_format_name_raises() -> None:
     with pytest.raises(PlanError, match="complex128"):
         dtype_of(torch.complex128)
 

@@ -1,4 +1,4 @@
-"""Arenas: where tensors are placed in them, what keeps them alive, and live tensors moved into them."""
+"""Arenas: placement of tensors, lifetime of the memory, and live tensors that are moved into an arena."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_views_keep_memory_until_dropped() -> None:
 
 
 def test_shared_memory_is_found_during_concurrent_changes() -> None:
-    """Threads take turns every microsecond, so that one looks in the middle of the other's change."""
+    """Switch threads every microsecond, so that a lookup runs in the middle of a change."""
     arenas = [Arena.allocate(512) for _ in range(50)]
     address, until, interval = arenas[-1].address, time.monotonic() + 0.5, sys.getswitchinterval()
     stopped = threading.Event()
@@ -94,7 +94,7 @@ def test_shared_memory_is_found_during_concurrent_changes() -> None:
         changing.join(10)
 
 
-def test_invalid_arena_is_refused() -> None:
+def test_invalid_arena_raises() -> None:
     with pytest.raises(DestinationError, match="available"):
         Arena.allocate(1 << 60)
     with pytest.raises(ConfigError):
@@ -206,7 +206,7 @@ def test_every_dtype_and_empty_input_is_rehomed() -> None:
     assert rehome({"none": torch.empty(0)}) == ()
 
 
-def test_tensor_without_dense_memory_is_refused() -> None:
+def test_tensor_without_dense_memory_raises() -> None:
     kept = torch.ones(3)
     address = kept.data_ptr()
     for odd in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):

@@ -1,4 +1,4 @@
-"""The staging pool: bounded, pinned once and unpinned once, and nobody waits for ever."""
+"""The staging pool is bounded, pins and unpins each buffer once, and has deadlines for all waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 64 << 10
 
 
 class Counting:
-    """A registrar that knows what is pinned, and can refuse."""
+    """A registrar that records pinned memory and can refuse to pin."""
 
     def __init__(self, *, room: int = 1 << 30) -> None:
         self.pinned: dict[int, int] = {}
@@ -55,7 +55,7 @@ def make() -> Iterator[Make]:
 
 
 def waiting(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    """Call in a thread; its outcome, or its error, lands in the list."""
+    """Make a call in a thread. Append its result or error to the list."""
     outcome: list[object] = []
 
     def run() -> None:
@@ -121,7 +121,7 @@ def test_stalled_acquire_names_memory_bytes(make: Make) -> None:
 
 
 def waiters(pool: StagingPool, number: int) -> list[tuple[threading.Thread, list[object]]]:
-    """Start threads that wait for a buffer of the pool; return once all of them wait."""
+    """Start threads that wait for a buffer, and return once all of them wait."""
     begun = [waiting(lambda: pool.acquire(stall_s=10)) for _ in range(number)]
     while len(pool._state._waiters) < number:  # type: ignore[attr-defined]
         time.sleep(0.001)
@@ -133,7 +133,7 @@ def test_released_buffer_goes_to_waiting_thread(make: Make) -> None:
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     [(thread, outcome)] = waiters(pool, 1)
     pool.release(held[0])
-    # In the same slice of the GIL, before the waiting thread can run.
+    # Acquire again before the waiting thread gets the GIL.
     assert pool.try_acquire() is None
     thread.join(5)
     assert outcome == [held[0]]
@@ -152,7 +152,7 @@ def test_release_renews_deadline_of_waiting_thread(make: Make, monkeypatch: pyte
     pool.release(held[0])
     while not any(outcome for _, outcome in begun):
         time.sleep(0.001)
-    # The buffer that was released at 6 went to the other thread; as many are in use as before.
+    # The buffer that was released at 6 went to the other thread, so as many buffers are in use as before.
     now[0] = 12.0
     with pool._state:
         pool._state.notify_all()
@@ -163,7 +163,7 @@ def test_release_renews_deadline_of_waiting_thread(make: Make, monkeypatch: pyte
     assert sorted(buffer.address for _, [buffer] in begun) == sorted(buffer.address for buffer in held)  # type: ignore[attr-defined]
 
 
-def test_cancel_wakes_waiters_and_refuses_acquires(make: Make) -> None:
+def test_cancel_wakes_waiters_and_rejects_acquires(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     waiters = [waiting(lambda: pool.acquire(stall_s=60)) for _ in range(3)]
@@ -238,7 +238,7 @@ def test_warming_uses_threads_that_started(make: Make, refuse_thread: Callable[[
     pool.warm(2)
     for warmer in pool._warmers:
         warmer.join(5)
-    # Half of the buffers are cold, and nobody warms them any more: they can be taken.
+    # Half of the buffers stay cold, and can still be acquired.
     assert len(registrar.pinned) == 2
     assert all(pool.try_acquire() is not None for _ in range(4))
     pool.close()

@@ -1,4 +1,4 @@
-"""`memory.targets`: targets that overlap are refused, tied ones are grouped, writes are seen by autograd."""
+"""Overlapping targets are rejected, tied targets are grouped, and writes are recorded for autograd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def groups(*tensors: torch.Tensor) -> list[list[int]]:
         (MEMORY, MEMORY[3:4], MEMORY[50:52]),
     ],
 )
-def test_partly_shared_memory_is_refused(tensors: tuple[torch.Tensor, ...]) -> None:
+def test_partly_shared_memory_raises(tensors: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(PlanError, match="share part of their memory"):
         groups(*tensors)
 
@@ -66,7 +66,7 @@ def test_same_strided_view_is_one_group() -> None:
     "tensor",
     [torch.zeros(1).expand(48), torch.zeros(4, 1).expand(4, 6), torch.zeros(9).as_strided((4, 3), (2, 1))],
 )
-def test_expanded_target_is_refused(tensor: torch.Tensor) -> None:
+def test_expanded_target_raises(tensor: torch.Tensor) -> None:
     with pytest.raises(PlanError, match="share memory"):
         groups(tensor)
 
@@ -88,7 +88,7 @@ def freed() -> torch.Tensor:
         (freed(), "freed"),
     ],
 )
-def test_target_without_memory_is_refused(tensor: torch.Tensor, why: str) -> None:
+def test_target_without_memory_raises(tensor: torch.Tensor, why: str) -> None:
     with pytest.raises(PlanError, match=why) as raised:
         groups(MEMORY, tensor)
     assert raised.value.tensor == "t1" and not raised.value.mutated

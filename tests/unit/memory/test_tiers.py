@@ -1,4 +1,4 @@
-"""Tiers: whatever is put, pinned, moved and dropped, budgets hold and bytes stay what they are."""
+"""Tiers keep their budgets and the bytes of their blocks under any sequence of calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def block(number: int, nbytes: int = 100) -> TierBlock:
 
 
 class Source:
-    """Gives a block's bytes, and counts."""
+    """A source of blocks that counts its reads."""
 
     def __init__(self) -> None:
         self.reads: Counter[TierBlock] = Counter()
@@ -53,7 +53,7 @@ def content(one: TierBlock) -> memoryview:
     return filled(one.nbytes, hash(one)).views()[0]
 
 
-def seen(room: Room) -> bytes:
+def bytes_of(room: Room) -> bytes:
     into = memoryview(bytearray(room.nbytes))
     if room.nbytes:
         room.read(0, into)
@@ -70,7 +70,7 @@ def make(*budgets: int | None, keeps_copies: bool = False, **options: float) -> 
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Any sequence of calls against a set of names; blocks 5 and up cannot be read again."""
+    """Random calls on a set of blocks. Blocks 5 and up cannot be read again."""
 
     BUDGETS: ClassVar = {"gpu": 300, "host": 250, "disk": 400}
     BLOCKS: ClassVar = [block(i, 40 + 25 * i) for i in range(8)]
@@ -146,7 +146,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert {one for one, at in where.items() if at} == self.there
         for name in self.BUDGETS:
             held = {one for one in self.there if where[one] == name}
-            # A pinned copy that was left behind is counted, too.
+            # A pinned old room counts too.
             least, most = sum(one.nbytes for one in held), sum(one.nbytes for one in self.BLOCKS)
             assert least <= stats.tiers[name].used_bytes <= most
         if not self.pins and not self.KEEPS_COPIES:
@@ -158,7 +158,7 @@ class TiersMachine(RuleBasedStateMachine):
     @invariant()
     def pinned_bytes_stay(self) -> None:
         for one, room, _ in self.pins:
-            assert seen(room) == bytes(content(one))
+            assert bytes_of(room) == bytes(content(one))
 
     def teardown(self) -> None:
         for _, _, stack in self.pins:
@@ -166,7 +166,7 @@ class TiersMachine(RuleBasedStateMachine):
         for one in self.there:
             try:
                 with self.tiers.pin(one) as room:
-                    assert seen(room) == bytes(content(one))
+                    assert bytes_of(room) == bytes(content(one))
             except BudgetTooSmall:
                 pass  # no room for it beside what cannot leave
         self.tiers.close()
@@ -178,7 +178,7 @@ TestAnySequence.settings = hypothesis_settings(max_examples=60, stateful_step_co
 
 
 class CopiesMachine(TiersMachine):
-    """The same where blocks that moved up leave copies."""
+    """Random calls on tiers that keep copies."""
 
     KEEPS_COPIES = True
 
@@ -194,9 +194,9 @@ def test_block_with_copy_is_demoted_without_copying() -> None:
             tiers.put(block(i), source.of(block(i)))
         for turn in range(6):
             with tiers.pin(block(turn % 3)) as room:
-                assert seen(room) == bytes(content(block(turn % 3)))
+                assert bytes_of(room) == bytes(content(block(turn % 3)))
         stats = tiers.stats()
-        # Two went down when they were put, and the third when the first came back: each once.
+        # Each block moved down once, two of them during `put`.
         assert stats.links["gpu", "host"].num_moves == 3
         assert stats.links["host", "gpu"].num_moves == 6
         assert max(source.reads.values()) == 1
@@ -212,7 +212,7 @@ def test_copies_are_evicted_before_blocks() -> None:
             tiers.promote(block(i))
         assert tiers.stats().tiers["host"].used_bytes == 200
         tiers.put(block(2), source.of(block(2)), tier="host")
-        # The copy of the block that was used least has made room for it, and nothing else has moved.
+        # The copy of the least recently used block was dropped, and no block moved.
         assert tiers.where(map(block, range(3))) == ["gpu", "gpu", "host"]
         assert tiers.stats().tiers["host"].used_bytes == 200
         tiers.demote(block(1))
@@ -236,7 +236,7 @@ def test_least_used_block_is_demoted_and_promoted() -> None:
             tiers.put(block(i), source.of(block(i)))
         assert tiers.where(map(block, range(4))) == ["host", "gpu", "gpu", None]
         with tiers.pin(block(0)) as room:
-            assert seen(room) == bytes(content(block(0)))
+            assert bytes_of(room) == bytes(content(block(0)))
         assert tiers.where(map(block, range(3))) == ["gpu", "host", "gpu"]
         assert max(source.reads.values()) == 1
         stats = tiers.stats()
@@ -270,7 +270,7 @@ def test_too_small_budget_error_states_minimum() -> None:
         assert caught.value.hint == "give host_bytes >= 100"
 
 
-def test_block_moves_while_old_place_is_pinned() -> None:
+def test_block_moves_while_old_room_is_pinned() -> None:
     with make(100, 100) as tiers:
         tiers.put(block(0), Source().of(block(0)), tier="host")
         with tiers.pin(block(0), "host") as old:
@@ -279,7 +279,7 @@ def test_block_moves_while_old_place_is_pinned() -> None:
             tiers.demote(block(0))  # it is there still: not copied
             assert ("gpu", "host") not in tiers.stats().links
             tiers.promote(block(0))
-            assert seen(old) == bytes(content(block(0)))
+            assert bytes_of(old) == bytes(content(block(0)))
         assert tiers.stats().tiers["host"].used_bytes == 0
 
 
@@ -314,41 +314,41 @@ def test_concurrent_puts_read_source_once() -> None:
         assert source.reads[block(0)] == 1
 
 
-class Told(HeapTier):
-    """Notes what is asked of it."""
+class RecordingTier(HeapTier):
+    """A tier that records its calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def open_room(self, nbytes: int):
-        room, told = super().open_room(nbytes), self.told
-        told.append("open")
+        room, calls = super().open_room(nbytes), self.calls
+        calls.append("open")
 
         class Room(type(room)):
             def close(self) -> None:
-                told.append("close")
+                calls.append("close")
                 super().close()
 
         room.__class__ = Room
         return room
 
     def trim(self) -> None:
-        self.told.append("trim")
+        self.calls.append("trim")
 
 
 def test_freed_memory_is_reused_or_trimmed() -> None:
-    source, gpu = Source(), Told("gpu")
+    source, gpu = Source(), RecordingTier("gpu")
     with Tiers([Level(tier=gpu, budget_bytes=150), Level(tier=HeapTier("host"))]) as tiers:
         tiers.put(block(0), source.of(block(0)))
         tiers.put(block(1), source.of(block(1)))
-        assert gpu.told == ["open", "close", "open", "trim"]
+        assert gpu.calls == ["open", "close", "open", "trim"]
         tiers.demote(block(1))
-        assert gpu.told[4:] == ["close", "trim"]
+        assert gpu.calls[4:] == ["close", "trim"]
         with tiers.pin(block(0)):
             tiers.promote(block(0))
         tiers.drop(block(0))
-        assert gpu.told[6:] == ["open", "trim", "close", "trim"]  # at the first, of the room that it left below
+        assert gpu.calls[6:] == ["open", "trim", "close", "trim"]  # at the first, of the room that it left below
 
 
 class Full(HeapTier):
@@ -365,28 +365,28 @@ def test_full_disk_falls_back_to_source(caplog) -> None:
         assert tiers.where([block(0)]) == [SOURCE]
         assert "from gpu to disk: no room on the device" in caplog.text
         with tiers.pin(block(0)) as room:
-            assert seen(room) == bytes(content(block(0)))
+            assert bytes_of(room) == bytes(content(block(0)))
         assert source.reads[block(0)] == 2
     with Tiers(levels) as tiers:
         tiers.put(block(0), source.of(block(0)), again=False)
         with pytest.raises(BudgetTooSmall):
             tiers.put(block(1), source.of(block(1)))
         with tiers.pin(block(0)) as room:
-            assert seen(room) == bytes(content(block(0)))
+            assert bytes_of(room) == bytes(content(block(0)))
 
 
-class Rotten(SpillTier):
-    """A disk that gives back other bytes."""
+class CorruptingTier(SpillTier):
+    """A disk tier that corrupts bytes."""
 
     def open_room(self, nbytes: int):
         room = super().open_room(nbytes)
         settle = room.settle
 
-        def rot() -> None:
+        def corrupt() -> None:
             settle()
             os.pwrite(room._fd, b"\x00\x01\x02", 50)
 
-        room.settle = rot  # type: ignore[method-assign]
+        room.settle = corrupt  # type: ignore[method-assign]
         return room
 
 
@@ -394,13 +394,13 @@ def test_corrupt_disk_block_is_read_from_source(tmp_path: Path, caplog) -> None:
     source = Source()
     levels = [
         Level(tier=HeapTier("host"), budget_bytes=100),
-        Level(tier=Rotten.open(tmp_path), budget_bytes=1 << 20),
+        Level(tier=CorruptingTier.open(tmp_path), budget_bytes=1 << 20),
     ]
     with Tiers(levels) as tiers:
         tiers.put(block(0), source.of(block(0)))
         tiers.demote(block(0))
         with tiers.pin(block(0)) as room:
-            assert seen(room) == bytes(content(block(0)))
+            assert bytes_of(room) == bytes(content(block(0)))
         assert source.reads[block(0)] == 2
         assert "is damaged in disk" in caplog.text
         tiers.drop(block(0))
@@ -412,33 +412,33 @@ def test_corrupt_disk_block_is_read_from_source(tmp_path: Path, caplog) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Guest:
-    """A tenant that is told."""
+class RecordingUser:
+    """A user of a block that records its calls."""
 
     def __init__(self) -> None:
-        self.stays, self.told = False, []
+        self.stays, self.calls = False, []
 
     def vacate(self) -> bool:
-        self.told.append("vacate")
+        self.calls.append("vacate")
         return not self.stays
 
     def moved(self, tier: str, room: Room | None) -> None:
-        self.told.append(tier)
+        self.calls.append(tier)
 
 
-def test_tenant_is_asked_before_each_move() -> None:
-    guest, source = Guest(), Source()
+def test_user_is_asked_before_each_move() -> None:
+    tenant, source = RecordingUser(), Source()
     with make(100, 100) as tiers:
-        tiers.put(block(0), source.of(block(0)), user=guest)
-        guest.stays = True
+        tiers.put(block(0), source.of(block(0)), user=tenant)
+        tenant.stays = True
         with pytest.raises(SourceBusy):
             tiers.demote(block(0))
         with pytest.raises(BudgetTooSmall):
             tiers.put(block(1), source.of(block(1)))
-        guest.stays = False
+        tenant.stays = False
         tiers.put(block(1), source.of(block(1)))
         tiers.promote(block(0))
-    assert guest.told == ["gpu", "vacate", "vacate", "vacate", "host", "gpu"]
+    assert tenant.calls == ["gpu", "vacate", "vacate", "vacate", "host", "gpu"]
 
 
 def test_stuck_move_raises_source_stalled() -> None:
@@ -469,7 +469,7 @@ def test_concurrent_threads_see_correct_bytes() -> None:
         for turn in range(60):
             one = blocks[(first + turn * (first + 1)) % len(blocks)]
             with tiers.pin(one, ("gpu", "host")[turn % 2]) as room:
-                if seen(room) != bytes(content(one)):
+                if bytes_of(room) != bytes(content(one)):
                     faults.append(one)
 
     with make(400, 400, None) as tiers:

@@ -218,7 +218,7 @@ def test_wrong_index_is_refused(lie: str, tmp_path: Path) -> None:
     assert caught.value.tensor == name
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_error_has_name(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path, {"q": "model-9.safetensors"})
     with pytest.raises(NotFound, match=r"model-9\.safetensors") as caught:

@@ -32,7 +32,6 @@ class Checker(Protocol):
 
     def prepare(self) -> PendingItem | None:
         """Load kernels ahead of the first check. Return a pending item if a device is working."""
-        ...
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """Check these slabs. Return None if the check is complete, or a pending item if a device is working.
@@ -40,7 +39,6 @@ class Checker(Protocol):
         Raises:
             IntegrityError: a leaf differs. The pending item's `done` may raise it too.
         """
-        ...
 
 
 class Expected:

@@ -39,11 +39,9 @@ class RingItem(WorkItem, Protocol):
 
     def queue(self) -> Queued | Literal["later"] | None:
         """Acquire a buffer and return the read. Return "later" without a free buffer, or None for other items."""
-        ...
 
     def arrived(self) -> PendingItem | None:
         """Copy the bytes of the completed read to their destination, or start a copy on a device."""
-        ...
 
 
 READS_AHEAD = 4

@@ -47,15 +47,12 @@ class Destination(Protocol):
     @property
     def registrar(self) -> Registrar | None:
         """Return the registrar that pins staging buffers for this memory, or None if pageable memory suffices."""
-        ...
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
         """Return bytes `[start, stop)` of the slab for a source to write to, or None if sources cannot write there."""
-        ...
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
         """Copy packed segments from the buffer, which is in use until the returned item is done. None means done."""
-        ...
 
 
 def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:

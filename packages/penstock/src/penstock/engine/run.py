@@ -32,11 +32,9 @@ class AnyExecutor(Protocol):
 
     def is_busy(self) -> bool:
         """Return whether the executor is running an item."""
-        ...
 
     def close(self) -> None:
         """See `Executor.close`."""
-        ...
 
 
 E = TypeVar("E", bound=AnyExecutor)
@@ -181,6 +179,9 @@ class RunState:
         moved_bytes: number of bytes at their destination so far.
         is_busy: returns whether an executor runs an item, whose deadline then applies instead of the ticket's.
         received: returns the bytes received so far, including those of running items. If None, only whole items count.
+        error: the first error. None if there was no error or the ticket was released.
+        stopped: whether the run failed or was cancelled, so that no new item may start.
+        is_finished: whether all bytes arrived.
         changed: condition that is notified at every change. Changes are made while its lock is held.
         waits: scope of the items' waits, which end when the work stops.
     """
@@ -193,29 +194,14 @@ class RunState:
         self.changed = threading.Condition()
         self.waits = Scope()
         self._silence = StallTimer()
-        self._error: BaseException | None = None
-        self._stopped = False
-        self._done = False
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the run failed or was cancelled, so that no new item may start."""
-        return self._stopped
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether all bytes arrived."""
-        return self._done
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.is_finished = False
 
     @property
     def done(self) -> bool:
         """Return whether the run finished, failed or was cancelled."""
-        return self._done or self._stopped
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the first error, or None if there was no error or the ticket was released."""
-        return self._error
+        return self.is_finished or self.stopped
 
     def wake(self) -> None:
         """Wake every waiting thread, so that it checks its condition again."""
@@ -226,10 +212,10 @@ class RunState:
         """Stop the work with an error. Later errors are dropped."""
         with self.changed:
             if not self.done:
-                self._error, self._stopped = error, True
+                self.error, self.stopped = error, True
             self.changed.notify_all()
         # End the network waits of items now, and not at their deadlines.
-        if self._stopped:
+        if self.stopped:
             self.waits.leave()
 
     def cancel(self) -> None:
@@ -239,7 +225,7 @@ class RunState:
     def finish(self) -> None:
         """Record that all bytes arrived."""
         with self.changed:
-            self._done = True
+            self.is_finished = True
             self.changed.notify_all()
 
     def look(self) -> float:
@@ -258,7 +244,7 @@ class RunState:
         with self.changed:
             # Start the timer now, because the consumer of a stream may have been busy for a long time.
             self._silence.begin()
-            while not reached() and not self._stopped:
+            while not reached() and not self.stopped:
                 if self.look() > stall_s:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
@@ -275,20 +261,20 @@ class RunState:
     def release(self) -> None:
         """Drop the references to the error and the callbacks, which keep the work and its memory alive."""
         with self.changed:
-            self._error = None
+            self.error = None
             self.is_busy = _never
             self.received = None
         self.waits.close()
 
     def check(self) -> None:
         """Raise the error that stopped the work, if there is one."""
-        if not self._stopped:
+        if not self.stopped:
             return
-        if self._error is None:
+        if self.error is None:
             raise Cancelled("the run was cancelled and its error released")
-        if isinstance(self._error, PenstockError):
-            raise self._error
-        raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self._error
+        if isinstance(self.error, PenstockError):
+            raise self.error
+        raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self.error
 
 
 def _never() -> bool:
@@ -300,7 +286,6 @@ class PendingItem(Protocol):
 
     def done(self) -> bool:
         """Return whether the work is complete, without blocking. Raise the device's error if it failed."""
-        ...
 
 
 class WorkItem(Protocol):
@@ -318,19 +303,15 @@ class WorkItem(Protocol):
     @property
     def name(self) -> str:
         """Return the name of the item's span in the trace."""
-        ...
 
     def start(self) -> PendingItem | None:
         """Do the work, or start the work on a device."""
-        ...
 
     def finish(self) -> None:
         """Pass on the result of the completed work."""
-        ...
 
     def abandon(self) -> None:
         """Release the item's resources, because the ticket stopped before or during the work."""
-        ...
 
 
 def _nothing() -> None:

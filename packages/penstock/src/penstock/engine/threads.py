@@ -25,7 +25,6 @@ class Joinable(Protocol):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread's function has returned."""
-        ...
 
 
 class Call:

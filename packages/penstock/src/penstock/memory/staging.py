@@ -23,11 +23,9 @@ class Registrar(Protocol):
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin `nbytes` from `address`. Raise DestinationError if the device refuses."""
-        ...
 
     def unregister(self, address: int) -> None:
         """Unpin registered memory. This never raises."""
-        ...
 
 
 class StagingBuffer:

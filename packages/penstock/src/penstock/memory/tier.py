@@ -34,11 +34,9 @@ class Room(Protocol):
     @property
     def nbytes(self) -> int:
         """Return the size of the block in bytes."""
-        ...
 
     def write(self, offset: int, data: memoryview) -> None:
         """Start to copy bytes from host memory, which must stay unchanged until `settle` returns."""
-        ...
 
     def read(self, offset: int, into: memoryview) -> None:
         """Start to copy bytes to host memory. They have arrived when `settle` returns.
@@ -47,15 +45,12 @@ class Room(Protocol):
             IntegrityError: the bytes differ from those that were written.
             SourceError: the bytes cannot be read.
         """
-        ...
 
     def settle(self) -> None:
         """Wait until all copies have finished. Raise DestinationError, DiskFull or SourceStalled if a copy failed."""
-        ...
 
     def close(self) -> None:
         """Free the room, which must not be in use. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -64,7 +59,6 @@ class HostRoom(Protocol):
 
     def views(self) -> Sequence[memoryview]:
         """Return all bytes in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""
-        ...
 
 
 class Tier(Protocol):
@@ -73,17 +67,14 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """Return `gpu`, `host` or `disk`."""
-        ...
 
     @property
     def unit_bytes(self) -> int:
         """Return the unit in bytes to which sizes of rooms are rounded up."""
-        ...
 
     @property
     def num_threads(self) -> int:
         """Return the number of concurrent pieces that saturates the tier's link."""
-        ...
 
     def open_room(self, nbytes: int) -> Room:
         """Return a new room for a block.
@@ -91,15 +82,12 @@ class Tier(Protocol):
         Raises:
             DiskFull, DeviceOutOfMemory, DestinationError: there is not enough memory, even within the budget.
         """
-        ...
 
     def trim(self) -> None:
         """Return the memory of closed rooms to the system. Until then a new room may reuse it."""
-        ...
 
     def close(self) -> None:
         """Free the tier's resources after its rooms are closed. Idempotent."""
-        ...
 
 
 class UncachedTier:

@@ -38,11 +38,9 @@ class BlockUser(Protocol):
 
     def vacate(self) -> bool:
         """Stop using the block, which is about to leave its room. Return False to keep the block there."""
-        ...
 
     def moved(self, tier: str, room: Room | None) -> None:
         """Record that the block is now in `tier`, or is still there after a failed move."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
