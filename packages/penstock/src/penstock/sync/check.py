@@ -49,13 +49,11 @@ def encode_values(values: Mapping[str, object]) -> bytes:
     try:
         raw = msgspec.msgpack.encode(encoded)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot send a value for the check: {error}", hint="give tensors, numbers, texts, lists and dicts"
-        ) from error
+        hint = "give tensors, numbers, texts, lists and dicts"
+        raise ConfigError(f"cannot send a value for the check: {error}", hint=hint) from error
     if len(raw) > MAX_CHECK_BYTES:
-        raise ConfigError(
-            f"the values for the check have {len(raw)} bytes, above {MAX_CHECK_BYTES}", hint="give fewer tokens"
-        )
+        hint = "give fewer tokens"
+        raise ConfigError(f"the values for the check have {len(raw)} bytes, above {MAX_CHECK_BYTES}", hint=hint)
     return raw
 
 

@@ -148,7 +148,6 @@ def streams_of(memories: Iterable[Memory]) -> dict[str, torch.cuda.Stream]:
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
-    """Join contiguous strips, and separate long runs from short runs."""
     packed = strips.is_packed()
     # Neighbouring tensors are adjacent and become one run of many MiB.
     whole, gapped = strips[packed], strips[~packed]
@@ -171,7 +170,6 @@ def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
 
 
 def _one_by_one(some: Strips, first: int) -> Segments:
-    """Return each run of the strips as a separate segment."""
     at: I64 = np.repeat(np.arange(len(some)), some.num_rows)
     number = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)
     begin = some.at[at] + number * some.pitch[at] - first
@@ -252,7 +250,6 @@ class StagingCopy(Closeable):
         return True
 
     def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
-        """Return the prepared copy. Drop the copies of earlier plans."""
         # A flip by exchange changes the addresses.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
@@ -269,10 +266,7 @@ class StagingCopy(Closeable):
                 raise DestinationError(message, mutated=True, hint="restart this engine")
 
     def _exchange(self) -> None:
-        """Exchange the physical memory of all live and staging regions, or of no region if the driver refuses.
-
-        The DestinationError has `mutated` set if the driver also refused to undo the exchange.
-        """
+        """Exchange the physical memory of all live and staging regions, or of no region if the driver refuses."""
         assert self._served is not None
         done: list[tuple[Memory, Memory]] = []
         try:
@@ -284,7 +278,7 @@ class StagingCopy(Closeable):
                 try:
                     _map_memory(live, former)
                 except PenstockError:
-                    error.mutated = True
+                    error.mutated = True  # the driver also refused to undo the exchange
             raise
         self.regions.exchange(self._served)
 

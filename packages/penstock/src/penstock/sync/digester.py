@@ -76,7 +76,6 @@ class Digester:
         self._stream.synchronize()
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
-        """Return the table of the strips on the device. The first request creates it."""
         # The key is the content, because each request decodes its strips into new arrays.
         key = blake3(memory.address.to_bytes(8, "little"))
         for column in strips.columns:

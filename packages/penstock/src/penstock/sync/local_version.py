@@ -122,9 +122,8 @@ class VersionRegions(Closeable):
     def require_there(self, regions: Iterable[int]) -> None:
         """Raise StaleDescriptor if the owner moved or freed the memory of a region, which is then unreadable."""
         if not all(self.memories[i].is_there() for i in regions):
-            raise StaleDescriptor(
-                "the owner moved or freed the memory", hint="publish or update again, which registers the new memory"
-            )
+            hint = "publish or update again, which registers the new memory"
+            raise StaleDescriptor("the owner moved or freed the memory", hint=hint)
 
     def _by_device(self, regions: Sequence[int]) -> list[list[int]]:
         """Group the regions that one call can digest, which are all regions on a device."""
@@ -292,10 +291,8 @@ class LocalVersion:
         with self.changed:
             self._check_open()
             if self.version is not None:
-                raise PlanError(
-                    f"cannot begin version {version}, because the memory still has version {self.version}",
-                    hint="call fence() first",
-                )
+                message = f"cannot begin version {version}, because the memory still has version {self.version}"
+                raise PlanError(message, hint="call fence() first")
             self.version = version
             self.metadata = dict(metadata or {})
             self._count()
@@ -428,10 +425,7 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        """Wait until every row that the strips may touch is ready, or until the deadline.
-
-        Return the events that the device must wait for, or None after the deadline.
-        """
+        """Return the events that precede reads when all rows of the strips are ready, or None at the deadline."""
         with self.changed:
             self._check(version, generation)
             if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
@@ -482,11 +476,7 @@ class LocalVersion:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A thread that waits for rows.
-
-    Each thread has an event, because a trainer fills rows in dozens of batches, and waking all threads for every batch
-    would take the GIL from the thread that fills.
-    """
+    """A waiting thread. Waking all threads for each of a trainer's batches would contend for the GIL."""
 
     spans: tuple[I64, I64]
     woken: threading.Event = field(default_factory=threading.Event)

@@ -378,7 +378,6 @@ class SyncClient(PeerClient):
         return self._ask("GET", f"{self._session_path}/begins_after?{query}", BeginsAfter).version
 
     def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
-        """Send a request about strips and decode the reply."""
         sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in strips.columns]
         # The strips of a plan are the same for every version and can be megabytes. Send their name, and the columns
         # only if the member does not know the name.
@@ -391,7 +390,6 @@ class SyncClient(PeerClient):
         return reply
 
     def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
-        """Send a request and decode the reply, or raise the error in the reply."""
         encoded = None if body is None else msgspec.msgpack.encode(body)
         with self._requesting:
             code, raw = self._send(verb, path, encoded)

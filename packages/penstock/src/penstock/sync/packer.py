@@ -49,8 +49,6 @@ class _Buffer:
 
 @dataclass(slots=True, eq=False)
 class _DeviceBuffers:
-    """The buffers on one device, which are allocated on demand."""
-
     most: int
     """Maximum number of buffers. An allocation that fails reduces it until the next fence."""
     num_begun: int = 0

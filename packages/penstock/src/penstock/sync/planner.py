@@ -35,8 +35,6 @@ LayoutToken = tuple[str, ...]
 
 @dataclass(slots=True)
 class _EncodedPlan:
-    """A plan, and its encoded parts that were requested so far."""
-
     plan: SyncPlan
     parts: dict[str, bytes] = field(default_factory=dict)
 
@@ -175,10 +173,7 @@ class Planner:
     def _sources(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
     ) -> list[SyncMember] | NotYet:
-        """Return the sources of a version, or the reason to wait.
-
-        Sources are the publishers while they serve the version, and afterwards the receivers that have it.
-        """
+        """Return the publishers while they serve a version, then the receivers that have it, or the reason to wait."""
         epoch, now = self._epoch_of(members), self.version_status.now
         ranks = [rank for rank in _ranks(members, epoch) if rank.member not in request.without]
         is_ours = (
@@ -209,7 +204,6 @@ class Planner:
     def _planned(
         self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]
     ) -> tuple[_EncodedPlan, bytes]:
-        """Return the plan with these sources for all known receivers, and the requester's encoded part."""
         # Receivers request the same version within milliseconds, and the second uses the plan of the first.
         with self._planning:
             sources = self._layouts(holders)
@@ -269,12 +263,7 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """Return the members' layouts, without receivers that are gone.
-
-        Raises:
-            PeerLost, SourceStalled: a publisher is gone or silent.
-            StaleDescriptor: no source is left.
-        """
+        """Return the members' layouts, without receivers that are gone. Raise StaleDescriptor if no source is left."""
         layouts = []
         for holder in holders:
             layout = self.ours() if holder.member == self.membership.member.id else None

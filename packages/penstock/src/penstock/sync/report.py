@@ -121,7 +121,7 @@ class UpdateReport(Summarised):
         lines = [
             f"{self.name} version {self.version}: {bytes_text(self.nbytes)} in {self.wall_s:.3f} s: plan "
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
-            f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
+            f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})"
         ]
         lost = [f"without {member[:8]}: {why}" for member, why in self.lost.items()]
         return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why, *lost])

@@ -119,7 +119,6 @@ class FlipOrder:
         self._call("after_resume", staged.version)
 
     def _give_up(self, flip: _Flip, error: BaseException) -> None:
-        """Finish a failed flip, with the previous version or with a dirty target."""
         known = error if isinstance(error, PenstockError) else None
         # An interrupt or a foreign error does not tell whether bytes were written.
         if self.states.now is S.FLIPPING and (known is None or known.mutated):

@@ -113,10 +113,8 @@ class Participant:
                     f"version {version} of {name!r} is past, because later versions are decided", hint="update again"
                 )
             message = f"cannot learn the fleet's decision on version {version} of {name!r}"
-            raise SourceStalled(
-                f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers",
-                hint="the previous version stays live, so call commit() or update() again",
-            )
+            message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers"
+            raise SourceStalled(message, hint="the previous version stays live, so call commit() or update() again")
         self.update_loop.note_decision(decision)
         if decision.outcome == "withdrawn":
             raise refusal(name, decision)
@@ -136,7 +134,6 @@ class Participant:
         return DecisionReply(at=time.monotonic(), decision=reply.fleet, kind="open" if reply.is_begun else "gone")
 
     def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
-        """Propose to the hub to withdraw a version, and return the recorded decision."""
         member = self.membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
         proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)

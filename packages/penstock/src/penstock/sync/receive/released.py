@@ -250,10 +250,8 @@ class Release:
         if states.at_rest is SubscriberState.RELEASED:
             raise ConfigError(f"the weights of {self.name!r} are already released", hint="call restore()")
         if free and loop.requirements is None:
-            raise ConfigError(
-                f"the tensors that a version of {self.name!r} fills are unknown before the first version",
-                hint="call prepare() or update() first, or release(free=False)",
-            )
+            message = f"the tensors that a version of {self.name!r} fills are unknown before the first version"
+            raise ConfigError(message, hint="call prepare() or update() first, or release(free=False)")
         target = self.target if isinstance(self.target, torch.nn.Module | Mapping) else None
         if returns:
             self._require_returnable(target, free=free)
@@ -278,15 +276,11 @@ class Release:
             message = f"with free=True no engine can restore the weights of {self.name!r}"
             raise ConfigError(message, hint="call release(free=False, returns=True)")
         if target is None:
-            raise ConfigError(
-                f"the target of {self.name!r} is a function, and its tensors cannot be digested",
-                hint="pass the tensors to subscriber(), or call release() without returns",
-            )
+            message = f"the target of {self.name!r} is a function, and its tensors cannot be digested"
+            raise ConfigError(message, hint="pass the tensors to subscriber(), or call release() without returns")
         if self.states.at_rest is SubscriberState.DIRTY:
-            raise ConfigError(
-                f"the target of {self.name!r} has parts of several versions, so it cannot be restored",
-                hint="call release() without returns, or update() first",
-            )
+            message = f"the target of {self.name!r} has parts of several versions, so it cannot be restored"
+            raise ConfigError(message, hint="call release() without returns, or update() first")
 
     def restore(
         self,
@@ -365,13 +359,11 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors with equal dtype and shape are bit-identical."""
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other.to(tensor.device))]
     return torch.equal(*flat)
 
 
 def _shard(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a checkpoint's tensor for a row."""
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
     if (tensor.dtype, tuple(tensor.shape)) != wanted:

@@ -99,7 +99,6 @@ class PeerLink:
         self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
-        """Send a request on a connection that no other thread is using."""
         # A reply may wait for rows or for a buffer, and must not delay other threads. `list.pop` and `append` are
         # atomic.
         try:
@@ -344,9 +343,6 @@ class SourceRead:
         """Read a batch from a buffer of the source, or directly if the source cannot pack it.
 
         `release` has leases for the next request to release, and gets the lease of this buffer.
-
-        Raises:
-            PenstockError: the source returned no readable buffer. No byte of the batch was written.
         """
         link, leases = self.link, self.leases
         assert leases is not None
@@ -431,7 +427,6 @@ class SourceRead:
             return route
 
     def _choose(self, theirs: int, handles: Mapping[str, Handle]) -> tuple[Transport, Descriptor, str]:
-        """Return the nearest transport among these handles that reaches a region of the source."""
         link = self.link
         return self.into.links.choose(
             handles, link.map.regions[theirs], same_host=link.same_host, same_process=link.same_process

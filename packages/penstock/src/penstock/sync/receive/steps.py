@@ -134,7 +134,6 @@ def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangle
 
 
 def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
-    """Return the step with these pieces, and a table for each pair of regions that contains them."""
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)

@@ -95,11 +95,7 @@ class Subscriber(Closeable):
         )
         self._release = Release(name, target, states, loop, self._leases, self.member.links, timing)
         self.planner = Planner(
-            membership,
-            loop.status,
-            loop.layout,
-            checkpoint=lambda: loop.checkpoint,
-            terms=self._participant.terms,
+            membership, loop.status, loop.layout, checkpoint=lambda: loop.checkpoint, terms=self._participant.terms
         )
 
     def open(self) -> Self:
@@ -282,9 +278,8 @@ class Subscriber(Closeable):
                 self._check_open()
                 self._release.require_awake()
                 if self._staged is not None and self._staged.origin == "sync":
-                    raise ConfigError(
-                        f"version {self._staged.version} of {self.name!r} is staged", hint="call commit() first"
-                    )
+                    hint = "call commit() first"
+                    raise ConfigError(f"version {self._staged.version} of {self.name!r} is staged", hint=hint)
                 # A restarted trainer may have a different checkpoint, so leave a live version alone.
                 if self.version < 0:
                     self._update_loop.prepare()
@@ -517,7 +512,6 @@ class Subscriber(Closeable):
         self._states.enter(self._states.at_rest)
 
     def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
-        """Read and verify a version. Wait for it as long as `timeout_s` allows."""
         require_version(version)
         grace_s = self._timing.version_grace_s
         begun = time.monotonic()

@@ -187,7 +187,6 @@ def _no_tensors() -> PlanError:
 
 
 def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
-    """Create the tensors of a table on the CPU, in one arena."""
     nbytes = table.nbytes.tolist()
     arena = Arena.allocate(needed_bytes(nbytes))
     flat = arena.bytes_at(0, arena.nbytes)
@@ -199,7 +198,6 @@ def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
 
 
 def _tagged(row: ShardRow, tag: str) -> ShardRow:
-    """Add a tag to a row, unless the row has one already."""
     return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
 

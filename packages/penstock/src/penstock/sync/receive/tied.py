@@ -23,8 +23,6 @@ _ANY_NBYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Reads:
-    """Strips of sources, with their destinations."""
-
     source: I64
     src: I64
     src_pitch: I64
@@ -125,7 +123,6 @@ def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
 
 
 def _runs(reads: _Reads) -> _Reads:
-    """Return each run as a strip, in the order of their destinations."""
     each = reads[np.repeat(np.arange(len(reads.dst)), reads.num_rows)]
     number = spread(np.zeros(len(reads.dst), np.int64), reads.num_rows)
     src, dst = each.src + number * each.src_pitch, each.dst + number * each.dst_pitch

@@ -270,10 +270,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Steps that wait, and the number of posted steps that have not arrived.
-
-    `turns` limits concurrent reads from several sources. None means that the steps come from one source.
-    """
+    """Waiting steps, and the number of posted steps. `turns` limits concurrent reads from several sources."""
 
     turns: threading.BoundedSemaphore | None
     steps: deque[Step] = field(default_factory=deque)
@@ -281,8 +278,6 @@ class _Queue:
 
 
 class _TransferRun(Run):
-    """A run of a transfer. It requests digests, reads, verifies and counts."""
-
     def __init__(self, transfer: Transfer, windows: Windows, sources: Mapping[str, SourceLink]) -> None:
         nbytes, stall_s = transfer.part.nbytes, transfer.stall_s
         super().__init__(nbytes, trace=transfer.trace, stall_s=stall_s, is_quick=True, threads=transfer.threads)
@@ -405,7 +400,6 @@ class _TransferRun(Run):
             self._note_digests(step, wanted)
 
     def _digests_of(self, source: SourceRead, strips: Strips) -> U64:
-        """Return the source's digests of its strips, when they are ready."""
         begun = time.perf_counter()
         try:
             digests = source.ask(strips, stall_s=self.stall_s, is_over=lambda: self.ticket.stopped)
@@ -421,7 +415,6 @@ class _TransferRun(Run):
             self._post_verification(step)
 
     def _read_step(self, source: SourceRead, step: Step) -> None:
-        """Read the strips of a step that are missing here."""
         missing: Step | None = step
         if self._asks_first or not source.is_ready:
             wanted = self._digests_of(source, step.theirs)
@@ -434,7 +427,6 @@ class _TransferRun(Run):
             self._read(source, step, missing)
 
     def _read(self, source: SourceRead, step: Step, strips: Step) -> None:
-        """Read some strips of a step, or all of them."""
         if self._delta is not None:
             self._delta.reading(step)
         try:
@@ -465,7 +457,6 @@ class _TransferRun(Run):
             yield
 
     def _arrived(self, step: Step) -> None:
-        """Record that a step's bytes have arrived and are not verified yet."""
         with self._lock:
             self._queues[self._key_of(step)].num_flying -= 1
             self._here.add(step)
@@ -504,7 +495,6 @@ class _TransferRun(Run):
         return digests
 
     def _verified(self, step: Step) -> None:
-        """Record that a step's bytes match the source's digests."""
         with self._lock:
             # The watermark limits bytes that are not verified yet.
             self._unverified_bytes -= step.nbytes

@@ -257,11 +257,7 @@ class UpdateLoop:
                 lost[planner.member] = error
         buffers.into.warm_up()
 
-    def receive(
-        self,
-        version: int | None,
-        pause: Callable[[int], None],
-    ) -> Staged:
+    def receive(self, version: int | None, pause: Callable[[int], None]) -> Staged:
         """Read and verify a version. None means the newest.
 
         `pause` is called with the version before the first byte of each attempt is read into place.
@@ -286,12 +282,7 @@ class UpdateLoop:
             report_failed(self.membership, self._request, error)
             raise
 
-    def _attempts(
-        self,
-        version: int | None,
-        pause: Callable[[int], None],
-        begun: float,
-    ) -> Staged:
+    def _attempts(self, version: int | None, pause: Callable[[int], None], begun: float) -> Staged:
         """Try to read a version up to `TRIES` times, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
         # The epochs for which a lost member may be needed.
@@ -445,10 +436,7 @@ class UpdateLoop:
     def _link_requests(
         self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
     ) -> LinkRequests:
-        """Return requests to the sources of the previous version, which are sent while the part is requested.
-
-        Most versions have the same plan, so this saves a round trip before the first read.
-        """
+        """Return requests to the previous version's sources, which mostly saves a round trip before the first read."""
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
         if self._transfer is not None and not lost and expected >= 0 and self._epoch == planner.state.epoch:
@@ -465,7 +453,6 @@ class UpdateLoop:
         *,
         is_ahead: bool = False,
     ) -> Granted:
-        """Request this receiver's part of the version for `self._transfer`."""
         # Parts have megabytes and are the same for every version of a plan. With `have_key` the planner does not send
         # the part again.
         have = self._transfer.part.key if self._transfer is not None else ""
@@ -530,7 +517,6 @@ class UpdateLoop:
         attempt: int,
         pause: Callable[[int], None],
     ) -> Staged:
-        """Read the part from its sources, and report progress to the planner."""
         transfer, tied = self._transfer, self._tied
         assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
@@ -583,11 +569,7 @@ class UpdateLoop:
             path=_path_of(moved),
             sources={link.member: link.nbytes for link in moved.links},
             nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in moved.links if link.nbytes},
-            why=(
-                *dict.fromkeys(link.why for link in moved.links if link.why),
-                *moved.packing(),
-                *buffers.wanted.why(),
-            ),
+            why=(*dict.fromkeys(link.why for link in moved.links if link.why), *moved.packing(), *buffers.wanted.why()),
             decide_by=None if granted.decide_s is None else requested + granted.decide_s,
             check=granted.check,
             metadata=metadata,
@@ -658,21 +640,17 @@ class UpdateLoop:
 
 
 def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
-    """Return the metadata of a version, on which all its sources must agree."""
     metadata = [(member, link.map.metadata) for member, link in links.items()]
     for member, texts in metadata[1:]:
         first, expected = metadata[0]
         if texts != expected:
             names = sorted(name for name in {*texts, *expected} if texts.get(name) != expected.get(name))
-            raise PlanError(
-                f"{first[:8]} and {member[:8]} published the version with different metadata: {', '.join(names)}",
-                hint="publish a version with the same metadata on all ranks",
-            )
+            message = f"{first[:8]} and {member[:8]} published the version with different metadata: {', '.join(names)}"
+            raise PlanError(message, hint="publish a version with the same metadata on all ranks")
     return metadata[0][1] if metadata else {}
 
 
 def _path_of(report: TransferReport) -> str:
-    """Return the share of bytes for each transport and source, the largest first."""
     total = max(1, sum(link.nbytes for link in report.links))
     links = sorted((link for link in report.links if link.nbytes), key=lambda link: -link.nbytes)
     return ", ".join(f"{link.nbytes / total:.0%} {link.path} <- {link.member[:8]}" for link in links)
