@@ -1,6 +1,6 @@
-"""The API for engines: `attach` to weights in a cache on this host, without a copy.
+"""The API for engines: `attach` maps weights of a cache on this host, without a copy.
 
-Each tensor refers to its mapped region, and each region to one `LeaseOwner`, whose finalizer releases the lease.
+The last tensor's finalizer releases the lease.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease.
 
     The lease is renewed while this object or any of its tensors exists. After `close`, or if `lease_state` is `lost`,
-    host memory stays mapped while a tensor exists. Device memory must not be used any more, because the cache may free
-    it.
+    only host memory stays valid, because the cache may free device memory.
     """
 
     def __init__(
@@ -151,8 +150,8 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     def lease_state(self) -> LeaseState:
         """Return the state of the lease, which is at most a few seconds old.
 
-        On `draining`, detach, because the cache is shutting down or dropping the model. On `damaged`, stop using the
-        memory, close this object and attach again. The cache meanwhile loads the model into other memory.
+        On `draining` or `damaged` stop using the memory and close this object. On `damaged` attach again, because the
+        cache reloads the model into other memory.
         """
         return self._renewal.state
 
@@ -173,16 +172,15 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     def attach_into(self, module: torch.nn.Module, *, strict: bool = True) -> None:
         """Bind a module's parameters and persistent buffers to the cached memory without copying.
 
-        A parameter on the same device stays the same object. A parameter on the meta device or on another device is
-        replaced under all of its names. Tied parameters stay tied.
+        A parameter on another device or on the meta device is replaced under all of its names. Tied parameters stay
+        tied.
 
         Args:
             module: may be on the meta device.
-            strict: require a target for every tensor and a tensor for every target. If False, bind only the names that
-                the module and the cache share.
+            strict: require the same names. If False, bind only the names that the module and the cache share.
 
         Raises:
-            PlanError: names, shapes or dtypes do not fit, and the message lists them. The module is unchanged.
+            PlanError: names, shapes or dtypes do not fit. The module is unchanged.
         """
         pairs = match_parameters(module, self._tensors, strict=strict)
         # Change the module only after every check, because an error must leave the module unchanged.
@@ -209,26 +207,26 @@ def attach(
 
     Args:
         model: the name under which the weights are cached.
-        connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of
-            this host if that is not set.
+        connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB` or this host's
+            hub.
         device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights there. None means any device.
         revision: a revision or a unique prefix of a revision. None means the only cached revision.
-        verify: compare every mapped chunk with the cache's digests and the revision. On a device this takes 25 ms for
-            60 GB. On the host it reads all of the memory, see docs/serve/weight-cache.md. If False, trust the cache,
-            which verified every chunk on arrival and checks one chunk again with each heartbeat.
-        timeout_s: seconds to wait for a cache that is not running or still loads. A hub that moves to another process
-            takes half of the default. While the cache brings the model back from a lower tier, the wait continues.
+        verify: compare every mapped chunk with its digest. On a device this takes 25 ms for 60 GB. On the host it reads
+            all of the memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every chunk on
+            arrival.
+        timeout_s: seconds to wait for a cache that is not running or still loads. The wait continues while the cache
+            brings the model back from a lower tier.
 
     Returns:
-        Tensors by name. Do not write to them. A write on the host is visible only in this process and uses extra
-        memory. A write on a device is visible in every engine.
+        Tensors by name. Do not write to them. A write on a device is visible in every engine. A write on the host is
+        visible only in this process and uses extra memory.
 
     Raises:
         NotFound: no cache on this host has the model after `timeout_s`.
-        ConfigError: several revisions are cached, or this process cannot map the weights because they are on another
-            device or in device memory without file descriptors in another container.
-        IntegrityError: the mapped bytes differ from the digests while the cache's own bytes do not, or the digests do
-            not match the revision. If the cache's own bytes are corrupt, it reloads the model and this call waits.
+        ConfigError: several revisions are cached, or the weights are on another device, or in device memory without
+            file descriptors in another container.
+        IntegrityError: the mapped bytes or the digests are wrong. If the cache's own bytes are corrupt, it reloads the
+            model and this call waits.
         HubUnavailable: no hub responds.
         PermissionDenied: the hub refuses the token for this model.
     """
@@ -407,11 +405,7 @@ class _Search:
 
 
 def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None:
-    """Return the index of a cache's GPU in this process, or None for the host.
-
-    Raises:
-        ConfigError: this process does not see the GPU, or `wanted` is another GPU.
-    """
+    """Return the index of a cache's GPU in this process, or None for the host. Raise ConfigError if it is unusable."""
     if holding.device == "cpu":
         return None
     # Compare GPU ids, because a GPU's index depends on CUDA_VISIBLE_DEVICES.
@@ -518,9 +512,7 @@ def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequenc
 def match_parameters(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter and buffer of a module with its tensor. See `Attached.attach_into`.
-
-    Targets that share memory are tied, and all of them use the first matching tensor.
+    """Return each parameter and buffer of a module with its tensor. Tied targets use the first matching tensor.
 
     Raises:
         PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or the tensors for tied

@@ -1,7 +1,6 @@
 """Keeps processed parameters, which an engine made from a checkpoint (fused, sharded, cast), for the next engine.
 
-The engine offers its parameters as a member of the fleet and sends a `HandOver` to the cache. The cache fetches and
-verifies the parameters. Then the engine binds its module to the cached memory and frees its own.
+The engine offers its parameters as a member of the fleet and sends a `HandOver` to the cache, which fetches them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from penstock.arguments import require_name, require_type
 from penstock.cache import attached
 from penstock.cache.attached import Attached, attach, match_parameters
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import (
-    MALFORMED,
-    BudgetTooSmall,
-    NotFound,
-    OperationFailed,
-    PenstockError,
-    PlanError,
-)
+from penstock.errors import MALFORMED, BudgetTooSmall, NotFound, OperationFailed, PenstockError, PlanError
 from penstock.fetcher.join import join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
@@ -73,10 +65,10 @@ class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOverHandler:
-    """Keeps parameters from engines in a thread, and reports the progress. See `RequestHandler`.
+    """Keeps parameters from engines in a thread, and reports the progress.
 
     Args:
-        keep: keeps the parameters of a request. The executor's thread calls it once for each new request.
+        keep: keeps the parameters of a new request, in the executor's thread.
         executor: must have one thread, because concurrent calls would need memory for several models.
     """
 
@@ -117,11 +109,7 @@ class HandOverHandler:
 
 
 def cache_parameters(
-    module: torch.nn.Module,
-    model: str,
-    *,
-    connection: ConnectionSettings | str | None = None,
-    verify: bool = True,
+    module: torch.nn.Module, model: str, *, connection: ConnectionSettings | str | None = None, verify: bool = True
 ) -> Attached:
     """Give a module's parameters to the cache on this host, and bind the module to the cached memory.
 
@@ -136,13 +124,13 @@ def cache_parameters(
         verify: see `attach`.
 
     Returns:
-        The attached weights, which the module uses. Close or drop them together with the module.
+        The attached weights. Close or drop them together with the module.
 
     Raises:
         NotFound: no cache on this host accepts parameters for this device. Start `penstock cache --accept`.
         PlanError: a tensor has a special class, as quantised tensors do, or is not contiguous.
         BudgetTooSmall: the parameters do not fit in the cache's `memory_bytes`.
-        OperationFailed: the cache could not keep the parameters. The message gives the reason.
+        OperationFailed: the cache could not keep the parameters.
         PenstockError: see `join` and `attach`. The module is unchanged.
     """
     require_name("model", model)

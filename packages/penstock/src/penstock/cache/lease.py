@@ -26,16 +26,6 @@ class LeaseState(StrEnum):
     """This process released the lease."""
 
 
-_NEXT = {
-    LeaseState.KEPT: frozenset(LeaseState),
-    LeaseState.DRAINING: frozenset(LeaseState),
-    LeaseState.DAMAGED: frozenset({LeaseState.GIVEN_BACK}),
-    LeaseState.LOST: frozenset({LeaseState.GIVEN_BACK}),
-    LeaseState.GIVEN_BACK: frozenset[LeaseState](),
-}
-"""The permitted transitions from each state. Other changes are ignored, so a damaged lease stays damaged."""
-
-
 class LeaseRenewal:
     """A lease that a thread renews, without keeping tensor memory alive. `why` explains `LOST` and `DAMAGED`."""
 
@@ -55,7 +45,9 @@ class LeaseRenewal:
         start_thread(self._thread)
 
     def _become(self, state: LeaseState, why: str = "") -> None:
-        if state in _NEXT[self.state]:
+        # A damaged or lost lease stays so until it is released.
+        is_usable = self.state in (LeaseState.KEPT, LeaseState.DRAINING)
+        if is_usable or (state is LeaseState.GIVEN_BACK and self.state is not state):
             self.why = why or self.why
             self.state = state
 

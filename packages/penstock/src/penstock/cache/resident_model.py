@@ -1,7 +1,4 @@
-"""A model in a cache: its weights while they are on the device, and its moves between memory tiers.
-
-A model moves to a lower tier only without leases. A lease request brings the model back (`PeerServer.recall`).
-"""
+"""A model in a cache: its weights while they are on the device, and its moves between memory tiers."""
 
 from __future__ import annotations
 
@@ -74,15 +71,12 @@ class ResidentModel:
     """A model in a cache. The memory tiers call its methods, one call at a time.
 
     Args:
-        fleet: the fleet membership that serves the model.
         nbytes: bytes of memory, including gaps between tensors.
         uri, storage_options, progress: see `WeightCache.keep`. Without a URI the model is fetched only from members.
 
     Attributes:
         weights: the served weights. None until the first fetch.
-        report: the last fetch.
         why: reason for a state other than `kept`, or for the last reload.
-        num_reloads: number of reloads caused by memory corruption.
         reloaded: the result of the last reload, or None.
     """
 
@@ -138,11 +132,9 @@ class ResidentModel:
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model into the reserved memory from members that hold it, and the remaining bytes from storage.
+        """Fetch the model from members that hold it, and the remaining bytes from storage.
 
-        Raises:
-            SourceChanged: the source has a different revision now.
-            PenstockError: see `Fleet.fetch`.
+        Raise SourceChanged for another revision.
         """
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.weights
@@ -201,14 +193,12 @@ class ResidentModel:
 
 
 class ConvertedModel(ResidentModel):
-    """A model that a conversion writes into its memory. The model cannot be read again.
+    """A model that a conversion writes into its memory, so that it cannot be read again.
 
     Args:
-        fleet: the fleet membership that serves the model.
         key: key of the conversion.
         nbytes: size of the result in bytes.
         make: runs the conversion, with the path of the memory as the output file.
-        max_readers: maximum number of concurrent readers of the weights.
     """
 
     can_reload = False
@@ -221,11 +211,9 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the reserved memory, and serve the result with its digests.
+        """Run the conversion into the reserved memory, and serve the result.
 
-        Raises:
-            ConfigError: the result is already kept.
-            PenstockError: errors of the conversion.
+        Raise ConfigError if it is already kept.
         """
         # The conversion's workers write to the arena's memfd through its path under /proc.
         assert isinstance(room, ArenaRoom) and room.arena is not None

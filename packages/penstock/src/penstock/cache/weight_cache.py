@@ -1,7 +1,6 @@
 """The weight cache holds models in memory for the engines on its host, which map them without a copy.
 
-The caller's thread keeps and drops models. Server threads call `_recalled`, the heartbeat calls `_damaged`, and one
-executor thread reloads models and keeps handed-over parameters.
+The caller's thread keeps and drops models. Server threads, the heartbeat and an executor call private methods.
 """
 
 from __future__ import annotations
@@ -70,15 +69,6 @@ class CacheState(Enum):
     LEFT = auto()
 
 
-_NEXT = {
-    CacheState.NEW: {CacheState.SERVING, CacheState.LEFT},
-    CacheState.SERVING: {CacheState.LEAVING},
-    CacheState.LEAVING: {CacheState.LEAVING, CacheState.LEFT},
-    CacheState.LEFT: set[CacheState](),
-}
-"""The permitted transitions from each state."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentStatus:
     """The state of a cached model."""
@@ -104,7 +94,7 @@ class ResidentStatus:
 class WeightCache:
     """Keeps models until `drop` or `leave`. Only one thread at a time may call it.
 
-    The constructor does no I/O. `open`, which `with` calls, allocates memory and joins the fleet.
+    `open`, which `with` calls, does the I/O.
 
     Attributes:
         tiers: the memory of all models. Available after `open`.
@@ -116,10 +106,9 @@ class WeightCache:
         host_bytes: bytes of host memory for idle models of a GPU, which `open` allocates and pins.
         disk: directory for idle models on a local disk.
         disk_bytes: limit for the directory. None means the disk's free space.
-        settings: settings for reading storage.
-        connection: hub, token, address and transports. See `penstock.join`.
+        connection, max_bytes_per_s: see `penstock.join`.
         max_readers: maximum number of concurrent readers of each model.
-        max_bytes_per_s: limit for all readers together. See `penstock.join`.
+        settings: settings for reading storage.
         accept: also keep processed parameters from engines on this host (`cache_parameters`), within `memory_bytes`.
 
     Raises:
@@ -196,8 +185,7 @@ class WeightCache:
             HubUnavailable: this host's hub cannot be started. If a remote hub does not respond, the cache joins later.
             MissingExtra: see `penstock.join`.
         """
-        if self.state is not CacheState.NEW:
-            raise ConfigError("this weight cache was opened before", hint="create another WeightCache")
+        self._require_new()
         stall_s, connection = self._settings.stall_s, self._connection
         tiers = Tiers(self._levels(), stall_s=stall_s)
         try:
@@ -234,7 +222,8 @@ class WeightCache:
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
         """Serve with this memory and membership, which the cache closes, and return this object. See `open`."""
-        self._become(CacheState.SERVING)
+        self._require_new()
+        self.state = CacheState.SERVING
         self._timing = timing or self._timing
         self._tiers, self._member = tiers, member
         member.server.recall = self._recalled
@@ -248,10 +237,9 @@ class WeightCache:
         watch(self)
         return self
 
-    def _become(self, state: CacheState) -> None:
-        if state not in _NEXT[self.state]:
-            raise ConfigError(f"this weight cache cannot be {state.name.lower()}: it is {self.state.name.lower()}")
-        self.state = state
+    def _require_new(self) -> None:
+        if self.state is not CacheState.NEW:
+            raise ConfigError("this weight cache was opened before", hint="create another WeightCache")
 
     def keep(
         self,
@@ -265,8 +253,7 @@ class WeightCache:
 
         Args:
             model: the name with which engines attach.
-            uri: location in storage. See `load`.
-            storage_options: see `load`.
+            uri, storage_options: see `load`.
             progress: called with the number of verified bytes. See `load`.
 
         Raises:
@@ -375,11 +362,9 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back from a lower tier, and pin it. See `Recall`.
+        """Bring a model back from a lower tier, and pin it.
 
-        Raises:
-            NotFound: the model was lost.
-            SourceUnavailable: models in use leave no space.
+        Raise NotFound if it was lost, or SourceUnavailable without space.
         """
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
@@ -443,11 +428,7 @@ class WeightCache:
         self.member.beat_now()
 
     def check(self) -> None:
-        """Raise an error if a model was lost.
-
-        Raises:
-            IntegrityError: a model's memory was corrupted and the model could not be reloaded.
-        """
+        """Raise IntegrityError if a model's memory was corrupted and the model could not be reloaded."""
         for resident in list(self._models.values()):
             if resident.state is ResidentState.LOST:
                 uri = f"penstock:{resident.served.key}"
@@ -544,11 +525,10 @@ class WeightCache:
         Host memory that an engine has mapped stays valid while it is mapped, even after the cache's process exits.
         """
         self._stopped.set()
-        if self.state is CacheState.NEW:
-            self._become(CacheState.LEFT)
-        if self.state is CacheState.LEFT:
+        if self.state in (CacheState.NEW, CacheState.LEFT):
+            self.state = CacheState.LEFT
             return
-        self._become(CacheState.LEAVING)
+        self.state = CacheState.LEAVING
         for resident in self._models.values():
             resident.become(ResidentState.DROPPED)
         if users := self._users():
@@ -558,7 +538,7 @@ class WeightCache:
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()
-        self._become(CacheState.LEFT)
+        self.state = CacheState.LEFT
 
     def _users(self) -> str:
         """Describe how many engines and readers use the models, or return an empty string."""
@@ -581,8 +561,7 @@ class WeightCache:
 class CacheDestination:
     """A destination of `penstock.convert` in a cache, created by `WeightCache.into`.
 
-    Attributes:
-        uri: `cache:` and the name of the model, for reports and errors.
+    `uri` is for reports and errors.
     """
 
     def __init__(self, cache: WeightCache, model: str) -> None:

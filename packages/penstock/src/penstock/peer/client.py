@@ -52,12 +52,9 @@ class PeerClient(Closeable):
 
     Args:
         upstream: the peer, with the grant to send.
-        member: id of this process's member.
-        key: key of the weights to read.
         same_host: whether the peer reports the same host, so that its Unix sockets can be used.
         stall_s: timeout of each request in seconds.
-        trust: TLS context that checks the peer's certificate and presents this member's. None means the system's
-            defaults.
+        trust: TLS context for the peer's certificate. None means the system's defaults.
     """
 
     def __init__(
@@ -189,11 +186,7 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
     def log(self, after: int, wait_s: float) -> LogReply:
-        """Renew the lease and return the chunks verified since serial `after`, waiting at most `wait_s` for them.
-
-        Raises:
-            PeerLost: `interrupt` was called, even before this request.
-        """
+        """Renew the lease and return the chunks verified since serial `after`. Raise PeerLost after `interrupt`."""
         # `interrupt` sets and reads these flags in the opposite order, so it either prevents or aborts the request.
         self._is_requesting = True
         if self._is_interrupted:
@@ -201,10 +194,9 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Ask the peer to digest a chunk again that differs here. Return if the peer's chunk is right.
+        """Ask the peer to digest a chunk again that differs here.
 
-        Raises:
-            SourceBusy: the peer's chunk is corrupt, and the peer stopped serving the weights.
+        Raise SourceBusy if the peer's chunk is corrupt too.
         """
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
@@ -257,33 +249,23 @@ class PeerClient(Closeable):
             self._is_ending = True
         connection, lease = self._connection, self._lease
         self._lease = None
-        if connection is not None:
-            if lease is not None and not self._release(connection, lease):
-                # Retry once with a new socket, because `interrupt` may have closed the current socket. If the retry
-                # fails too, the lease expires at the peer.
-                self._release(connection, lease)
-            connection.close()
-
-    def _release(self, connection: ControlConnection, lease: Lease) -> bool:
-        """Send the release of a lease. Return False if a retry may succeed."""
-        try:
-            connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
-        except TimeoutError:
-            # A retry would time out too.
-            return True
-        except OSError:
-            return False
-        return True
+        if connection is None:
+            return
+        if lease is not None:
+            # `interrupt` may have closed the socket, so retry once with a new socket. Otherwise the lease expires.
+            for _ in range(2):
+                try:
+                    connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
+                    break
+                except TimeoutError:
+                    break
+                except OSError:
+                    continue
+        connection.close()
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error for a member's response with a status other than 200.
-
-    Args:
-        uri: the member that responded. A member named in the response replaces it.
-        code: HTTP status.
-        raw: body of the response.
-    """
+    """Return the error for a member's response with a status other than 200. A member named in it replaces `uri`."""
     try:
         fault = msgspec.msgpack.decode(raw, type=MemberFault)
     except MALFORMED:

@@ -32,7 +32,10 @@ def nearest_link(gpu_uuid: str) -> str:
     if not address:
         return ""
     gpu = _bridges(SYS / "bus/pci/devices" / address)
-    shared = {name: _num_shared(gpu, _bridges(SYS / "class/infiniband" / name / "device")) for name in _rdma_devices()}
+    shared = {}
+    for name in _rdma_devices():
+        theirs = _bridges(SYS / "class/infiniband" / name / "device")
+        shared[name] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(gpu, theirs, strict=False)))
     most = max(shared.values(), default=0)
     nearest = [name for name, count in shared.items() if count == most]
     return nearest[0] if len(nearest) == 1 else ""
@@ -53,7 +56,3 @@ def _pci_address(gpu_uuid: str) -> str:
 def _bridges(device: Path) -> tuple[str, ...]:
     """Return the bridges above a PCI device, starting at the root complex."""
     return Path(os.path.realpath(device)).parts[:-1]
-
-
-def _num_shared(ours: tuple[str, ...], theirs: tuple[str, ...]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

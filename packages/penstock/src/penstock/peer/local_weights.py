@@ -142,10 +142,8 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
     """Return the layout of live tensors, and each row's bytes as a flat uint8 view.
 
-    Tied tensors, which share memory under several names, become one row under the name that sorts first.
-
-    Raises:
-        PlanError: a tensor is not contiguous, or its dtype is unsupported.
+    Tied tensors, which share memory under several names, become one row under the name that sorts first. Raise
+    PlanError if a tensor is not contiguous, or its dtype is unsupported.
     """
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
@@ -172,10 +170,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
 
 
 def revision_of(manifest: Manifest) -> str:
-    """Return a revision that is equal for two readers of storage only if both read the same bytes.
-
-    Equal headers do not prove equal bytes, so without digests the revision also includes the files' identities.
-    """
+    """Return a revision that is equal for two readers of storage only if both read the same bytes."""
     if manifest.leaves is not None:
         return manifest.revision
     identities = [f"{file.name}\0{file.nbytes}\0{file.identity}".encode() for file in manifest.files]
@@ -257,11 +252,7 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
 def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
     """Return the peer's region for each row in the layout, and the offset in the region. Ignore rows without bytes.
 
-    Args:
-        capacities: size of each of the peer's regions in bytes.
-
-    Raises:
-        FormatError: a row lies outside its region, or the map has a different number of rows.
+    `capacities` are the sizes of the regions in bytes. Raise FormatError if a row does not fit.
     """
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
@@ -288,8 +279,6 @@ class LocalWeights:
     Args:
         rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps them alive.
         leaves: digests from a manifest. None without a manifest.
-        arenas: arenas that contain rows.
-        max_readers: maximum number of concurrent readers.
 
     Attributes:
         leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.
@@ -409,13 +398,7 @@ class LocalWeights:
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """Return the segments to read from a peer for these chunks, by the peer's region and this process's region.
-
-        Args:
-            chunks: chunk numbers in the order of the reads.
-            theirs_region: the peer's region for each row.
-            theirs_offset: offset of each row in the peer's region, in bytes.
-        """
+        """Return the segments to read from a peer for these chunks, by the peer's region and this process's region."""
         pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
@@ -466,11 +449,7 @@ class LocalWeights:
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
     def record_digests(self, chunks: I64, leaves: U64, source: str) -> None:
-        """Record one source's digests for chunks. With a manifest do nothing.
-
-        Raises:
-            IntegrityError: two sources disagree, and without a manifest neither can be trusted.
-        """
+        """Record one source's digests for chunks. Without a manifest, raise IntegrityError if two sources disagree."""
         if self.has_manifest:
             return
         with self.changed:
@@ -509,10 +488,7 @@ class LocalWeights:
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, expected: str = "") -> None:
-        """Raise IntegrityError unless the digests match the identity's revision and `expected`.
-
-        Only `w1-` revisions are checked.
-        """
+        """Raise IntegrityError unless the digests match the `w1-` revisions of the identity and the caller."""
         root = self.root()
         # A caller may pass a prefix of a revision.
         for named in (self.identity.revision, expected):
@@ -522,10 +498,7 @@ class LocalWeights:
         self._root = root
 
     def spot_check(self, chance: random.Random) -> int | None:
-        """Digest the next verified chunk again. Return its number if its bytes changed, else None.
-
-        The first chunk is random.
-        """
+        """Digest the next verified chunk again. Return its number if its bytes changed, else None."""
         with self.changed:
             verified = np.flatnonzero(self.have)
         if not len(verified) or self.damage is not None:

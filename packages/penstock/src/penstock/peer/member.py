@@ -1,7 +1,6 @@
 """A member is one run of a process in a fleet, with its registration at the hub, its server, transports and weights.
 
-Server threads check grants and reported chunks, and a heartbeat thread re-checks one chunk of each model. The hub's
-state is soft: every heartbeat reports the member's whole state, so a restarted hub is complete after one heartbeat.
+Every heartbeat reports the member's whole state, so a restarted hub is complete after one heartbeat.
 """
 
 from __future__ import annotations
@@ -90,11 +89,7 @@ class Member:
 
     Args:
         hub: client of the hub, used only by this member.
-        server: the server that readers connect to.
-        host: id of this host.
-        rack: name of the rack. See `ConnectionSettings`.
         trust: TLS context that checks the certificates of other members. None means no TLS.
-        num_links: number of network links of this host.
         min_bytes_per_s: rate below which an upstream is not used. 0 means no minimum.
         stall_s: seconds without progress after which an operation fails.
 
@@ -175,8 +170,7 @@ class Member:
 
         Args:
             hub: client of the hub. The member closes it, and so does a failing `join`.
-            connection: rack, transports, `data_port` and `listen`. `listen` requires a hub that authenticates members
-                by tokens or certificates.
+            connection: rack, transports, `data_port` and `listen`. `listen` requires a hub that authenticates members.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
             min_bytes_per_s, stall_s: see `Member`.
             join_s: timeout for the hub in seconds. None means the client's timeout.
@@ -261,9 +255,9 @@ class Member:
             yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
 
     def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
-        """Register at the hub, and retry if it is this host's hub, which another process may be taking over.
+        """Register at the hub, and retry while another process takes over this host's hub.
 
-        If an optional hub is away, each heartbeat tries to register.
+        An optional hub may be away.
         """
         # This process may just have started this host's hub, which takes time on a busy host.
         timeout_s = None if self.hub.is_local else join_s
@@ -276,8 +270,7 @@ class Member:
                     self.away, self.hub_is_away = error, True
                     without_frames(error)
                     log.warning(
-                        "the hub is away, so this process reads from its fallback and joins the fleet later: %s",
-                        error,
+                        "the hub is away, so this process reads from its fallback and joins the fleet later: %s", error
                     )
                     # Accept no grant until a hub sends its public key.
                     self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
@@ -307,10 +300,7 @@ class Member:
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports, serve them, and report them to the hub immediately.
-
-        With `report=False` the caller's next request reports the weights, as `upstreams` does.
-        """
+        """Register weights with the transports, serve them, and report them to the hub unless the next request does."""
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
@@ -470,11 +460,7 @@ class Member:
             return call()
 
     def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False) -> UpstreamsReply:
-        """Return the upstreams to read from. The first response may also contain chunks to read from storage.
-
-        Raises:
-            HubUnavailable: the hub did not respond.
-        """
+        """Return the upstreams to read from. The first response may also contain chunks to read from storage."""
         request = UpstreamsRequest(
             member=self.id,
             holding=self._status(weights),
@@ -504,18 +490,17 @@ class Member:
         return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: FleetDecision) -> DecideReply:
-        """Propose a decision on a version, and return the valid decision. An empty outcome only requests the decision.
+        """Propose a decision on a version, and return the valid decision.
 
-        Raises:
-            HubUnavailable: the hub did not respond. It may or may not have received the proposal.
+        An empty outcome only requests the decision.
         """
         request = DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
-        """Report an unusable source to the hub. Return False if the hub refuses the report or does not respond.
+        """Report an unusable source to the hub. Return False if the report fails.
 
-        Do not report a source that is only busy (`SourceBusy`), because the hub would no longer count its chunks.
+        Do not report a source that is only busy.
         """
         fault = next((word for kind, word in _FAULTS if isinstance(error, kind)), "unreachable")
         detail = error.message[:1024]
@@ -537,10 +522,7 @@ class Member:
         )
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Refuse new leases, wait at most `drain_s` seconds for readers, and leave the hub. Idempotent.
-
-        Does nothing in a forked child or while the interpreter shuts down.
-        """
+        """Refuse new leases, wait at most `drain_s` seconds for readers, and leave the hub. Idempotent."""
         if self._pid != os.getpid() or is_ending() or self._closing.is_set():
             return
         # Refuse leases for all weights first, so that no reader starts while readers of other weights finish.
@@ -605,12 +587,9 @@ def until_stopped(
 ) -> bool:
     """Wait until any thread or a signal sets `stopped`. Return False if `timeout_s` passed first.
 
-    Call this in the main thread to handle signals. The previous signal handlers are restored at the end.
-
     Args:
         check: called several times a second. Its errors end the wait.
-        timeout_s: maximum wait in seconds. None means no limit.
-        ready: called once, after the signal handlers are installed.
+        ready: called once, after the signal handlers are installed. Only the main thread handles signals.
     """
     before: dict[int, Any] = {}
 

@@ -118,9 +118,7 @@ class PeerServer:
     Attributes:
         addresses: URLs at which other members reach this member.
         handlers: handlers of the paths `/v1/NAME`, by name.
-        recall: see `Recall`.
         recheck: digests a chunk again, and returns True if the chunk changed.
-        phases: replies to requests for the phases of this process.
     """
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
@@ -148,13 +146,10 @@ class PeerServer:
         tls: ssl.SSLContext | None = None,
         max_bytes_per_s: int = 0,
     ) -> PeerServer:
-        """Serve at a Unix socket, and at a host address if one is given.
+        """Serve at a Unix socket in a private directory, and at a host address if one is given.
 
         Args:
-            path: path of the Unix socket. Its directory must be private to the user.
-            check_grant: validates a grant.
             listen: `host:port` or `[v6]:port` for other hosts. Port 0 means any free port. None means this host only.
-            tls: TLS context of the listening TCP socket.
             max_bytes_per_s: limit for all readers together. 0 means no limit.
 
         Raises:
@@ -253,12 +248,7 @@ class PeerServer:
             server.close()
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """Grant a lease, or return the reason for a refusal. Weights in a lower tier are brought back first.
-
-        Raises:
-            PermissionDenied: the grant is not valid.
-            NotFound: this member does not serve the key.
-        """
+        """Grant a lease, or return the reason for a refusal. Weights in a lower tier are brought back first."""
         # A hub before version 2.6 names no caller. Then each member counts as a separate caller.
         caller = self._check_grant(request) or request.member
         lease = self._lease(request, caller)
@@ -323,9 +313,7 @@ class PeerServer:
     def leased(self, lease: str) -> LocalWeights:
         """Renew a lease and return its weights.
 
-        Raises:
-            PermissionDenied: the lease is unknown or has expired.
-            SourceBusy: a caller with fewer readers displaced this reader.
+        Raise PermissionDenied if it expired, or SourceBusy if it was displaced.
         """
         with self._lock:
             self._expire()
@@ -489,11 +477,7 @@ class RefusedVersion(Exception):
 
 
 def check_version(body: bytes) -> None:
-    """Check the protocol version of a request.
-
-    Raises:
-        RefusedVersion: the reader uses another major version. A malformed request raises one of `MALFORMED`.
-    """
+    """Raise RefusedVersion if the reader uses another major version. A malformed request raises one of `MALFORMED`."""
     # Decode only this field, because the other fields of another version may not decode.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):

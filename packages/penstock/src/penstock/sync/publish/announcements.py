@@ -10,11 +10,7 @@ from penstock.sync.local_version import VersionStatus
 class Announcements:
     """The versions of one rank, as other members see them. Only one thread at a time may change them.
 
-    Attributes:
-        epoch: the publishers' epoch, which is the member id of their rank 0.
-        version: the newest version whose number was used, or -1.
-        status: the version status for receivers.
-        decision: the fleet's newest decision, or None.
+    `epoch` is the member id of the publishers' rank 0. `version` is the newest version whose number was used, or -1.
     """
 
     def __init__(self, member: Member) -> None:

@@ -75,9 +75,7 @@ class BoundaryPlanner:
     def part(self, member: str, request: PartRequest) -> PartOutcome:
         """See `Planner.part`.
 
-        Raises:
-            StaleDescriptor: the version failed on a rank.
-            PlanError: the ranks together lack elements of a block, which the error lists.
+        Raise StaleDescriptor if the version failed on a rank, or PlanError if the ranks lack elements.
         """
         with self._lock:
             # Other ranks wait for the layout, so store the layout even if the version is wrong.
@@ -141,23 +139,12 @@ class BoundaryExchange:
         moved_bytes: number of bytes read from other ranks for the last version.
 
     Args:
-        sync: the members of the publisher's sync.
         rows: this rank's rows of tensors with blocks.
         wants: the rows needed from other ranks, in separate memory.
-        is_first: whether this is rank 0.
-
-    Raises:
-        ConfigError: no transport reaches the rows.
     """
 
     def __init__(
-        self,
-        sync: Membership,
-        rows: Sequence[ShardRow],
-        wants: Sequence[ShardRow],
-        *,
-        is_first: bool,
-        world_size: int,
+        self, sync: Membership, rows: Sequence[ShardRow], wants: Sequence[ShardRow], *, is_first: bool, world_size: int
     ) -> None:
         self._member = member = sync.member
         self._world_size = world_size
@@ -196,11 +183,8 @@ class BoundaryExchange:
     def exchanged(self, version: int, epoch: str) -> Iterator[None]:
         """Read elements from other ranks, run the body, and then wait until every rank is done.
 
-        Call this on every rank while the parameters have the version's values. Afterwards the parameters may change.
-
-        Raises:
-            PeerLost, SourceStalled: a rank is gone, silent, or failed. Every rank raises this error.
-            PlanError, IntegrityError: this rank failed.
+        Call this on every rank while the parameters have the version's values. If a rank fails, the other ranks raise
+        PeerLost or SourceStalled.
         """
         self._local_version.begin(version)
         self._local_version.ready()

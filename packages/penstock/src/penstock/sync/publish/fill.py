@@ -28,17 +28,12 @@ class Batch(Protocol):
 def fill(
     batches: Iterable[Batch], ready: Callable[[I64], None], *, stall_s: float, work: str, num_ahead: int = 2
 ) -> None:
-    """Execute the batches in order.
+    """Execute the batches in order. Raise DestinationError if a device finishes no batch for `stall_s`.
 
     Args:
-        batches: the batches, in the order in which receivers read them.
         ready: called with the rows of each batch after the devices have written them.
-        stall_s: timeout of each batch in seconds.
         work: name of a batch's work, for the error.
         num_ahead: number of batches queued behind the awaited batch, so that the device never idles.
-
-    Raises:
-        DestinationError: the device finished no batch for `stall_s`.
     """
     queued: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
 

@@ -47,17 +47,10 @@ class Offer:
         seconds: duration of the last `fill` in seconds.
 
     Args:
-        rows: all declared rows.
         transforms: see `publisher`. None means that only plain rows are served.
         keep_plain: serve tagged rows also without the transformation.
         copies: destination of the copies of `memories`: `device` or `cpu`. None means no copies.
         memory_bytes: limit in bytes for the copies and the transformed tensors together.
-
-    Raises:
-        ConfigError: a tag is unknown.
-        PlanError: no tensor can have a tag.
-        BudgetTooSmall: more than `memory_bytes` is needed. The error has the minimum.
-        DeviceOutOfMemory, DestinationError: there is too little memory.
     """
 
     def __init__(
@@ -122,12 +115,7 @@ class Offer:
             )
 
     def fill(self, version: int, epoch: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
-        """Transform the current parameters. Call `ready` with the rows of the layout that became ready.
-
-        Raises:
-            PeerLost, SourceStalled: the exchange failed on a rank. See `BoundaryExchange.exchanged`.
-            DestinationError: a device failed.
-        """
+        """Transform the current parameters. Call `ready` with the rows of the layout that became ready."""
         begun = time.perf_counter()
         exchange = self._boundary_exchange
         # Other ranks read this rank's elements until all ranks are done, so quantise inside the exchange.
@@ -195,24 +183,16 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
 class VersionSnapshot(Closeable):
     """A copy of a rank's regions with the same layout. It is a context manager.
 
-    Receivers read a device copy while it is made, layer by layer. They read a host copy when it is complete, because
-    its digests are computed with it. A copy takes as much memory again, and pinning takes about a second for 3 GB.
-
-    Attributes:
-        local_version: the copy, as readers see it.
+    Receivers read a device copy while it is made, layer by layer. They read a host copy when it is complete. A copy
+    takes as much memory again, and pinning takes about a second for 3 GB.
 
     Args:
         layout: layout of the live memory.
         live: the layout's regions, in order.
-        links: the transports that register the copy.
         address: identifies the copy's registrations in its layout.
         on_host: copy to host memory, which is pinned if the live memory is on a device.
         filled: regions of the layout after `live`, which the caller fills. They are served without a copy.
         pack_bytes: see `LocalVersion`.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is too little memory, or it cannot be pinned.
-        ConfigError: no transport reaches the copy.
     """
 
     def __init__(
@@ -265,15 +245,13 @@ class VersionSnapshot(Closeable):
         announce: Callable[[], None] = lambda: None,
         stall_s: float = 30.0,
     ) -> float:
-        """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
+        """Copy the live memory after the work queued on the current stream, and return the seconds.
 
-        The copy runs after the work queued on the current stream. Reads of the previous version raise StaleDescriptor.
+        Readers get the copy.
 
         Args:
-            metadata: see `LocalVersion.begin`.
             rows: rows of the layout that are ready after the copy. None means all rows.
             announce: called once when readers may request the version: before a device copy, and after a host copy.
-            stall_s: seconds without progress after which the copy fails.
 
         Raises:
             DestinationError: the device failed. Readers of an announced version wait until the next `fence`.

@@ -19,14 +19,7 @@ import torch
 
 from penstock.arguments import former_value, formerly, require_name, require_seconds, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
-from penstock.errors import (
-    Cancelled,
-    ConfigError,
-    PeerLost,
-    PenstockError,
-    PlanError,
-    SourceStalled,
-)
+from penstock.errors import Cancelled, ConfigError, PeerLost, PenstockError, PlanError, SourceStalled
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import MAX_VERSION, SyncState
 from penstock.lifecycle import Closeable, quick_handover
@@ -61,10 +54,8 @@ class Publisher(Closeable):
     """A rank that publishes, created by `publisher`. It is a context manager. Only one thread at a time may publish.
 
     Attributes:
-        name: name of the sync.
         latest: the highest version before this group, or for a restarted rank the group's newest version. Later
             versions must be above it.
-        member: this process in the fleet.
     """
 
     def __init__(
@@ -103,10 +94,6 @@ class Publisher(Closeable):
     ) -> Publisher:
         """Claim the name as rank 0, or join rank 0's epoch.
 
-        Args:
-            registered: the tensors of this rank, registered with the transports.
-            mode: see `publisher`.
-
         Raises:
             ConfigError: another group publishes the name, or another process publishes this rank.
             HubUnavailable: there is no hub.
@@ -140,7 +127,9 @@ class Publisher(Closeable):
             # Two groups that start together must see each other, so report before the claim.
             self.member.report_now()
             rank_group.claim(membership)
-            self.latest = self._newest_of_others()
+            # Versions of this epoch do not count, because another rank may be ahead.
+            members = self._membership.look_at_all(self._stall_s)
+            self.latest = max((m.state.version for m in members if m.state.epoch != self.member.id), default=-1)
             self._first_versions.begin(self.latest)
         else:
             # Join before the report, which contains the epoch.
@@ -167,12 +156,6 @@ class Publisher(Closeable):
     def version(self) -> int:
         """Return the newest version that this rank published, or -1."""
         return self._announcements.version
-
-    def _newest_of_others(self) -> int:
-        """As rank 0, return the highest version of members in other epochs."""
-        members = self._membership.look_at_all(self._stall_s)
-        epoch = self._announcements.epoch
-        return max((other.state.version for other in members if other.state.epoch != epoch), default=-1)
 
     def _join(self) -> None:
         """As another rank, join the epoch of a live rank 0, and set the version above which this rank begins."""
@@ -379,10 +362,9 @@ class Publisher(Closeable):
         self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
 
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
-        """Publish a version, and in live mode wait for its outcome. Return the seconds of the copy, and the decision.
+        """Publish a version, and in live mode wait for its outcome.
 
-        Raises:
-            VersionRefused: the version was withdrawn.
+        Return the seconds of the copy, and the decision.
         """
         self._enter_open(PublisherState.SHOWING)
         # The outcome of a snapshot is not known here.
@@ -468,30 +450,25 @@ class Publisher(Closeable):
         return Granted(version=version, epoch=epoch, decide_s=decide_s, check=check, later=later)
 
     def wait_ranks(self) -> None:
-        """Wait until all ranks of this trainer have joined. A later rank may see a version of the other ranks.
-
-        Raises:
-            SourceStalled: ranks are missing at the stall deadline.
-        """
+        """Wait until all ranks of this trainer have joined. Raise SourceStalled at the stall deadline."""
         deadline = time.monotonic() + self._stall_s
-        while len(present := self._ranks_present()) < self.world_size:
+        while True:
+            states = [other.state for other in self._membership.look() if other.state.side == "publisher"]
+            present = {state.rank for state in states if state.epoch == self._announcements.epoch}
+            missing = sorted(set(range(self.world_size)) - present - {self.rank})
+            if not missing:
+                return
             if time.monotonic() > deadline:
-                missing = sorted(set(range(self.world_size)) - present)
                 raise SourceStalled(
                     f"ranks {missing} of the publisher of {self.name!r} did not join within {self._stall_s:g} s",
                     hint="call penstock.publisher on all ranks with the same name and number of ranks",
                 )
             time.sleep(self._membership.timing.members_pause_s)
 
-    def _ranks_present(self) -> set[int]:
-        states = [other.state for other in self._membership.look() if other.state.side == "publisher"]
-        return {self.rank, *(state.rank for state in states if state.epoch == self._announcements.epoch)}
-
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this many subscribers have joined.
 
-        Raises:
-            SourceStalled: too few joined within `timeout_s` seconds. None means the stall deadline.
+        Raise SourceStalled after `timeout_s`, or the stall deadline if None.
         """
         require_type("count", count, int, "a number of subscribers")
         require_seconds("timeout_s", timeout_s)

@@ -22,13 +22,10 @@ from penstock.waits import jitter
 
 
 def claim(membership: Membership) -> None:
-    """As rank 0, claim the name for this group.
-
-    An earlier group keeps the name while its process exists, and while the hub lists a silent process.
+    """As rank 0, claim the name for this group. An earlier group keeps the name while the hub lists its live processes.
 
     Raises:
         ConfigError: another live group publishes the name.
-        HubUnavailable: the hub does not respond.
         SourceStalled: the hub lists a silent group for longer than its TTL.
     """
     # The hub forgets a silent member after its TTL. The stall deadline covers a slow or restarted hub.
@@ -108,12 +105,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """As another rank, request the version above which this rank begins. See `FirstVersions`.
-
-    Raises:
-        PeerLost: rank 0 is gone.
-        SourceStalled: rank 0 did not own the name within the stall deadline.
-    """
+    """As another rank, request the version above which this rank begins. See `FirstVersions`."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
     while True:
@@ -131,9 +123,6 @@ class FirstVersions:
 
     All ranks must begin with the same number. A rank that searched itself could find a version that another rank of
     this group has just published, or miss the version of a member that left.
-
-    Args:
-        newest: returns the newest version that rank 0 has published.
     """
 
     def __init__(self, newest: Callable[[], int]) -> None:
@@ -152,8 +141,7 @@ class FirstVersions:
     def of(self, rank: int, member: str, wait_s: float) -> int:
         """Return the version above which a process of a rank begins.
 
-        Raises:
-            NotFound: rank 0 has not begun within `wait_s` seconds.
+        Raise NotFound if rank 0 does not own the name yet.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
@@ -164,12 +152,7 @@ class FirstVersions:
 
 
 def decided(membership: Membership, epoch: str, version: int) -> Decision:
-    """As another rank, return rank 0's decision about a version.
-
-    Raises:
-        PeerLost: rank 0 is gone.
-        SourceStalled: rank 0 did not begin the version within the stall deadline.
-    """
+    """As another rank, return rank 0's decision about a version. Raise PeerLost or SourceStalled without a decision."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     since = time.monotonic()
     while True:
@@ -193,11 +176,7 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
 
 
 def recorded(membership: Membership, decision: FleetDecision, within_s: float) -> FleetDecision:
-    """As rank 0, record a decision at the hub. Return the recorded decision, which may be an earlier one.
-
-    Raises:
-        HubUnavailable: the hub did not respond. It may or may not have recorded the decision.
-    """
+    """As rank 0, record a decision at the hub. Return the recorded decision, which may be an earlier one."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -291,8 +270,7 @@ class _VersionProgress:
 class SubscriberProgress:
     """The progress of all subscribers, held by a publisher's rank 0. Thread-safe.
 
-    Attributes:
-        absent: subscribers that were late and have sent no request since. A publish does not wait for them.
+    `absent` are subscribers that were late and have sent no request since. A publish does not wait for them.
     """
 
     def __init__(self, timing: Timing | None = None) -> None:
@@ -402,9 +380,9 @@ class SubscriberProgress:
                         state.ballot = state.ballot.reported(member, "gone", "its process is gone")
 
     def _silent_after(self, state: _VersionProgress, wait_s: float) -> list[str]:
-        """Wait for a change, and return the subscribers that made no progress for a while. Hold the lock.
+        """Wait for a change, and return the subscribers that made no progress for a while.
 
-        Probe them without the lock, because a probe opens a connection, and reports arrive meanwhile.
+        Probe them without the lock.
         """
         self._changed.wait(wait_s)
         silent_since = time.monotonic() - self._probe_s

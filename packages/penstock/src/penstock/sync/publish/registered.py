@@ -74,15 +74,7 @@ def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declara
 class Registered(Closeable):
     """The tensors of one rank, registered for receivers. `follow` registers them again after they moved.
 
-    Attributes:
-        layout: layout of the newest registration.
-        digest: digest of that layout.
-
-    Args:
-        params: a module or tensors by name, which `follow` reads again.
-
-    Raises:
-        PenstockError: see `publisher`.
+    `layout` and `digest` describe the newest registration. The constructor raises the errors of `publisher`.
     """
 
     layout: Layout
@@ -144,12 +136,9 @@ class Registered(Closeable):
         self._connect(self.offer)
 
     def follow(self, before_end: Callable[[], None]) -> bool:
-        """If tensors of the module or mapping moved, register them again. Return whether any moved.
+        """If tensors moved, call `before_end`, and register the tensors again. Return whether any moved.
 
         Call this while nothing reads the parameters.
-
-        Args:
-            before_end: called before the old registration ends.
 
         Raises:
             ConfigError: names, dtypes or shapes changed. The old registration stays.

@@ -123,11 +123,9 @@ class TwoPhase:
             return self._rank.show(version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return the decision on the version, as the hub recorded it.
+        """Return the decision that the hub recorded.
 
-        Raises:
-            HubUnavailable: it is unknown whether the hub recorded the commit.
-            PeerLost, SourceStalled: another rank lost rank 0.
+        Raise HubUnavailable if it is unknown whether the hub recorded the commit.
         """
         rank = self._rank
         if rank.rank != 0:

@@ -118,14 +118,6 @@ class Transformed:
         wants: rows in the boundary buffers for elements from other ranks.
         nbytes: size of codes and scales in bytes.
         boundary_bytes: size of the boundary buffers in bytes.
-
-    Args:
-        chosen: the result of `choose`.
-        bucket_bytes: minimum number of bytes of codes per batch.
-
-    Raises:
-        DeviceOutOfMemory, DestinationError: there is too little memory.
-        MissingExtra: Triton is not installed, on a device.
     """
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
@@ -153,15 +145,9 @@ class Transformed:
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise the current parameters, layer by layer, after the work queued on the current stream.
+        """Quantise the current parameters, layer by layer. Call this after the boundary buffers were filled.
 
-        Call this after the boundary buffers were filled.
-
-        Args:
-            ready: called with the numbers of rows after the device has written them.
-
-        Raises:
-            DestinationError: the device finished no batch for `stall_s`.
+        See `fill.fill`.
         """
         fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
 

@@ -42,11 +42,7 @@ from penstock.types import Box, TensorTable
 
 
 def record(
-    model: torch.nn.Module,
-    table: TensorTable,
-    *,
-    load: Load | None = None,
-    device: torch.device | str = "cpu",
+    model: torch.nn.Module, table: TensorTable, *, load: Load | None = None, device: torch.device | str = "cpu"
 ) -> Recording:
     """Record a model's loader as copies of boxes. The model is bit-identical afterwards.
 
@@ -284,10 +280,7 @@ class Requirements:
         return torch.inference_mode() if self._is_inference else torch.no_grad()
 
     def install(self, names: Iterable[str] | None = None) -> None:
-        """Permute, cast and copy the arrived rows of these tensors. None means all tensors.
-
-        Call this on the current stream after every update, once all rows of the tensors are verified in live memory.
-        """
+        """Permute, cast and copy the verified rows of these tensors on the current stream. None means all tensors."""
         # The rows of a name without steps arrived in the parameters themselves.
         with self._writing():
             for name in self._steps if names is None else names:
@@ -297,8 +290,7 @@ class Requirements:
     def in_copy(self, moved: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Return the live tensors as an update would leave them, from rows in a copy of the memory.
 
-        Call this once all rows have arrived in the copy. Live memory does not change. The steps of `install` and
-        `finish` run, and tensors that are filled outside of the copy or only in part are cloned.
+        Live memory does not change.
 
         Args:
             moved: returns a tensor's counterpart in the copy, or None if the copy does not have its memory.
@@ -363,10 +355,9 @@ class Requirements:
         return whole
 
     def finish(self) -> None:
-        """Run the steps that need all tensors: the loader on unrecorded tensors, and constants. Call `install` first.
+        """Run the loader on unrecorded tensors, and set constants. Call `install` first.
 
-        Raises:
-            PlanError: the loader raised an error or replaced the memory of a parameter. `mutated` is True.
+        Raise PlanError with `mutated`.
         """
         with self._writing():
             if self._whole and self._model is not None and self._load is not None:

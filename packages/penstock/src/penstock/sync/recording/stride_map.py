@@ -1,8 +1,8 @@
 """Describes copies between strided tensors as digits. Each digit maps a run in a source dim to a run in a target dim.
 
-A `StrideMap` can be cut until both ends are boxes, restricted to a box, and composed with another map. For example, a
-transpose of `W [heads * 4, n]`, viewed as `[heads, 4, n]`, to `P [4, heads * n]` has three digits: `heads` maps dim 0
-step 4 to dim 1 step n, `4` maps dim 0 step 1 to dim 0 step 1, and `n` maps dim 1 step 1 to dim 1 step 1.
+For example, a transpose of `W [heads * 4, n]`, viewed as `[heads, 4, n]`, to `P [4, heads * n]` has three digits:
+`heads` maps dim 0 step 4 to dim 1 step n, `4` maps dim 0 step 1 to dim 0 step 1, and `n` maps dim 1 step 1 to dim 1
+step 1.
 """
 
 from __future__ import annotations
@@ -106,10 +106,9 @@ class StrideGrid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Locate a view of `dims` (extent, stride). Return its first element, and each dim's digits, outermost first.
+        """Locate a view of `dims` (extent, stride).
 
-        Raises:
-            NotBoxes: a dim of the view steps across dims of the tensor unevenly.
+        Return its first element, and each dim's digits, outermost first.
         """
         start = self.start(offset)
         placed = [self._split(extent, stride, start) for extent, stride in dims]
@@ -167,8 +166,7 @@ def between(
 ) -> StrideMap:
     """Return the copy from a view of `source` to a view of `target`, both with `shape`. Offsets count elements.
 
-    Raises:
-        NotBoxes: a view steps unevenly.
+    Raise NotBoxes.
     """
     # Views of experts differ only in their starts. While each dim of a view ends inside the tensor dim in which it
     # begins, the digits do not depend on the start.
@@ -238,11 +236,7 @@ def _between(
 
 
 def boxes(whole: StrideMap) -> list[StrideMap]:
-    """Cut a map into maps from one box to one box.
-
-    Raises:
-        NotBoxes: there are more than `MAX_BOXES`.
-    """
+    """Cut a map into maps from one box to one box. Raise NotBoxes if there are more than `MAX_BOXES`."""
     if _are_dense(whole.digits):
         return [whole]
     loops: set[int] = set()
@@ -292,10 +286,7 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 
 
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
-    """Return the maps that write into `box`, which must be inside the target of `whole`.
-
-    The result has several maps if the box cuts a digit above other digits.
-    """
+    """Return the maps that write into `box`. There are several if the box cuts a digit above other digits."""
     parts = [whole]
     for dim in range(len(box.start)):
         at, stop = box.start[dim], box.stop[dim]
@@ -339,11 +330,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
 
 
 def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
-    """Compose two maps. The results map the source of `first` to the target of `then`, and may not be boxes yet.
-
-    Raises:
-        NotBoxes: their digits do not divide each other.
-    """
+    """Compose two maps. The results may not be boxes yet. Raise NotBoxes if the digits do not divide each other."""
     shared = common_box(first.target_box(), then.source_box())
     if shared is None:
         return
