@@ -154,12 +154,13 @@ def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypat
 
 def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later look-ups of the name lead elsewhere, so a look-up after the check would reach the service."""
+    monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})
     with Server(lambda handler: answer(handler, 404, b"")) as other:
         faults = Faults(redirect_to=f"http://weights.example:{urlsplit(other.url).port}/m.safetensors")
         with RangeServer({"m.safetensors": b""}, faults=faults) as server, pytest.raises(PenstockError) as caught:
             penstock.load(f"{server.url}/m.safetensors")
-        assert other.seen
+        assert other.seen, caught.value
     # A lost connection is opened again after another look-up, and refused there.
     assert isinstance(caught.value, NotFound | SourceUnavailable)
     assert set(names.connected) == {"127.0.0.1"}

@@ -113,8 +113,9 @@ def test_rank_lost_before_first_update_is_named(host: Host) -> None:
     """Rank 0 plans, is alive, and cannot reach rank 1, so the error is about rank 1."""
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **short_stall(8.0))
     step(publishers, [], 1)
-    publishers[1].kill(signal.SIGKILL)
+    # Start the subscriber first, because the version expires while its process imports on a loaded machine.
     subscriber = host.start_ranks("subscriber", 1, **short_stall(8.0))[0]
+    publishers[1].kill(signal.SIGKILL)
     said = subscriber.call("update 1")
     assert said["error"] == "PeerLost", said
     assert publishers[1].events["joined"]["member"] in said["message"]
