@@ -1,11 +1,6 @@
-"""Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each one stores.
+"""Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each format stores.
 
-    register_format(Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64), config=my_config))
-    penstock.convert(source, destination, to="fp8-block64")
-
-A block belongs to the rank that holds its first element, so that exactly one rank quantises it:
-
-    rows held [100, 300)   blocks of 128   owned [128, 384)   foreign [300, 384)
+A block belongs to the rank that holds its first element, so that exactly one rank quantises it.
 """
 
 from __future__ import annotations
@@ -24,13 +19,11 @@ from penstock.errors import ConfigError, PlanError
 from penstock.types import Box, DType
 
 ENTRY_POINTS = "penstock.formats"
-"""Group of entry points in which an installed package lists its formats by tag. Each entry is a `Format`.
-
-The workers of a conversion are separate processes, so a call of `register_format` in this process does not reach them.
-"""
+"""Entry point group in which an installed package lists its formats by tag, each a `Format`. Worker processes of a
+conversion need it, because a call of `register_format` does not reach them."""
 
 Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
-"""Rule that computes the scale of a block from its largest magnitude (`quantize`)."""
+"""Rule that computes the scale of a block from its largest magnitude, see `quantize`."""
 
 WHOLE = 0
 """Side of a block that spans the whole dim."""
@@ -39,7 +32,7 @@ SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
 """Dtypes that block formats accept as input."""
 
 CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
-"""Dtypes that a cast can produce. It accepts those of at least 16 bits."""
+"""Dtypes that a cast can produce. A cast accepts the dtypes of at least 16 bits."""
 
 MAX_BLOCK = 128
 """Maximum side of a block that does not span the dim. The kernels' tiles have 128 columns and cut no block."""
@@ -49,7 +42,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A way to store a tensor: how its values are cut into blocks, and which numbers are stored for each block."""
+    """A way to store a tensor: the shape of its blocks, and the numbers stored for each block."""
 
     tag: str
     values: DType
@@ -61,20 +54,18 @@ class Format:
     values_suffix: str = ""
     scales_suffix: str = "_scale"
     global_suffix: str = ""
-    """Suffix of the FP32 number that scales the whole tensor in addition to its blocks. Empty means that there is no
-    such number."""
+    """Suffix of the FP32 number that also scales the whole tensor. Empty if there is no such number."""
     whole_blocks: bool = False
-    """Whether the last dim must be a multiple of the block's, because no reader of the format accepts a
-    partial block."""
+    """Whether the last dim must be a multiple of the block's, because readers accept no partial block."""
     config: Callable[[Sequence[str]], dict[str, Any]] | None = None
-    """Returns `quantization_config` for `config.json` from the names of the modules that stay unchanged. None means
-    that engines need no entry."""
+    """Returns `quantization_config` for `config.json` from the names of the unchanged modules. None if engines need no
+    entry."""
 
 
 _lock = threading.Lock()
 _formats: dict[str, Format] = {}
 FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
-"""Formats registered in this process, by tag. Penstock's formats come first."""
+"""Formats registered in this process, by tag."""
 
 
 def register_format(form: Format) -> None:
@@ -89,24 +80,23 @@ def register_format(form: Format) -> None:
     if why := _registration_fault(form):
         raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
     with _lock:
-        # Registering the same format twice is allowed, since an entry point may name a module that registers it.
+        # An entry point may name a module that registers the format too.
         if _formats.setdefault(form.tag, form) != form:
-            raise ConfigError(
-                f"cannot register the format {form.tag!r}: its tag is taken", hint="choose a different tag"
-            )
+            message = f"cannot register the format {form.tag!r}: its tag is taken"
+            raise ConfigError(message, hint="choose a different tag")
 
 
 def _registration_fault(form: Format) -> str | None:
-    """Return why the tag is malformed or the kernels cannot store the format, or None if it can be registered."""
+    """Return why the format cannot be registered, or None."""
     rows, cols = form.block
     if not _TAG.fullmatch(form.tag):
         return "a tag must be 1 to 64 letters, digits or _.:-"
     if form.scaling == "none":
         return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and produces a float"
-    # With powers of two up to a tile's side, blocks divide the kernels' tiles and no block is in two tiles.
+    # Power-of-two blocks divide the kernels' tiles, so no block is in two tiles.
     if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
         return f"sides of block {rows} x {cols} are not powers of two up to {MAX_BLOCK} or {WHOLE} for the whole dim"
-    # The kernel reads blocks that span the dim twice, row by row, and supports only one row.
+    # The kernel reads blocks that span the dim row by row, twice, and supports only one row.
     if rows != 1 and WHOLE in form.block:
         return f"block {rows} x {cols} spans the dim, so it must have one row"
     if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
@@ -117,10 +107,8 @@ def _registration_fault(form: Format) -> str | None:
 
 
 def format_of(tag: str) -> Format:
-    """Return the format of a tag that is registered here or by an installed package. Raises ConfigError for an unknown
-    tag."""
+    """Return the format of a tag that is registered here or by an installed package. Raises ConfigError."""
     if not is_format(tag):
-        # A format of another package is unknown here unless an entry point lists it.
         hint = f"use one of {', '.join(FORMATS)}, or a tag that a package lists under the entry points {ENTRY_POINTS}"
         if similar := _similar_tag(tag):
             hint = f"did you mean {similar!r}? Otherwise {hint}"
@@ -148,7 +136,7 @@ _OTHER_NAMES = {
     "float8-e5m2": "cast:F8_E5M2",
     "q8-0": "gguf:Q8_0",
 }
-"""Common names of formats -> their tags."""
+"""Tags by common names of formats."""
 
 
 def _similar_tag(tag: str) -> str:
@@ -163,7 +151,7 @@ def is_format(tag: str) -> bool:
     """Return whether this process or an installed package has registered a format with this tag."""
     if tag in _formats:
         return True
-    # Looking up entry points on each call is fine, since an unknown tag ends in an error.
+    # An unknown tag ends in an error, so the lookup is not cached.
     for entry in entry_points(ENTRY_POINTS, tag):
         form = load(entry)
         if not isinstance(form, Format) or form.tag != tag:
@@ -192,7 +180,7 @@ def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequ
 def _compressed_tensors(
     layout: str, weights: dict[str, Any], activations: dict[str, Any] | None
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Return the config of a compressed-tensors layout. `activations` is None if activations are not quantised.
+    """Return the config of a compressed-tensors layout.
 
     Source: compressed-tensors 0.20, `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16.
     """
@@ -213,8 +201,7 @@ def _compressed_tensors(
 
 
 def _block128(tag: str, rows: int) -> tuple[Format, ...]:
-    """Return FP8 in blocks of rows x 128, with any FP32 as scale or with a power of two that is stored as FP32 or as a
-    byte.
+    """Return FP8 in blocks of rows x 128, whose scale is any FP32, or a power of two stored as FP32 or as a byte.
 
     Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]).
     DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept). transformers 5, FineGrainedFP8Config, and vLLM 0.32,
@@ -236,7 +223,7 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
 
 
 def _mxfp8(tag: str, scaling: Scaling) -> Format:
-    """Return the MXFP8 format. Engines decode it the same way no matter how its exponents were rounded.
+    """Return the MXFP8 format. Engines decode it in the same way for both roundings of its exponents.
 
     Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`. `-floor`: OCP
     Microscaling Formats 1.0, section 6.3, whose exponent clamps the largest eighth of a block's range.
@@ -329,8 +316,7 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of elements per dim at whose multiples a box can end without cutting a block. It can also end
-    at the end of the tensor."""
+    """Return per dim the multiples at which a box can end without cutting a block, besides the end of the tensor."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
@@ -348,8 +334,7 @@ def widened(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
-    """Return the elements of all blocks whose first element is in the box. Boxes that tile a tensor own each block
-    once."""
+    """Return the elements of all blocks whose first element is in the box."""
     step = alignment(form, shape)
     start = tuple(min(n, -(-a // s) * s) for a, s, n in zip(box.start, step, shape, strict=True))
     stop = tuple(min(n, -(-b // s) * s) for b, s, n in zip(box.stop, step, shape, strict=True))
@@ -357,11 +342,10 @@ def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool = False) -> Box:
-    """Return the elements needed to quantise the blocks that a box owns. With a scale for the whole tensor, all are
-    needed.
+    """Return the elements needed to quantise the blocks that a box owns.
 
     Args:
-        amax_given: the tensor's largest magnitude comes from elsewhere, for example as a maximum over the ranks.
+        amax_given: the tensor's largest magnitude is known, for example as a maximum over the ranks.
     """
     mine = owned(form, shape, box)
     return Box.full(shape) if form.global_suffix and not amax_given and mine.num_elements else mine
@@ -369,7 +353,7 @@ def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool =
 
 def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
     """Return `wanted` minus `held` as boxes that do not overlap. A rank must receive them to quantise its blocks."""
-    # Dim by dim, cut off the parts below and above the held range and continue with the rest.
+    # Cut off the parts below and above the held range in each dim, and continue with the rest.
     left, start, stop = [], list(wanted.start), list(wanted.stop)
     for dim, (a, b) in enumerate(zip(held.start, held.stop, strict=True)):
         for low, high in ((start[dim], min(a, stop[dim])), (max(b, start[dim]), stop[dim])):
@@ -384,11 +368,10 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
 
 
 def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[FormatOutput, ...]:
-    """Return the tensors that a format stores for one tensor, codes first, with the box of each that is made from
-    `box`.
+    """Return the tensors that a format stores for one tensor, codes first, with the boxes that are made from `box`.
 
     Raises:
-        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint has a box that does not.
+        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint has a wider box.
     """
     check(form, name, dtype, shape, box)
     if (wide := widened(form, shape, box)) != box:
@@ -411,7 +394,6 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
 
 
 def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tuple[int, ...]) -> FormatOutput:
-    """Return the tensor that has one element for each block of size `step`."""
     count = tuple(-(-n // s) for n, s in zip(shape, step, strict=True))
     start = tuple(-(-a // s) for a, s in zip(box.start, step, strict=True))
     stop = tuple(-(-b // s) for b, s in zip(box.stop, step, strict=True))

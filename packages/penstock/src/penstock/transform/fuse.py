@@ -1,8 +1,6 @@
 """Quantise many tensors in a few launches, from their memory into the buffers from which they are sent.
 
-    30,000 expert tensors --table of addresses, shapes, pitches--> tiles --a launch or two--> codes, scales
-
-On the CPU this runs the reference (`quantize`) tensor by tensor. The kernels are in `quantize_triton`.
+On the CPU this runs the reference `quantize` tensor by tensor. The kernels are in `quantize_triton`.
 """
 
 from __future__ import annotations
@@ -23,32 +21,31 @@ from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 
 _WIDTH = 16
-"""Bytes of the widest load. It is also the number of columns that are inside the tensor together, or twice as many if
-two columns share a byte."""
+"""Bytes of the widest load. Also the number of columns that are inside the tensor together, or twice as many if two
+columns share a byte."""
 
 _NATIVE = (8, 9)
-"""Minimum compute capability of processors that round to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
+"""Minimum compute capability that rounds to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
 
 _COLUMNS = 11
-"""Columns of a launch's table; see `quantize_triton`."""
+"""Columns of a launch's table, see `quantize_triton`."""
 
 _STRIP = (4, 1024)
 _WIDE_BLOCK = (128, 128)
 _TILE = (32, 128)
 _FLAT = (1, 4096)
 """Rows and columns of a tile for whole rows, for square blocks, for blocks within a row and casts, and for casts
-without rows. 4,096 elements are sixteen 16-byte loads for each lane of 4 warps, and 16,384 are twice that for 8 warps.
-"""
+without rows. 4,096 elements are sixteen 16-byte loads for each lane of 4 warps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelJob:
-    """A tensor, or a shard of it that cuts no block, with the tensors that receive its parts."""
+    """A tensor, or a shard of it that cuts no block, with its output tensors."""
 
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
-    """Outputs in the order of `formats.outputs`, with any row stride and contiguous rows. A shard that does not contain
-    the tensor's first element may leave out the scale of the whole tensor."""
+    """Outputs in the order of `formats.outputs`, with any row stride and contiguous rows. A shard without the tensor's
+    first element may omit the scale of the whole tensor."""
     amax: torch.Tensor | None = None
     """Largest magnitude of the whole tensor as one float32 on the device, for a shard whose format needs it."""
 
@@ -77,9 +74,9 @@ class _LaunchTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fusion:
-    """Jobs laid out for the kernels. It can run each time the sources change.
+    """Jobs laid out for the kernels, to run each time the sources change.
 
-    Ownership: holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
+    It holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
     """
 
     form: Format
@@ -91,10 +88,8 @@ class Fusion:
     def run(self) -> None:
         """Fill every output from the current values of its source.
 
-        On a device this is asynchronous on the current stream. On the CPU it has finished when it returns.
-
-        Cost: on a device one launch for each kind of source (dtype, alignment), and one more where whole tensors are
-        measured. It does not synchronise.
+        On a device this is asynchronous on the current stream, with one launch for each kind of source (dtype,
+        alignment) and one more where whole tensors are measured. On the CPU it has finished when it returns.
         """
         if not self.groups:
             for job in self.jobs:
@@ -104,10 +99,9 @@ class Fusion:
         device = self.groups[0].table.device
         with device_context(device):
             if self.form.scaling == "nv":
-                # Reset in each run, since the kernels take the maximum with the old value.
+                # The kernels take the maximum with the old value.
                 self.peaks.zero_()
-                # Measure in a separate launch, since all tiles of a tensor must be measured before its first code is
-                # rounded.
+                # All tiles of a tensor must be measured before its first code is rounded.
                 for group in (group for group in self.groups if group.key.measured):
                     _launch("measure_tiles", group, TILE_ROWS=_TILE[0], TILE_COLS=_TILE[1])
             for group in self.groups:
@@ -135,7 +129,7 @@ class Fusion:
         )
 
     def _wholes(self) -> None:
-        """Store the scales of whole tensors by torch, since they are only a few elements."""
+        """Store the scales of whole tensors, which are only a few elements."""
         jobs = [job for job in self.jobs if len(job.outputs) > 2 and job.outputs[2].numel()]
         if not jobs:
             return
@@ -143,19 +137,19 @@ class Fusion:
         measured = self.peaks.view(torch.float32)
         amax = torch.stack([measured[row[id(job)]] if job.amax is None else job.amax.reshape(()).abs() for job in jobs])
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
-        # Use one call, since copying thousands of scales one by one would take a launch each.
+        # Copying thousands of scales one by one would take a launch each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
 
 
 def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
     """Lay out jobs with one format on one device.
 
+    The table is copied from pinned memory on the current stream. Another stream must wait for that copy before it runs
+    the result.
+
     Raises:
         PlanError: the format does not accept a source, an output does not match the format, or the devices differ.
         MissingExtra: Triton is not installed and the jobs are on a device.
-
-    Cost: Python per job, and one copy of the table from pinned memory on the current stream. Another stream must wait
-    for that copy before it runs the result.
     """
     jobs = tuple(jobs)
     for number, job in enumerate(jobs):
@@ -168,8 +162,7 @@ def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
 
 def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> Fusion:
     """Lay out checked jobs for the kernels. On the CPU this works only under Triton's interpreter."""
-    # Jobs with a given amax use it. Each of the others gets a slot into which the kernels measure. A run sets it to
-    # zero.
+    # Each job without an amax gets a slot into which the kernels measure.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
     peaks = torch.empty(num_peaks, dtype=torch.int32, device=device)
     entries: dict[_Key, list[tuple[int, ...]]] = {}
@@ -179,7 +172,7 @@ def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> 
         if form.scaling == "nv":
             at = next(peak_at) if job.amax is None else job.amax.data_ptr()
         dtype = dtype_of(job.source)
-        # Group matrices by kind and not by job, so that thousands of tensors of one kind take one launch.
+        # Thousands of tensors of one kind take one launch.
         for entry in _matrices(form, job, at):
             flat = form.scaling == "none" and entry[3] == 1
             measured = form.scaling == "nv" and job.amax is None
@@ -190,7 +183,6 @@ def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> 
 
 
 def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> None:
-    """Raise PlanError unless a job's tensors match the format and are on this device."""
     shape = tuple(job.source.shape)
     want = outputs(form, f"job {number}", dtype_of(job.source), shape, Box.full(shape))
     if form.global_suffix and len(job.outputs) == 2:
@@ -198,9 +190,8 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
     actual = [(tuple(out.shape), dtype_of(out)) for out in job.outputs]
     if actual != [(part.shape, part.dtype) for part in want]:
         expected = ", ".join(f"{part.dtype} {list(part.shape)}" for part in want)
-        raise PlanError(
-            f"job {number}: outputs {actual} do not match {expected}, which {form.tag} stores for {list(shape)}"
-        )
+        fault = f"outputs {actual} do not match {expected}, which {form.tag} stores for {list(shape)}"
+        raise PlanError(f"job {number}: {fault}")
     # The kernels get raw addresses, which would fault on a different device.
     tensors = (*job.outputs, *(() if job.amax is None else (job.amax,)))
     if any(tensor.device != device for tensor in (job.source, *tensors)):
@@ -212,12 +203,12 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
 
 
 def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ...]]:
-    """Yield table entries for each matrix of the last two dims. A contiguous cast is one matrix with one row."""
+    """Yield table entries for each matrix of the last two dims."""
     source, out = job.source, job.outputs[0]
     if not source.numel():
         return
     size = source.element_size()
-    # A cast has no blocks, so the shape does not matter, and a single long row has no edges inside.
+    # A contiguous cast is one row, because it has no blocks.
     if form.scaling == "none" and source.is_contiguous() and out.is_contiguous():
         yield source.data_ptr(), 0, 1, 1, source.numel(), out.data_ptr(), 0, 0, 0, 0
         return
@@ -237,7 +228,7 @@ def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ..
 
 
 def _wide(dtype: DType, entry: tuple[int, ...]) -> bool:
-    """Return whether loads and stores of 16 bytes are possible; see `quantise_tiles`."""
+    """Return whether loads and stores of 16 bytes are possible, see `quantise_tiles`."""
     src, row_stride, col_stride, _, cols, out, out_pitch = entry[:7]
     at = src % _WIDTH or out % _WIDTH or (row_stride * dtype.bits // 8) % _WIDTH
     return col_stride == 1 and not (at or cols % (2 * _WIDTH) or out_pitch % _WIDTH)
@@ -253,13 +244,12 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _LaunchTiles:
-    """Return the launch of these matrices. Its table has their columns, the first tile of each, and the matrix of each
-    tile."""
+    """Return the launch of these matrices. Its table has their columns, first tiles, and the matrix of each tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across
     stop = np.cumsum(tiles)
-    # Pin the table, since a copy from pageable memory would make the call wait for the device.
+    # A copy from pageable memory would wait for the device.
     host = torch.empty(_COLUMNS * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[: 10 * len(entries)] = entries.T.reshape(-1)

@@ -10,17 +10,16 @@ The amax of a block is its largest magnitude, and at least TINY where it divides
            scale = 2^max(floor(log2(amax)) - 8, -127)          code = E4M3(clamp(x * (1 / scale)))
     nv     scale = E4M3(clamp(G * (amax / 6))), at least 2^-9  code = E2M1(x * (G / scale)), G = 2688 / tensor's amax
 
-up(amax) is floor(log2(amax)), plus one from 1.75 * 2^floor(log2(amax)) on. There amax / scale would reach 448, and
-above that the floor alone clamps. On normal weights clamping raises the RMS error by a tenth, from 0.0266 to 0.0293.
+up(amax) is floor(log2(amax)), plus one from 1.75 * 2^floor(log2(amax)) on, where amax / scale would reach 448. The
+floor alone clamps such values, which raises the RMS error of normal weights from 0.0266 to 0.0293.
 
 A value is code * scale, and in NVFP4 code * (scale / G). A block with a NaN or an infinity gets a NaN scale (255 in
-E8M0) and NaN codes (0 in E2M1, which has no NaN), so that readers see NaN and never a wrong number. In NVFP4 this
-applies to the whole tensor.
+E8M0) and NaN codes (0 in E2M1, which has no NaN). In NVFP4 this applies to the whole tensor.
 
-Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8` (x * (1 / scale), power of two rounded up). OCP Microscaling
-Formats 1.0, section 6.3 (`mx_floor`). compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and
-`generate_gparam`. compressed-tensors divides by the scale, and the others multiply by its inverse. Codes therefore
-differ where the quotient is on the edge between two codes. MXFP8's scales are powers of two, so its codes never differ.
+Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8`. OCP Microscaling Formats 1.0, section 6.3 (`mx_floor`).
+compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and `generate_gparam`. compressed-tensors
+divides by the scale instead of multiplying by its inverse, so codes differ where the quotient is on the edge between
+two codes.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from penstock.transform.formats import WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100
-"""Minimum amax from which a scale is computed. It keeps scale and inverse normal numbers for any block, and zeros stay
-zeros."""
+"""Minimum amax from which a scale is computed. Scale and inverse are then normal numbers, and zeros stay zeros."""
 
 E4M3_MAX = 448.0
 """Source: OCP FP8 1.0, table 1."""
@@ -48,16 +46,14 @@ MX_ELEMENT_EXPONENT = 8
 """Exponent of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
 
 MX_ROUND_UP_BITS = 1 << 21
-"""Added to the bits of an FP32, this carries into the exponent from 1.75 (448 / 256) on.
-
-Source: compressed-tensors 0.20, `round_to_power_2` with one bit of mantissa.
-"""
+"""Added to the bits of an FP32, this carries into the exponent from 1.75 (448 / 256) on. Source: compressed-tensors
+0.20, `round_to_power_2` with one bit of mantissa."""
 
 INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# Numbers half-way between two codes of E2M1, and whether such a number rounds up (ties to even).
+# Numbers half-way between two codes of E2M1, and whether the number rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 _TORCH = {
@@ -94,7 +90,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     Args:
         source: tensor with any strides.
         amax: largest magnitude of the whole tensor as one float32, for a format with a scale for the whole tensor. None
-            means to measure it in `source`.
+            measures it in `source`.
 
     Raises:
         PlanError: the format does not accept this dtype or shape.
@@ -104,15 +100,14 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     if form.scaling == "none":
         return (cast(source, form.values),)
     rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
-    # Use FP32 for every source, since the kernels do and the bits must be the same. The shape becomes [..., blocks
-    # down, rows, blocks across, cols]. Elements beyond the edge count as zero.
+    # The shape becomes [..., blocks down, rows, blocks across, cols]. Elements beyond the edge are zero.
     padded = functional.pad(source.float(), (0, -shape[-1] % max(cols, 1), 0, -shape[-2] % max(rows, 1)))
     if not padded.numel():
         return _empty(form, source, amax)
     blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
     # As an integer a NaN is above infinity, so a single comparison finds both.
     peak = magnitude(blocks).amax(dim=(-3, -1))
-    # With a NaN or an infinity anywhere, the global scale would be wrong for all blocks, so all blocks get this peak.
+    # A NaN or an infinity makes the global scale wrong for all blocks.
     whole = None
     if form.scaling == "nv":
         whole = magnitude(source.float() if amax is None else amax).amax()
@@ -144,10 +139,10 @@ def _scales(
     if whole is not None:
         top = torch.where(whole >= INFINITY_BITS, nan, whole_scale(whole.view(torch.float32))).reshape(1)
         scale = _e4m3((top * _over(finite.view(torch.float32), E2M1_MAX)).clamp(max=E4M3_MAX)).view(torch.uint8)
-        # Use at least the smallest code, since a scale of zero would make the inverse infinite.
+        # A scale of zero would make the inverse infinite.
         scale = torch.where(bad, E4M3_NAN, scale.clamp(min=1)).view(torch.float8_e4m3fn)
         return top / scale.float(), scale, (top,)
-    # Take exponents directly from the bits, since log2 in floating point may round up to the next power of two.
+    # log2 in floating point may round up to the next power of two.
     if form.scaling in ("mx", "mx_floor"):
         peak_bits = finite + MX_ROUND_UP_BITS if form.scaling == "mx" else finite
         exponent = ((peak_bits >> 23) - MX_ELEMENT_EXPONENT).clamp(min=0)
@@ -155,24 +150,23 @@ def _scales(
         scale = _over(finite.view(torch.float32).clamp(min=TINY), E4M3_MAX)
         if form.scaling == "amax":
             return scale.reciprocal(), torch.where(bad, nan, scale), ()
-        # Adding all mantissa bits carries into the exponent unless they are zero, which rounds the power of two up.
+        # Adding all mantissa bits rounds the power of two up.
         exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
-    # This is exact, since the inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
+    # The inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
     inverse = ((254 - exponent) << 23).view(torch.float32)
-    # The bits of a power of two are its shifted exponent. E8M0 and U8 store the exponent itself.
+    # E8M0 and U8 store the exponent itself.
     if form.scales is DType.F32:
         return inverse, torch.where(bad, nan, (exponent << 23).view(torch.float32)), ()
     return inverse, torch.where(bad, E8M0_NAN, exponent).to(torch.uint8).view(torch_dtype(form.scales)), ()
 
 
 def whole_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4's scale of a tensor, which maps the largest magnitude to the largest code times the
-    largest scale."""
+    """Return NVFP4's scale of a tensor, which maps the largest magnitude to the largest code and scale."""
     return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide by a tensor, since torch multiplies by the inverse of a plain number, which rounds twice."""
+    """Divide by a tensor, because torch multiplies by the inverse of a plain number, which rounds twice."""
     return values / torch.full_like(values, divisor)
 
 
@@ -191,11 +185,8 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Cast through FP32, or through FP64 if that is wanted. In FP8, numbers beyond the range become the largest number.
-
-    E4M3 has no infinity, so an infinity becomes NaN.
-    """
-    # Cast to F64 directly, since FP32 would lose its precision.
+    """Cast through FP32. FP8 saturates to the largest number, and in E4M3 an infinity becomes NaN."""
+    # FP32 would lose the precision of F64.
     if dtype is DType.F64:
         cast = source.double()
         return torch.where(cast.isnan(), math.nan, cast)
@@ -207,13 +198,13 @@ def cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     elif dtype is DType.F8_E5M2:
         values = torch.where(values.isinf(), values, values.clamp(-E5M2_MAX, E5M2_MAX))
     cast = values.to(torch_dtype(dtype))
-    # Every NaN becomes the NaN of torch.nan in that dtype, since processors differ in the bits of a NaN that they keep.
+    # Processors differ in the bits of a NaN, so every NaN becomes torch.nan in that dtype.
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
     return torch.where(lost, _NAN_BITS[dtype], cast.view(bits)).view(cast.dtype)
 
 
 def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the outputs for a tensor without elements. Its global scale is that of zeros or of the given amax."""
+    """Return the outputs for a tensor without elements."""
     shape = tuple(source.shape)
     parts = outputs(form, "", dtype_of(source), shape, Box.full(shape))
     empty_parts = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]

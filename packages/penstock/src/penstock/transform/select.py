@@ -1,4 +1,4 @@
-"""Selection of the tensors to quantise, and the entry in config.json with which engines load the result."""
+"""Selection of the tensors to quantise by name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ KEEP = (
 """Patterns of names that stay unchanged. Source: tensors that stay BF16 in the checkpoints of DeepSeek-V3 and V3.2
 (embeddings, norms, `mlp.gate`, `eh_proj`, `shared_head`, the indexer's `weights_proj`, `lm_head`) and Qwen3-FP8
 (`mlp.gate`, `lm_head`, norms), and vision towers and convolutions in the recipes of llm-compressor. Embeddings are
-`wte` and `wpe` in GPT-2. Heads are `output` in InternLM2 and Mistral's files, `score` and `classifier` in transformers'
-sequence classification, and `qa_outputs` in its question answering."""
+`wte` and `wpe` in GPT-2. Heads are `output` in InternLM2 and Mistral's files, and `score`, `classifier` and
+`qa_outputs` in transformers."""
 
 Tensor = tuple[str, DType, tuple[int, ...]]
 """Name, dtype and shape."""
@@ -45,9 +45,13 @@ Tensor = tuple[str, DType, tuple[int, ...]]
 def reasons(
     form: Format, tensors: Sequence[Tensor], *, keep: Sequence[str] = KEEP, only: Sequence[str] = ("*.weight",)
 ) -> dict[str, str]:
-    """Return why each tensor is kept unchanged. An empty reason means that it is quantised. Arguments are those of
-    `select`."""
-    # Check all tensors first, since the biases of other modules can show that a weight is transposed.
+    """Return why each tensor stays unchanged. An empty reason means that it is quantised.
+
+    Args:
+        keep: shell patterns of names that stay unchanged.
+        only: shell patterns of which a quantised tensor's name matches at least one.
+    """
+    # The biases of other modules can show that a weight is transposed.
     transposed = _transposed(tensors)
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
@@ -55,7 +59,7 @@ def reasons(
             return "its name matches no pattern of only="
         if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
             return f"its name matches {pattern}"
-        # Three dims are a stack of experts or a convolution, which engines quantise in their own ways.
+        # Three dims are a stack of experts or a convolution, which engines quantise differently.
         if len(shape) != 2:
             return f"{len(shape)} dims, not 2"
         if _leaf(name) in transposed:
@@ -68,8 +72,8 @@ def reasons(
 def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
     """Return the last parts of the names of modules whose weights are stored [in, out], like GPT-2's Conv1D.
 
-    A bias has one number per output, so a bias as long as the second dim shows this order. It holds for all modules of
-    the same last name, since a square weight (GPT-2's `attn.c_proj`) does not show its order.
+    A bias has one number per output, so a bias as long as the second dim shows this order. All modules of the same last
+    name share the order, because a square weight does not show it.
     """
     shapes = {name: shape for name, _, shape in tensors}
     modules = set()
