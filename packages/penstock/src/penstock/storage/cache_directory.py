@@ -186,7 +186,16 @@ class CacheDirectory:
         # A larger file would evict every chunk and then itself.
         if nbytes > self._limit_bytes:
             return
-        self._make_space(nbytes)
+        with self._lock:
+            if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
+                self._known_bytes = self._measure()[0]
+                self._since_scan_bytes = 0
+            # Count before the write, so that other threads see the space as used.
+            self._known_bytes += nbytes
+            self._since_scan_bytes += nbytes
+            if self._known_bytes > self._limit_bytes:
+                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _EVICT_TO) - nbytes)
+                self._since_scan_bytes = 0
         try:
             self._publish(file, views)
         except OSError as error:
@@ -222,18 +231,6 @@ class CacheDirectory:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
-
-    def _make_space(self, nbytes: int) -> None:
-        with self._lock:
-            if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
-                self._known_bytes = self._measure()[0]
-                self._since_scan_bytes = 0
-            # Count before the write, so that other threads see the space as used.
-            self._known_bytes += nbytes
-            self._since_scan_bytes += nbytes
-            if self._known_bytes > self._limit_bytes:
-                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _EVICT_TO) - nbytes)
-                self._since_scan_bytes = 0
 
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
         """Return the total size of the chunk files, and (mtime, bytes, path) of each. Remove abandoned files."""

@@ -238,8 +238,20 @@ class _HubCache:
         new = set(written)
         self._link(new)
         if self._contents.revision != self._contents.commit:
-            self._refer()
-        return [self._path(name, etag) for etag, name in missing.items() if etag in new]
+            path, commit = self._repository / "refs" / self._contents.revision, self._contents.commit
+            with typed(path):
+                is_current = path.exists() and path.read_text() == commit
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_current:
+                with new_file(path) as file:
+                    file.write(commit.encode())
+        # Without symlinks the bytes are in the snapshot.
+        blobs = {etag: self._blob(etag) for etag in new}
+        return [
+            blobs[etag] if blobs[etag].exists() else self.snapshot / name
+            for etag, name in missing.items()
+            if etag in new
+        ]
 
     def _fetch(
         self, blobs: Iterable[tuple[str, str]], copy: Copy, written: list[str], *, wait: bool
@@ -258,7 +270,11 @@ class _HubCache:
                 held[name] = lock
                 if self._blob(etag).exists():
                     continue
-                self._remove_abandoned(etag)
+                # Locks may be stale, so age decides.
+                for path in self._incomplete(etag):
+                    with contextlib.suppress(OSError):
+                        if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                            path.unlink()
                 partial[name] = self._blob(f"{etag}.{secrets.token_hex(4)}.incomplete")
 
             def publish(name: str) -> None:
@@ -319,13 +335,6 @@ class _HubCache:
     def _incomplete(self, etag: str) -> Iterator[Path]:
         return (self._repository / "blobs").glob(f"{etag}.*.incomplete")
 
-    def _remove_abandoned(self, etag: str) -> None:
-        # Locks may be stale, so age decides.
-        for path in self._incomplete(etag):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
-
     def _link(self, written: set[str]) -> None:
         has_links = self._hub.file_download.are_symlinks_supported(self._root)
         etags = {name: self._etag(name) for name in self._contents.files}
@@ -350,15 +359,6 @@ class _HubCache:
                 finally:
                     new.unlink(missing_ok=True)
 
-    def _refer(self) -> None:
-        path, commit = self._repository / "refs" / self._contents.revision, self._contents.commit
-        with typed(path):
-            if path.exists() and path.read_text() == commit:
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as file:
-            file.write(commit.encode())
-
     def _blob(self, name: str) -> Path:
         return self._repository / "blobs" / name
 
@@ -369,10 +369,6 @@ class _HubCache:
             uri = self._contents.uri_of(name)
             raise FormatError("the hub lists no digest for this file, so the cache has no name for it", uri=uri)
         return etag
-
-    def _path(self, name: str, etag: str) -> Path:
-        blob = self._blob(etag)
-        return blob if blob.exists() else self.snapshot / name
 
 
 def _check_git_id(path: Path, file: RepositoryFile, uri: str) -> None:

@@ -230,9 +230,22 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, settings: Settings) -> S:
     """Probe the object at `origin`, and return the source that `make` creates for it. Raises as `open_http`."""
-    pool = _hold_pool(settings, bundles(settings))
+    pool, patience, renewed = _hold_pool(settings, bundles(settings)), Patience(uri, settings), False
     try:
-        return make(_probe(uri, origin, pool, settings))
+        while True:
+            try:
+                # Signed URLs often allow no HEAD, so get the first byte.
+                with RangeExchange(uri, origin, pool, byte_range=(0, 1), seen=None) as exchange:
+                    if not renewed and exchange.refused():
+                        renewed = True
+                        continue
+                    seen = exchange.first_seen()
+                    if exchange.reply.status == 206:
+                        # Reading the response to its end lets the first range reuse the connection.
+                        exchange.readinto(memoryview(bytearray(1)))
+                return make(seen)
+            except RequestFailed as failed:
+                failed.pause(patience, (0, 1))
     finally:
         # The source holds its own reference to the pool.
         pool.drop()
@@ -263,24 +276,6 @@ def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[in
                 failed.pause(patience, None)
     finally:
         pool.drop()
-
-
-def _probe(uri: str, origin: Origin, pool: Pool, settings: Settings) -> Validators:
-    """Return the object's validators by a GET of its first byte, because signed URLs often allow no HEAD."""
-    patience, renewed = Patience(uri, settings), False
-    while True:
-        try:
-            with RangeExchange(uri, origin, pool, byte_range=(0, 1), seen=None) as exchange:
-                if not renewed and exchange.refused():
-                    renewed = True
-                    continue
-                seen = exchange.first_seen()
-                if exchange.reply.status == 206:
-                    # Reading the response to its end lets the first range reuse the connection.
-                    exchange.readinto(memoryview(bytearray(1)))
-                return seen
-        except RequestFailed as failed:
-            failed.pause(patience, (0, 1))
 
 
 def clean(uri: str) -> str:

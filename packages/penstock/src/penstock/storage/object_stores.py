@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -157,7 +157,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         trusted=trusted,
         stall_s=settings.stall_s,
         retries=settings.retries,
-        proxy=_proxy(_endpoint(prefix, bucket, options, environ)),
+        proxy=_proxy(prefix, bucket, options, environ),
     )
     arguments = (prefix, bucket, account, _frozen(options), _frozen(environ), client, profile)
     try:
@@ -171,6 +171,8 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
             fault = f"storage_options has {duplicate[1]} under two names"
             raise ConfigError(fault, uri=uri, hint="leave one of them out") from error
         raise ConfigError(fault, uri=uri, hint=_CREDENTIAL_HINTS[scheme]) from error
+    names = " ".join(name.lower() for name in (*options, *environ)) if prefix == "AWS_" else ""
+    word = next((word for word in ("request_payer", "sse_customer_key", "s3_express") if word in names), None)
     skip = options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     return ObjectKey(
         uri=uri,
@@ -180,7 +182,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         key=key,
         # obstore reads these values as true.
         anonymous=str(skip).lower() in {"1", "true", "yes", "on"},
-        unsignable=_unsignable(prefix, options, environ),
+        unsignable=None if word is None else f"{word} needs signed headers",
         trusted=trusted,
     )
 
@@ -224,15 +226,6 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(options.items()))
-
-
-def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return why reads cannot use signed URLs, or None. Some options need headers."""
-    names = {name.lower() for name in (*options, *environ)}
-    for word in ("request_payer", "sse_customer_key", "s3_express"):
-        if prefix == "AWS_" and any(word in name for name in names):
-            return f"{word} needs signed headers"
-    return None
 
 
 @functools.lru_cache(maxsize=_STORES)
@@ -321,25 +314,18 @@ def _profile_credentials(profile: str) -> S3CredentialProvider:
         raise ConfigError(f"cannot get credentials from AWS profile {profile!r}: {error}") from error
 
 
-def _endpoint(prefix: str, bucket: str, options: Mapping[str, str], environ: Mapping[str, str]) -> SplitResult:
-    """Return the address of the server, exact enough to choose a proxy."""
+def _proxy(prefix: str, bucket: str, options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the proxy and its exclusions in obstore's form, or None if the environment names no proxy."""
     named = {name.lower().removeprefix("aws_"): value for name, value in (*environ.items(), *options.items())}
-    for name in ("endpoint_url_s3", "endpoint_url", "endpoint", "google_base_url", "base_url", "azure_endpoint"):
-        if name in named:
-            return urlsplit(named[name])
     region = named.get("region") or named.get("default_region") or "us-east-1"
     host = {
         "AWS_": f"{bucket}.s3.{region}.amazonaws.com",
         "GOOGLE_": "storage.googleapis.com",
         "AZURE_": f"{bucket}.blob.core.windows.net",
     }[prefix]
-    return urlsplit(f"https://{host}")
-
-
-def _proxy(endpoint: SplitResult) -> tuple[str, str] | None:
-    """Return the proxy and its exclusions in obstore's form, or None if the environment names no proxy."""
-    proxy = proxy_of(endpoint)
-    if proxy is not None:
+    endpoints = ("endpoint_url_s3", "endpoint_url", "endpoint", "google_base_url", "base_url", "azure_endpoint")
+    endpoint = next((named[name] for name in endpoints if name in named), f"https://{host}")
+    if (proxy := proxy_of(urlsplit(endpoint))) is not None:
         return proxy.url, exclusions()
     # Without a proxy obstore would read the environment, and its rules differ from ours.
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -247,13 +247,30 @@ class OutputSet:
         ):
             name = self.name_of(row)
             rows[file][name] = name, table.dtypes[row], table.shapes[row], self.data_offset[file] + at, nbytes
-        for name, nbytes, wanted in zip(self.names, self.file_nbytes, rows, strict=True):
+        for file_name, nbytes, wanted in zip(self.names, self.file_nbytes, rows, strict=True):
+            path = self.directory / file_name
+            with _readable(path), closing(FileSource.open(str(path))) as source:
+                size, found = source.nbytes, read_header(source).tensors
+            if size != nbytes:
+                message = f"{nbytes} bytes were written, but the file has {size}"
+                raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT)
+            columns = (found.names, found.dtypes, found.shapes, found.offset.tolist(), found.nbytes.tolist())
+            actual = {entry[0]: entry for entry in zip(*columns, strict=True)}
             # The table has no GGUF types to compare with.
-            _require_readable(self.directory / name, nbytes, None if name == GGUF_FILE else wanted)
+            if file_name != GGUF_FILE and actual != wanted:
+                name = next(name for name in (*wanted, *actual) if actual.get(name) != wanted.get(name))
+                message = "the header on disk differs from the header written"
+                raise DestinationError(message, uri=str(path), tensor=name, hint=_READ_BACK_HINT)
         for name, content in small.items():
-            # The remaining files are copies of a source's files, without weights or manifests.
+            path = self.directory / name
+            # Functions return copies of a source's files, which are neither weights nor manifests.
             if isinstance(content, bytes):
-                _require_readable_bytes(self.directory / name, content)
+                with _readable(path):
+                    if path.name == SIDECAR:
+                        decode(content, uri=str(path))
+                    elif path.name.endswith(SUFFIX):
+                        stop = 8 + int.from_bytes(content[:8], "little")
+                        parse_header(content[8:stop], file_nbytes=len(content), uri=str(path))
 
     def publish(self, into: Path, small: Mapping[str, Content], *, replace: bool = False) -> None:
         """Sync all files, add small files (index, manifest, configuration), and publish the set at `into` atomically.
@@ -458,51 +475,10 @@ def require_space(path: Path, needed: int) -> None:
         raise DiskFull(message, uri=str(path), hint=MAKE_ROOM)
 
 
-def _require_readable(path: Path, nbytes: int, wanted: Mapping[str, _Entry] | None) -> None:
-    """Read the header of a file and compare it with the expected tensors.
-
-    Args:
-        wanted: the expected tensors by name. None checks only the size and the consistency of the header.
-
-    Raises:
-        DestinationError: the file differs. Nothing else was changed.
-    """
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with closing(FileSource.open(str(path))) as source:
-            size, tensors = source.nbytes, read_header(source).tensors
-    except (FormatError, SourceError) as error:
-        raise _unreadable(path, error) from error
-    if size != nbytes:
-        message = f"{nbytes} bytes were written, but the file has {size}"
-        raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT)
-    if wanted is None:
-        return
-    columns = (tensors.names, tensors.dtypes, tensors.shapes, tensors.offset.tolist(), tensors.nbytes.tolist())
-    found = {entry[0]: entry for entry in zip(*columns, strict=True)}
-    if found != wanted:
-        name = next(name for name in (*wanted, *found) if found.get(name) != wanted.get(name))
-        message = "the header on disk differs from the header written"
-        raise DestinationError(message, uri=str(path), tensor=name, hint=_READ_BACK_HINT)
-
-
-def _require_readable_bytes(path: Path, data: bytes) -> None:
-    """Read a small file before it is published, if it is a manifest or has weights.
-
-    Args:
-        path: its later path.
-
-    Raises:
-        DestinationError: Penstock cannot read it.
-    """
-    try:
-        if path.name == SIDECAR:
-            decode(data, uri=str(path))
-        elif path.name.endswith(SUFFIX):
-            stop = 8 + int.from_bytes(data[:8], "little")
-            parse_header(data[8:stop], file_nbytes=len(data), uri=str(path))
-    except (FormatError, IntegrityError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: FormatError | SourceError | IntegrityError) -> DestinationError:
-    return DestinationError(f"the file cannot be read back: {error.message}", uri=str(path), hint=_READ_BACK_HINT)
+        yield
+    except (FormatError, SourceError, IntegrityError) as error:
+        message = f"the file cannot be read back: {error.message}"
+        raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT) from error

@@ -226,13 +226,27 @@ class RepositoryStorage(ABC):
         if file is None:
             uri = where.at(revision, where.path)
             raise NotFound("the repository has no such file at this revision", uri=uri)
-        cached = self.open_cached(where, revision, file)
-        if cached is None:
-            return self._open_remote(where, revision, file, settings, storage_options)
-        if cached.identity not in self._compared:
-            return cached
-        cached.close()
-        return ComparedFile.open(cached.uri)
+        if (cached := self.open_cached(where, revision, file)) is not None:
+            if cached.identity not in self._compared:
+                return cached
+            cached.close()
+            return ComparedFile.open(cached.uri)
+        uri = where.at(revision, where.path)
+        origin, page, has_token = self.origin_of(where, revision, storage_options)
+        try:
+            source = open_origin(
+                uri, origin, lambda seen: HubSource(file, origin, seen, uri=uri, settings=settings), settings=settings
+            )
+        except PermissionDenied as error:
+            hint = f"accept its conditions at {page}, and " if has_token else "it may be gated or private: "
+            hint += f"use a token that may read it ({self.sign_in})"
+            raise PermissionDenied(f"the hub refuses this file: {error.message}", uri=uri, hint=hint) from error
+        except NotFound as error:
+            raise NotFound("the hub lists this file but does not serve it", uri=uri) from error
+        if file.nbytes >= 0 and source.nbytes != file.nbytes:
+            source.close()
+            raise FormatError(f"the file has {source.nbytes} bytes, but the hub lists {file.nbytes}", uri=uri)
+        return source
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
         """Return the files that a URI names now, including files in subdirectories. Raises as `list`.
@@ -333,31 +347,6 @@ class RepositoryStorage(ABC):
     def _own_path(self, where: RepositoryAddress, revision: str) -> Path:
         folder = f"{where.kind}s--{where.name.replace('/', '--')}"
         return self.home() / "penstock" / folder / revision.replace("/", "--") / where.path.replace("/", "--")
-
-    def _open_remote(
-        self,
-        where: RepositoryAddress,
-        revision: str,
-        file: RepositoryFile,
-        settings: Settings,
-        options: Mapping[str, str],
-    ) -> Source:
-        uri = where.at(revision, where.path)
-        origin, page, has_token = self.origin_of(where, revision, options)
-        try:
-            source = open_origin(
-                uri, origin, lambda seen: HubSource(file, origin, seen, uri=uri, settings=settings), settings=settings
-            )
-        except PermissionDenied as error:
-            hint = f"accept its conditions at {page}, and " if has_token else "it may be gated or private: "
-            hint += f"use a token that may read it ({self.sign_in})"
-            raise PermissionDenied(f"the hub refuses this file: {error.message}", uri=uri, hint=hint) from error
-        except NotFound as error:
-            raise NotFound("the hub lists this file but does not serve it", uri=uri) from error
-        if file.nbytes >= 0 and source.nbytes != file.nbytes:
-            source.close()
-            raise FormatError(f"the file has {source.nbytes} bytes, but the hub lists {file.nbytes}", uri=uri)
-        return source
 
 
 class ComparedFile(FileSource):

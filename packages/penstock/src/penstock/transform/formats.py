@@ -110,8 +110,10 @@ def format_of(tag: str) -> Format:
     """Return the format of a tag that is registered here or by an installed package. Raises ConfigError."""
     if not is_format(tag):
         hint = f"use one of {', '.join(FORMATS)}, or a tag that a package lists under the entry points {ENTRY_POINTS}"
-        if similar := _similar_tag(tag):
-            hint = f"did you mean {similar!r}? Otherwise {hint}"
+        wanted = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
+        tags = {name.lower().removeprefix("cast:").replace("_", "-"): name for name in FORMATS} | _OTHER_NAMES
+        if similar := difflib.get_close_matches(wanted, tags, n=1, cutoff=0.75):
+            hint = f"did you mean {tags[similar[0]]!r}? Otherwise {hint}"
         raise ConfigError(f"there is no transform {tag!r}", hint=hint)
     return _formats[tag]
 
@@ -139,14 +141,6 @@ _OTHER_NAMES = {
 """Tags by common names of formats."""
 
 
-def _similar_tag(tag: str) -> str:
-    """Return the tag that a user may have meant, or an empty string if no tag is similar."""
-    wanted = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
-    tags = {name.lower().removeprefix("cast:").replace("_", "-"): name for name in FORMATS} | _OTHER_NAMES
-    matches = difflib.get_close_matches(wanted, tags, n=1, cutoff=0.75)
-    return tags[matches[0]] if matches else ""
-
-
 def is_format(tag: str) -> bool:
     """Return whether this process or an installed package has registered a format with this tag."""
     if tag in _formats:
@@ -159,22 +153,6 @@ def is_format(tag: str) -> bool:
         register_format(form)
         return True
     return False
-
-
-def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Return the config of FP8 in blocks. Source: DeepSeek-V3.1's config.json, transformers' FineGrainedFP8Config."""
-
-    def config(kept: Sequence[str]) -> dict[str, Any]:
-        described: dict[str, Any] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": list(form_block),
-            "modules_to_not_convert": list(kept),
-        }
-        return described | ({"scale_fmt": "ue8m0"} if is_power else {})
-
-    return config
 
 
 def _compressed_tensors(
@@ -209,6 +187,16 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
     """
 
     def form(suffix: str, scaling: Scaling, scales: DType) -> Format:
+        def config(kept: Sequence[str]) -> dict[str, Any]:
+            described: dict[str, Any] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": [rows, 128],
+                "modules_to_not_convert": list(kept),
+            }
+            return described | ({"scale_fmt": "ue8m0"} if scaling == "pow2" else {})
+
         return Format(
             tag=tag + suffix,
             values=DType.F8_E4M3,
@@ -216,7 +204,7 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
             block=(rows, 128),
             scales=scales,
             scales_suffix="_scale_inv",
-            config=_block_config((rows, 128), scaling == "pow2"),
+            config=config,
         )
 
     return form("", "amax", DType.F32), form("-ue8m0", "pow2", DType.F32), form("-e8m0", "pow2", DType.F8_E8M0)
