@@ -36,8 +36,7 @@ class Checker(Protocol):
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
         """Check these slabs. Return None if the check is complete, or a pending item if a device is working.
 
-        Raises:
-            IntegrityError: a leaf differs. The pending item's `done` may raise it too.
+        This method or the pending item's `done` raises IntegrityError for a leaf that differs.
         """
 
 
@@ -127,8 +126,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaChecker:
     """Checks slabs with the Triton kernel, in batches, on a separate stream.
 
-    If the place has all slabs when `prepare` is called, the leaves are laid out once. Otherwise each batch has a
-    layout.
+    If the place has all slabs when `prepare` is called, all leaves share one layout. Otherwise each batch has a layout.
     """
 
     num_threads = 1
@@ -188,10 +186,7 @@ class CudaChecker:
 
 
 class _Layout:
-    """The leaves of some slabs in the form that the kernels need, with computed and expected digests.
-
-    `addresses` are the start addresses of the slabs.
-    """
+    """The leaves of slabs at `addresses` in the form that the kernels need, with computed and expected digests."""
 
     def __init__(
         self,
@@ -238,13 +233,9 @@ class _Layout:
 
 
 class _Answers:
-    """Computed and expected digests in host memory.
+    """Computed and expected digests in host memory. `first` is the first leaf of each row.
 
     An error that the caller stores refers to this object, so it must not refer to device memory.
-
-    Args:
-        first: index of the first leaf of each row.
-        wanted: digest of each leaf in the manifest.
     """
 
     def __init__(self, expected: Expected, rows: I64, first: I64, wanted: U64, *, is_pinned: bool) -> None:
@@ -293,10 +284,7 @@ class TensorChecker:
         self._first: I64 = np.cumsum(counts) - counts
 
     def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
-        """Check whole leaves of a row, from offset `start` in its tensor. Raise IntegrityError if a leaf differs.
-
-        The last leaf of a tensor may be shorter. `uri` names the file in the error.
-        """
+        """Check whole leaves of a row's tensor, from offset `start`. Raise IntegrityError for the file `uri`."""
         digests = np.empty(-(-data.nbytes // self._leaf_bytes), np.uint64)
         leaf_digests(data, self._leaf_bytes, digests)
         first = int(self._first[row]) + start // self._leaf_bytes

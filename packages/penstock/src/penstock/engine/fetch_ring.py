@@ -101,10 +101,7 @@ class RingFetch:
         return bool(self._flying) or self._threads.is_busy() or self.place.is_busy()
 
     def start(self, items: Iterable[RingItem]) -> None:
-        """Execute all items in order. Call it once.
-
-        The ring's thread takes an item from the iterable when the ring has a free entry, so reads start early.
-        """
+        """Execute all items in order. The ring's thread takes an item when the ring has a free entry. Call it once."""
         self._items = iter(items)
         thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
         start_thread(thread)
@@ -239,10 +236,7 @@ class RingFetch:
 
 
 class HostedExecutor:
-    """An executor without a thread. The ring's thread executes its items by calling `turn`.
-
-    A thread that posts an item calls `wake`.
-    """
+    """An executor whose items the ring's thread executes by calling `turn`. Posting an item calls `wake`."""
 
     def __init__(self, name: str, ticket: RunState, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
         self._ticket = ticket

@@ -56,10 +56,7 @@ class Destination(Protocol):
 
 
 def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:
-    """Pack the rectangles of a read in place, so that every segment is one run. Return the packed segments.
-
-    No bytes are overwritten, because a read with a rectangle has no other segment.
-    """
+    """Pack the rectangle of a read in place, so that every segment is one run. Return the packed segments."""
     packed = []
     for segment in segments:
         if segment.rows > 1:
@@ -160,10 +157,7 @@ class CudaPending:
 
 
 class CudaPlace:
-    """Slabs on one CUDA device.
-
-    Args:
-        slabs: flat uint8 tensors to fill, such as live parameters. Slabs that are None are allocated.
+    """Slabs on one CUDA device. `slabs` are flat uint8 tensors to fill, and slabs that are None are allocated.
 
     Attributes:
         is_out_of_memory: whether `allocate` failed for lack of memory.
@@ -206,11 +200,7 @@ class CudaPlace:
                 self._state.notify_all()
 
     def allocate(self) -> None:
-        """Allocate all missing slabs, the first slabs early for the first copies.
-
-        Raises:
-            DeviceOutOfMemory: the device has too little memory. Dropping the place releases the allocated slabs.
-        """
+        """Allocate all missing slabs, the first slabs early for the first copies. Raise DeviceOutOfMemory."""
         first = num_first_slabs(self._nbytes)
         with self.allocating():
             try:

@@ -101,10 +101,7 @@ class Run(Closeable):
         self.ticket.wait(stall_s=self.stall_s)
 
     def end(self) -> None:
-        """Cancel unfinished work and wait until no item touches memory any more. Idempotent.
-
-        At interpreter shutdown this returns at once, because the executors' threads have ended.
-        """
+        """Cancel unfinished work and wait until no item touches memory any more. Idempotent."""
         if lifecycle.is_ending():
             return
         if not self.ticket.done:
@@ -149,10 +146,7 @@ class StallTimer:
     def look(self, moved: int, received: int = 0, *, is_paused: Callable[[], bool] | None = None) -> float:
         """Record the progress so far and return `seconds`. Call it at least every `LOOK_S` seconds during a wait.
 
-        Args:
-            moved: number of bytes at their destination.
-            received: number of bytes received so far, verified or not.
-            is_paused: returns whether work with a separate deadline is running.
+        The timer stops while `is_paused` returns True, because work with a separate deadline is running.
         """
         now = time.monotonic()
         passed_s = min(now - self._looked, LOOK_S)
@@ -236,10 +230,8 @@ class RunState:
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
         """Wait until `reached()` is true. It is called after every change, with the lock of `changed`.
 
-        Raises:
-            PenstockError: the error that stopped the work.
-            SourceStalled: no byte arrived and no item ran for `stall_s` seconds.
-            KeyboardInterrupt: SIGINT arrived inside `interrupts.deferred`.
+        Raise the error that stopped the work, SourceStalled if no byte arrived and no item ran for `stall_s` seconds,
+        or KeyboardInterrupt for SIGINT inside `interrupts.deferred`.
         """
         with self.changed:
             # Start the timer now, because the consumer of a stream may have been busy for a long time.
@@ -289,11 +281,7 @@ class PendingItem(Protocol):
 
 
 class WorkItem(Protocol):
-    """A piece of work for one executor.
-
-    After `start`, the executor's thread calls either `finish`, once the work is complete, or `abandon`, which must not
-    raise.
-    """
+    """A piece of work for one executor. It calls `start`, and then `finish` or `abandon`, which must not raise."""
 
     priority: int
     """Items with a lower number run first. Items with equal numbers run in the order of posting."""
@@ -398,7 +386,7 @@ class Executor:
     def close(self) -> None:
         """Wait until the queue is empty and the threads have ended. Idempotent.
 
-        If the ticket is stopped, queued items are abandoned. Device work in flight is always awaited.
+        A stopped ticket abandons queued items. Device work in flight is always awaited.
         """
         with self._state:
             self._closed = True
@@ -496,8 +484,7 @@ class RunFailed:
 def guarded(ticket: RunState, call: Callable[[], T]) -> T | RunFailed:
     """Make a call and return its result. An error stops the ticket, whose waiter raises it.
 
-    An executor's thread makes all foreign calls through this function, because an error that ended the thread would
-    leave queued items waiting for ever.
+    Executors make all foreign calls through this function, because an error must not end their threads.
     """
     try:
         return call()

@@ -84,11 +84,8 @@ def open_trace(path: str | os.PathLike[str] | None) -> Trace:
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
     """Write Chrome-trace JSON in microseconds since `origin`, with one process row for each entry in `rows`.
 
-    Spans of executors are complete events (X), and stages have begin and end events (B, E). `origin_s` in the file is
-    the origin on a clock that all processes of the host share.
-
-    Raises:
-        DiskFull, DestinationError: the file cannot be written.
+    Spans of executors are complete events (X), and stages have begin and end events (B, E). `origin_s` in the file
+    is the origin on a clock that all processes of the host share.
     """
     events: list[dict[str, object]] = []
     for pid, (row, spans) in enumerate(rows.items()):

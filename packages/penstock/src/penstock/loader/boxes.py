@@ -51,13 +51,9 @@ class Wanted(NamedTuple):
 def wanted_regions(
     boxes: Boxes, table: TensorTable, uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> Wanted:
-    """Return the rows of a table, which is in file order, with the regions that `penstock.load(boxes=)` requests.
+    """Return the rows of a table with the regions that `penstock.load(boxes=)` requests.
 
-    The numbers of attention heads are read from the configuration next to `uri`.
-
-    Raises:
-        ConfigError: a region has the wrong type.
-        PlanError: a box names a tensor that does not exist or does not fit its tensor, or a tensor cannot be split.
+    Raise ConfigError for a region of the wrong type, and PlanError for an unknown tensor or a region that does not fit.
     """
     if boxes is None:
         return Wanted(table, (None,) * len(table))

@@ -42,11 +42,7 @@ def exchange(
 ) -> Iterator[Batch]:
     """Load the whole tensors in `table` with the group. Yield names with tensors, or with this rank's boxes.
 
-    Collective.
-
-    Raises:
-        PlanError: the ranks' weights or options differ. Every rank raises it.
-        PeerLost: another rank failed or is silent. The failed rank raises its own error.
+    Collective. Every rank raises PlanError if their weights or options differ, and PeerLost if another rank failed.
     """
     ranks = LoadGroup(group, session.options.device, session.settings.stall_s)
     # The ranks on one host share its cores, page cache and link, so each rank makes fewer concurrent reads.
@@ -106,9 +102,7 @@ class LoadGroup(GroupCollectives):
     def agree(self, plan: LoadPlan, revision: str) -> None:
         """Check that all ranks planned the same reads of the same weights.
 
-        Raises:
-            PlanError: the plans differ. Every rank raises it.
-            PeerLost: a rank failed before it had a plan. Every other rank raises it.
+        Every rank raises PlanError if the plans differ, and PeerLost if another rank failed before it had a plan.
         """
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
@@ -256,9 +250,6 @@ class _DeviceCopies:
     """Copies between device slabs and payloads, queued on the stream that is current at construction.
 
     They call the CUDA driver, because torch's calls would release the GIL to the reading thread.
-
-    Args:
-        may_wait: see `CudaDriver.copy`.
     """
 
     def __init__(

@@ -85,10 +85,8 @@ def _is_basic(entry: Any) -> bool:
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """Check `index` by the rules of safetensors' numpy framework. Return one int or slice for each dim.
 
-    Supported are integers, slices with a positive step, one `...`, a tuple of these, and an empty list.
-
-    Raises:
-        IndexRefused: the index has a different form, is out of bounds, or has more entries than dims.
+    Supported are integers, slices with a positive step, one `...`, a tuple of these, and an empty list. Raise
+    IndexRefused for a different form, an index out of bounds, or more entries than dims.
     """
     if isinstance(index, list):
         if index:

@@ -79,9 +79,7 @@ def load_into(
     options = ReadOptions(device=device, names=names, verify=verify, progress=progress, settings=settings)
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
         match = partial(match_targets, rename=rename, strict=strict, cast=dtype)
-        report = _load_into(target, targets, uri, options, group, journey, strict=strict, match=match)
-        journey.outcome = outcome_of(report)
-        return report
+        return _load_into(target, targets, uri, options, group, journey, strict=strict, match=match)
 
 
 def _load_into(
@@ -113,6 +111,7 @@ def _load_into(
             report = session.finish(num_tensors=len(matched.table), nbytes=nbytes)
         if isinstance(target, torch.nn.Module):
             put_back(target)
+        journey.outcome = outcome_of(report)
         return report
 
 
@@ -141,13 +140,8 @@ def targets_of(
 ) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers, or tensors by name, detached but with the same memory.
 
-    Args:
-        whole: see `own_state`.
-        written: whether the caller writes to the memory, so the state dict must not hold copies.
-
-    Raises:
-        ConfigError: the target is neither a module nor a mapping, or the module is being loaded.
-        PlanError: a parameter is not initialised, or with `written` the module's state dict has copies.
+    With `written` the caller writes to the memory, so raise PlanError if the state dict has copies. Also raise
+    PlanError for an uninitialised parameter, and ConfigError for a wrong type or during a load. See `own_state`.
     """
     if isinstance(target, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
@@ -163,15 +157,9 @@ def targets_of(
 
 
 def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, even after a load that failed.
+    """Return a module's parameters and persistent buffers, once the last write of a failed load has ended.
 
-    The last write of a failed or closed load into the module has ended when this function returns.
-
-    Args:
-        whole: whether the caller reads the values, so that the error of a failed load is raised.
-
-    Raises:
-        ConfigError: the module is being loaded (`load_in_background`), or with `whole` its memory was released.
+    With `whole` the caller reads the values, so raise the error of a failed load. Raise ConfigError during a load.
     """
     # Use the state dict, because it excludes non-persistent buffers.
     with own_tensors(whole):
@@ -184,10 +172,7 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
 
 
 def require_no_copies(module: torch.nn.Module, written: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanError if a state dict hook or override returns copies of tensors that will be written.
-
-    Views of the module's memory are not copies, and neither are tensors in plain attributes of the module.
-    """
+    """Raise PlanError if a state dict hook or override returns copies of tensors that will be written."""
     others = {name: tensor for name, tensor in written.items() if not isinstance(tensor, torch.nn.Parameter)}
     if not others:
         return
@@ -221,10 +206,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], verb: str) -> dict[int, Member]:
     """Return the parameters and buffers that use the memory of these tensors, with their places, by their id.
 
-    Pending tensors from a failed load count as the module's tensors. `verb` appears in the error.
-
-    Raises:
-        PlanError: no parameter or buffer uses a tensor's memory, so no pending tensor can replace it.
+    Pending tensors from a failed load count as the module's tensors. Raise PlanError if no parameter or buffer uses a
+    tensor's memory.
     """
     memories = {memory_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
     members: dict[int, Member] = {}
@@ -298,9 +281,8 @@ def fill(
 ) -> int:
     """Read every row into its tensors, and return the number of bytes.
 
-    Args:
-        order: indices, in the order of filling, among the tensors that have bytes. None means file order.
-        on_filled: called with the index of each tensor that is complete and verified.
+    `order` is the order of filling, as indices among the tensors that have bytes. `on_filled` is called with the
+    index of each tensor that is complete and verified.
     """
     lines = matched.lines()
     device = session.options.device

@@ -276,12 +276,7 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
 
 
 def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) -> LoadSession:
-    """Open the weight set. In a group, a rank that fails reports this to the other ranks.
-
-    Raises:
-        ConfigError: an argument has the wrong type.
-        PenstockError: the weight set cannot be opened.
-    """
+    """Open the weight set. In a group, a rank that fails reports this to the other ranks."""
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
     if options.settings.cache and group is not None:
         # Hosts finish their downloads at different times, but a group waits only `stall_s` for a rank.
@@ -438,10 +433,8 @@ def _prepare(
 ) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 
-    The function's argument limits how many bytes the reads may be ahead of the caller. 0 means no limit.
-
-    Args:
-        all_at_once: whether the caller receives nothing before all bytes have arrived.
+    The function's argument limits the read-ahead in bytes, and 0 means no limit. With `all_at_once` the caller
+    receives nothing before all bytes have arrived.
     """
     place: Any
     sources: Sequence[Source] | None = None

@@ -52,10 +52,7 @@ class MatchedLines:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Matched:
-    """The rows to load in file order, and for each row the parts that this process fills.
-
-    A sharded tensor may have several parts.
-    """
+    """The rows to load in file order, and for each row the parts that this process fills."""
 
     table: TensorTable
     parts: list[list[Part]]
@@ -90,13 +87,11 @@ def match_targets(
     Args:
         session: an open session. It reads tensors without digests that fill the same memory, to compare them.
         targets: tensors by name. For a DTensor, this rank's shard is filled.
-        rename, strict: see `load_into`.
-        cast: see `Cast`.
+        rename, strict, cast: see `load_into`.
         whole: name of the verb if it rejects DTensors.
 
     Raises:
-        PlanError: names, shapes or dtypes do not match, targets share memory and would overwrite each other, or a
-            target has no memory. With `strict=False`, also if no name matches.
+        PlanError: names, shapes or dtypes do not match, targets share memory, or a target has no memory.
     """
     table = session.table()
     rows: list[int] = []
@@ -166,11 +161,7 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
-    """Return rows and parts without the second names of tied weights.
-
-    Raises:
-        PlanError: two tensors share a part of their memory, or share all of it but their rows have different bytes.
-    """
+    """Return rows and parts without second names of tied weights. Raise PlanError if their bytes differ."""
     flat = [(at, number) for at, some in enumerate(parts) for number in range(len(some))]
     names = [table.names[rows[at]] for at, _ in flat]
     if groups := tied_targets(names, [parts[at][number][1] for at, number in flat]):

@@ -44,10 +44,7 @@ _block = _OwnTensorsState()
 
 @contextmanager
 def own_tensors(whole: bool) -> Iterator[None]:
-    """Let torch's functions act on the module's tensors inside the block, as `own_tensor` returns them.
-
-    A state dict may contain views of parameters. Creating a view reads no bytes.
-    """
+    """Let torch's functions act on the module's own tensors inside the block, for state dicts that create views."""
     _block.whole = whole
     try:
         yield
@@ -70,10 +67,9 @@ class LazyParameter(torch.Tensor):
         lets_go: Callable[[], bool],
         hold: Callable[[], None] = lambda: None,
     ) -> LazyParameter:
-        """Create a pending tensor for a parameter or buffer.
+        """Create a pending tensor for a parameter or buffer, which must not be moved or resized.
 
         Args:
-            parameter: the tensor to replace. Do not move or resize it before its bytes have arrived.
             wait: returns when the bytes have arrived, or raises the error of the load.
             lets_go: returns whether another load may fill the parameter, after the last write of a failed load.
             hold: keeps the pending tensor in the module while it is pickled. It is called after the bytes arrived.
@@ -114,13 +110,9 @@ class LazyParameter(torch.Tensor):
 
 
 def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-    """Return a module's tensor. For a pending tensor, return the parameter that it replaces.
+    """Return a module's tensor, or the parameter that a pending tensor replaces after the last write of its load.
 
-    Wait until a failed or closed load has ended its last write. With `whole` the caller reads the values, so raise the
-    error of a failed load.
-
-    Raises:
-        ConfigError: the load is still running.
+    With `whole` the caller reads the values, so raise the error of a failed load. Raise ConfigError during a load.
     """
     if not isinstance(tensor, LazyParameter):
         return tensor

@@ -102,10 +102,7 @@ class Progress:
             self._draw(self._numbers(now), done, total)
 
     def state(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Show a text instead of the numbers until the next count.
-
-        `done` and `total` are counts from an earlier run, which do not affect the rate.
-        """
+        """Show a text instead of the numbers. `done` and `total` from an earlier run do not affect the rate."""
         if self._bar is not None:
             if total:
                 self._count = (done, total)
@@ -157,10 +154,7 @@ class Progress:
 
     @contextmanager
     def watching(self, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Show the count and total that `look` returns until the block ends, from a separate thread.
-
-        An error of the user's function is raised at the end of the block.
-        """
+        """Show the count and total that `look` returns until the block ends, and then raise the function's error."""
         if not self.enabled:
             yield
             return

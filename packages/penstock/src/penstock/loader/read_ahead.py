@@ -3,9 +3,6 @@
 Requests that follow the file in order start the read-ahead once they are dense. It reads at most twice as many bytes
 ahead as the requests covered. `expect` announces ranges in a different order, and the first request after it starts
 those reads. The blocks of all files in the process together stay within `Settings.memory_bytes`.
-
-The first request that needs the bytes of a failed read raises the error, and a later request reads the bytes again. A
-forked child starts without blocks and threads.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class _ReadBlock:
     Attributes:
         target: the bytes. None until they are read. A direct block uses the caller's buffer from the start.
         left: number of bytes that no call has requested yet.
-        users: number of requests that copy from the block, which is not released before they are done.
+        users: number of requests that copy from the block and delay its release.
     """
 
     __slots__ = ("error", "is_direct", "left", "owner", "start", "state", "stop", "target", "users")

@@ -1,7 +1,4 @@
-"""The run of a load plan: reads into staging or host slabs, copies into slabs, and checks of complete slabs.
-
-A slab is *open* until its last byte arrives, *unchecked* until its digests are compared, and then *ready*.
-"""
+"""The run of a load plan: reads into staging or host slabs, copies into slabs, and checks of complete slabs."""
 
 from __future__ import annotations
 
@@ -152,10 +149,7 @@ class LoadRun(Run):
         return self.ticket
 
     def prepare_checker(self) -> None:
-        """Prepare the checker now, and not when the first bytes arrive. Idempotent.
-
-        Inside `CudaPlace.allocating`, the preparation waits for the end of the block.
-        """
+        """Prepare the checker before the first bytes, after an open `CudaPlace.allocating` block. Idempotent."""
         with self._lock:
             is_prepared, self._is_prepared = self._is_prepared, True
         if not is_prepared and self._checker is not None and self._num_open:
@@ -191,10 +185,7 @@ class LoadRun(Run):
         self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
 
     def close(self) -> None:
-        """Stop the run, and wait for devices and kernel calls. Idempotent.
-
-        Afterwards nothing writes to the slabs or the pool, and the run does not refer to the slabs.
-        """
+        """Stop the run, wait for devices and kernel calls, and drop the slabs and the pool. Idempotent."""
         if self._is_closed or lifecycle.is_ending():
             return
         if not self.ticket.done:
@@ -329,8 +320,7 @@ class LoadRun(Run):
 class _Read:
     """A work item that reads one range into staging, or directly into host slabs.
 
-    A read on a ring owns its buffer from `queue` to `finish` or `abandon`. A read in a thread passes the buffer on in
-    `start`.
+    A read on a ring owns its buffer from `queue` to `finish` or `abandon`. A read in a thread passes it on in `start`.
     """
 
     __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")

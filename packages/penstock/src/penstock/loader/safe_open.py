@@ -50,82 +50,6 @@ NETWORK_READS = 8
 """Number of concurrent reads of a file on a network file system."""
 
 
-class FileReader:
-    """Reads one file into new memory. Thread-safe. Its staging, at most `memory_bytes`, stays until `close`.
-
-    Staging is pinned for `device`. The owner of `source` closes it after the reader.
-    """
-
-    def __init__(self, source: Source, device: torch.device, settings: Settings) -> None:
-        self._source = source
-        self._device = device
-        self._settings = settings
-        self._intake = Intake(settings, device)
-        # A file on a network file system has round trips like an object.
-        self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
-        # Allow one engine read at a time, because a run uses the whole staging pool.
-        self._turn = threading.Lock()
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Return the largest read that a plan may have."""
-        return self._intake.chunk_bytes
-
-    def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Read `[offset, offset + nbytes)` with one read. Return `[nbytes]` uint8 on `device`."""
-        run = _empty(nbytes, device)
-        is_host = device.type == "cpu"
-        # Pinned memory needs only one transfer to the device.
-        staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        if nbytes:
-            self._source.readv(offset, [staging.numpy().data])
-        return run if is_host else run.copy_(staging)
-
-    def read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Read every range in `plan`. Return a filled `[nbytes]` uint8 tensor on `device` for each slab."""
-        # Even two reads from a remote source use the engine, because their round trips overlap there.
-        enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
-        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
-            return _read_here(plan, self._source, device)
-        first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
-        if isinstance(self._source, ReadAhead) and self._source.is_ahead(first, last):
-            return _read_here(plan, self._source, device)
-        with self._turn, interrupts.deferred():
-            return self._read_on_engine(plan, device)
-
-    def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
-        is_cuda = device.type == "cuda"
-        if is_cuda:
-            # Resolve the current device here, because the engine's threads may have a different current device.
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
-        # For other devices the bytes pass through host memory.
-        staged = is_cuda or not bool(plan.covered().all())
-        pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
-        # Bypass the read-ahead, because the engine reads concurrently and requests each byte once.
-        source = self._source.source if isinstance(self._source, ReadAhead) else self._source
-        readers = Readers(
-            pool=pool,
-            num_threads=min(self._intake.num_reads, plan.num_reads),
-            ring=self._intake.open_ring() if staged else None,
-        )
-        sources, trace = [source] * (int(plan.read_file.max()) + 1), Trace(enabled=False)
-        try:
-            with LoadRun(plan, sources, place, readers, stall_s=stall_s, trace=trace) as run:
-                run.start().wait(stall_s=stall_s)
-        except BaseException:
-            # A stopped run cancels its pool, so the next run opens a new pool.
-            self.close()
-            raise
-        slabs = map(place.take, range(len(nbytes)))
-        return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
-
-    def close(self) -> None:
-        """Release the staging. Idempotent."""
-        self._intake.close(wait=True)
-
-
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
     """Make the plan's reads in this thread, through one staging buffer if a read cannot go directly to its slab."""
     slabs = [_empty(nbytes, device) for nbytes in plan.slab_nbytes.tolist()]
@@ -348,13 +272,18 @@ class _OpenFile:
     """An open file with its header and source. Dropping the last reference closes it."""
 
     def __init__(
-        self, source: Source, reader: FileReader, header: Header, device: torch.device, mapping: MappedFile | None
+        self, source: Source, header: Header, device: torch.device, settings: Settings, mapping: MappedFile | None
     ) -> None:
         self.source = source
-        self._reader = reader
         self.header = header
         self.device = device
+        self._settings = settings
         self._mapping = mapping
+        self._intake = Intake(settings, device)
+        # A file on a network file system has round trips like an object.
+        self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
+        # Allow one engine read at a time, because a run uses the whole staging pool.
+        self._turn = threading.Lock()
         # The rows are in file order.
         self.table: TensorTable = header.tensors
         self._rows = {name: row for row, name in enumerate(self.table.names)}
@@ -377,8 +306,6 @@ class _OpenFile:
                 if isinstance(source, ReadAhead):
                     # Let the engine make the same number of reads.
                     settings = replace(settings, fetch_threads=source.num_reads)
-                reader = FileReader(source, device, settings)
-                opened.callback(reader.close)
                 # Bypass the read-ahead, which would count the header as the first request of a run.
                 file = source.source if isinstance(source, ReadAhead) else source
                 header = read_header(timed(file, path, settings))
@@ -386,16 +313,16 @@ class _OpenFile:
             if mapped and device.type == "cpu" and isinstance(source, FileSource):
                 mapping = MappedFile.open(local_path(path), state=source.state)
             opened.pop_all()
-        return cls(source, reader, header, device, mapping)
+        return cls(source, header, device, settings, mapping)
 
     def __del__(self) -> None:
         # Ctrl-C between two of these calls would leave the source open.
-        if hasattr(self, "_mapping") and not lifecycle.is_ending():
+        if hasattr(self, "_intake") and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
 
     def close(self) -> None:
-        self._reader.close()
+        self._intake.close(wait=True)
         self.source.close()
         if self._mapping is not None:
             self._mapping.close()
@@ -473,8 +400,8 @@ class _OpenFile:
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
         # A single read needs no plan. The read-ahead splits large reads.
-        if nbytes <= self._reader.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
-            return self._reader.read_run(offset, nbytes, self.device)
+        if nbytes <= self._intake.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
+            return self._read_run(offset, nbytes)
         return self._slabs(self._plan([row]), self.device)[0]
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
@@ -483,13 +410,13 @@ class _OpenFile:
         boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
         table = self.table.take(rows)
         return plan_load(
-            table, file_nbytes=sizes, chunk_bytes=self._reader.chunk_bytes, boxes=boxes, max_gap_bytes=_GAP_BYTES
+            table, file_nbytes=sizes, chunk_bytes=self._intake.chunk_bytes, boxes=boxes, max_gap_bytes=_GAP_BYTES
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """Return at least one slab of the plan, from the mapping or from reads."""
         if self._mapping is None:
-            slabs = self._reader.read(plan, device)
+            slabs = self._read(plan, device)
         else:
             # A slab starts at a row's offset in the file minus the row's offset in the slab.
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
@@ -498,6 +425,55 @@ class _OpenFile:
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
+
+    def _read_run(self, offset: int, nbytes: int) -> torch.Tensor:
+        run = _empty(nbytes, self.device)
+        is_host = self.device.type == "cpu"
+        # Pinned memory needs only one transfer to the device.
+        staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        if nbytes:
+            self.source.readv(offset, [staging.numpy().data])
+        return run if is_host else run.copy_(staging)
+
+    def _read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
+        """Read every range in `plan`. Return a filled `[nbytes]` uint8 tensor on `device` for each slab."""
+        # Even two reads from a remote source use the engine, because their round trips overlap there.
+        enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
+        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
+            return _read_here(plan, self.source, device)
+        first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
+        if isinstance(self.source, ReadAhead) and self.source.is_ahead(first, last):
+            return _read_here(plan, self.source, device)
+        with self._turn, interrupts.deferred():
+            return self._read_on_engine(plan, device)
+
+    def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
+        nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
+        is_cuda = device.type == "cuda"
+        if is_cuda:
+            # Resolve the current device here, because the engine's threads may have a different current device.
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
+        # For other devices the bytes pass through host memory.
+        staged = is_cuda or not bool(plan.covered().all())
+        pool = (self._intake.pool or self._intake.open_pool(registrar_of(self.device))) if staged else None
+        # Bypass the read-ahead, because the engine reads concurrently and requests each byte once.
+        source = self.source.source if isinstance(self.source, ReadAhead) else self.source
+        readers = Readers(
+            pool=pool,
+            num_threads=min(self._intake.num_reads, plan.num_reads),
+            ring=self._intake.open_ring() if staged else None,
+        )
+        sources, trace = [source] * (int(plan.read_file.max()) + 1), Trace(enabled=False)
+        try:
+            with LoadRun(plan, sources, place, readers, stall_s=stall_s, trace=trace) as run:
+                run.start().wait(stall_s=stall_s)
+        except BaseException:
+            # A stopped run cancels its pool, so the next run opens a new pool.
+            self._intake.close(wait=True)
+            raise
+        slabs = map(place.take, range(len(nbytes)))
+        return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
 
 
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:

@@ -77,7 +77,7 @@ class Intake:
     Attributes:
         is_remote: whether a source is on the network. Set it before the first read.
         local_world_size: number of processes on this host that read for the same load.
-        ring_refusal: why the kernel refused a ring to `open_ring`.
+        ring_refusal: why the kernel refused a ring.
     """
 
     def __init__(self, settings: Settings, device: torch.device, local_world_size: int = 1) -> None:
@@ -154,10 +154,7 @@ class Intake:
             return None
 
     def close(self, *, wait: bool = False) -> None:
-        """Release the pool after its runs are closed. Idempotent.
-
-        With `wait`, return after the memory is unpinned, which takes milliseconds. Otherwise a thread unpins it.
-        """
+        """Release the pool after its runs are closed. Idempotent. With `wait`, return after the memory is unpinned."""
         pool, self.pool = self.pool, None
         if pool is None:
             return
@@ -449,10 +446,8 @@ class LoadSession(Closeable):
     def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
         """Return a checker for the slabs of `place`. Otherwise return None and set the reason in `why`.
 
-        `leaves` are the digests of the plan's rows if these are parts of the manifest's rows.
-
-        Raises:
-            NotFound: `verify=True` was given, but there are no digests.
+        `leaves` are the digests of the plan's rows if these are parts of the manifest's rows. Raise NotFound if there
+        are no digests but `verify=True`.
         """
         manifest, requested = self.manifest, self.options.verify
         if requested is False:

@@ -102,10 +102,9 @@ class SharedFiles:
                 self._read.discard()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks finish and agree that no rank failed. With `error`, report the error to them instead.
+        """Let the other ranks finish and agree that no rank failed, or report `error` to them.
 
-        Raises:
-            PeerLost: another rank failed. Otherwise raises like `SharedRead.close`.
+        Raise PeerLost if another rank failed, and otherwise raise like `SharedRead.close`.
         """
         if self._is_broken:
             return
@@ -139,7 +138,7 @@ class SharedFiles:
 
     def _say(self, intent: _Intent) -> None:
         self._intents.put(intent)
-        # All waits of the thread have deadlines. The error of an ended thread is the result for every intent.
+        # All waits of the thread have deadlines. Once it has ended, every intent raises its error.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
             pass
         if not intent.is_agreed.is_set():
@@ -245,7 +244,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
             ranks,
             backend=dist.get_backend(group),
             timeout=timedelta(seconds=max(60.0, timeout_s)),
-            # This is only needed if some ranks do not make this call. Otherwise torch's naming would be unreliable.
+            # Without this, every rank of the world would have to make this call.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         _own_groups[name] = own

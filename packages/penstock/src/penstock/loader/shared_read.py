@@ -96,9 +96,7 @@ class RankWords(GroupCollectives):
     def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
         """Send `word` to the other ranks. Return whether all ranks sent the same, or False if some are BUSY.
 
-        Raises:
-            PeerLost: a rank FAILED or is silent. The failed rank raises `error` instead.
-            PlanError: the ranks are at different points or have different weights. Every rank raises it.
+        A FAILED rank raises `error`, and the others raise PeerLost. All ranks raise PlanError if their weights differ.
         """
         words = self.gather_bytes(bytes([word]) + digest.ljust(_WORD_BYTES - 1, b"\0"))
         failed = [rank for rank, received in enumerate(words) if received[0] == FAILED]
@@ -146,8 +144,6 @@ class _Tensor:
 class SharedRead:
     """The tensors of one weight set, on the ranks in a group, for a program that requests them from any thread.
 
-    Only the rank that reads a byte compares it with its digest.
-
     Args:
         weights: the open weight set. This object closes it.
         names: all tensors in the likely order of the program's requests. The same on all ranks.
@@ -159,9 +155,6 @@ class SharedRead:
     Attributes:
         digest: digest of everything that the ranks must agree on before `exchange`.
         why: how the bytes are verified, or why they are not.
-
-    Raises:
-        NotFound: `verify=True`, but there are no digests.
     """
 
     def __init__(
@@ -219,15 +212,10 @@ class SharedRead:
         return TensorChecker(manifest), f"{len(manifest.leaves)} leaf digests compared, each by the rank that read it"
 
     def take(self, name: str, index: Any) -> torch.Tensor:
-        """Return the slice of a tensor that torch's `index` selects, once it has arrived.
+        """Return the slice of a tensor that torch's `index` selects, once it has arrived on the group's device.
 
-        Thread-safe, in any order. The caller owns the result, which is on the group's device.
-
-        Raises:
-            PenstockError: this rank could not read its bytes.
-            PeerLost: another rank could not read its bytes.
-            NotFound: no tensor has this name.
-            Cancelled: the read was closed.
+        Thread-safe, in any order. The caller owns the result. Raise the error of this rank, or PeerLost for another
+        rank's error, NotFound for an unknown name, and Cancelled after `close`.
         """
         try:
             row = self._row_of[name]

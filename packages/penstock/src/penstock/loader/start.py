@@ -108,10 +108,7 @@ class BackgroundLoad(Closeable):
         return self._report
 
     def close(self) -> None:
-        """End the load, and return after its last write. Idempotent. Thread-safe.
-
-        If the load had not ended, each use of a parameter raises Cancelled.
-        """
+        """End the load, and return after its last write. Parameters that have not arrived raise Cancelled."""
         if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
@@ -150,10 +147,7 @@ class BackgroundLoad(Closeable):
             _exchange(places, pending, tensor)
 
     def _hold(self, slab: int) -> None:
-        """Restore the pending tensors of a slab while it is pickled.
-
-        Pickle recognises tied tensors by identity, so it must find the same object in every place.
-        """
+        """Restore the pending tensors of a slab during pickling, which recognises tied tensors by identity."""
         with self._changed:
             if self._error is None and any(len(places) > 1 for _, _, places in self._pending.get(slab, ())):
                 self._place_pending_of(slab)
@@ -240,11 +234,7 @@ def _current_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _Filled:
-    """The tensors that a load fills, and their order.
-
-    Args:
-        filled: the tensors to fill, from `match_targets`.
-        first: globs for names of tensors that are filled first.
+    """The tensors that a load fills, and their order. `first` are globs for names of tensors that are filled first.
 
     Attributes:
         order: slabs in the order of their use.

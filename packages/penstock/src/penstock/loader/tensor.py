@@ -95,9 +95,7 @@ def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Return the little-endian numpy dtype for `dtype`. For BF16 and the F8 types it comes from `ml_dtypes`.
 
-    Raises:
-        MissingExtra: `ml_dtypes` is needed and not installed.
-        PlanError: `ml_dtypes` has no such dtype either (F4, F6).
+    Raise MissingExtra if `ml_dtypes` is not installed, and PlanError for F4 and F6.
     """
     if dtype is DType.F4 or dtype not in _TORCH:
         raise PlanError(f"numpy has no dtype for {dtype}", hint='open the file with framework="pt"')
@@ -124,10 +122,8 @@ def as_bytes(buffer: Bytes) -> torch.Tensor:
 def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
     """View all of `buffer` as one contiguous tensor. `shape` is in elements of the format, as in its header.
 
-    The view keeps `buffer` alive. If the address is not aligned for the dtype, the result is a copy.
-
-    Raises:
-        PlanError: torch cannot represent the dtype or shape.
+    The view keeps `buffer` alive. If the address is not aligned for the dtype, the result is a copy. Raise PlanError if
+    torch cannot represent the dtype or shape.
     """
     return as_tensors(buffer, (dtype,), (shape,), (0,))[0]
 
@@ -188,11 +184,7 @@ def _alike(
 
 
 def as_array(buffer: memoryview, dtype: DType, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """View all of `buffer` as one C-contiguous numpy array, which keeps `buffer` alive.
-
-    Raises:
-        MissingExtra, PlanError: like `numpy_dtype`.
-    """
+    """View all of `buffer` as one C-contiguous numpy array, which keeps `buffer` alive. Raise like `numpy_dtype`."""
     kind = numpy_dtype(dtype)
     return np.frombuffer(buffer, kind).reshape(tuple(shape)) if buffer.nbytes else np.empty(tuple(shape), kind)
 
@@ -212,12 +204,7 @@ class TensorMappings:
 
     @classmethod
     def open(cls, sources: Sequence[FileSource]) -> TensorMappings:
-        """Map local files.
-
-        Raises:
-            SourceChanged: a file was replaced after its source was opened.
-            SourceError: a file cannot be opened.
-        """
+        """Map local files. Raise SourceChanged if a file was replaced after its source was opened."""
         with ExitStack() as opened:
             # Compare `state`, because the path may lead to a different file now.
             files = [
@@ -234,7 +221,7 @@ class TensorMappings:
     def place(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
         """Return a place whose slabs are views of the files, and sources whose reads fault in these views.
 
-        The sources are alive as long as this object. With `is_ready`, no pages are faulted in ahead.
+        With `is_ready`, no pages are faulted in ahead.
         """
         # Each slab is one run of one file, so its first row has its offset in the file.
         first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))

@@ -148,11 +148,7 @@ class Arena:
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
     def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
-        """Start to fault in a host arena before it is written, and return.
-
-        The threads keep the memory alive until `is_over` returns True. More than two threads block each other in the
-        kernel.
-        """
+        """Start to fault in a host arena. The threads keep the memory alive until `is_over` returns True."""
         if self.device != "cpu":
             return
         step = STEP_BYTES * WARM_STEPS

@@ -24,11 +24,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield this rank's boxes of a DTensor with views of its local tensor.
-
-    Raises:
-        PlanError: the DTensor is a partial sum, or its local tensor contradicts its placements.
-    """
+    """Yield this rank's boxes of a DTensor with views of its local tensor. Raise PlanError for a partial sum."""
     with torch.no_grad():
         local: torch.Tensor = value.detach().to_local()
     shape = tuple(value.shape)

@@ -131,11 +131,7 @@ def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
 
 
 def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
-    """Check that a peer's descriptor is a sealed memfd of this user that can be mapped.
-
-    Raises:
-        PeerLost: the descriptor is a different kind of file, or shorter than `min_nbytes`.
-    """
+    """Raise PeerLost unless a peer's descriptor is a sealed memfd of this user with at least `min_nbytes`."""
     state = os.fstat(fd)
     _check_kind(state, uri)
     if not _is_sealed(fd) or state.st_size < min_nbytes:
@@ -145,10 +141,8 @@ def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
 def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
     """Open a memfd of a process of the previous release, which sends no descriptors. The caller closes it.
 
-    Raises:
-        PeerLost: the process does not exist, or the number is not shared memory of this user.
-        PermissionDenied: the kernel does not allow access to that process.
-        DestinationError: no file descriptor is left here.
+    Raise PeerLost if it is not shared memory of this user, PermissionDenied if the kernel refuses access, and
+    DestinationError if no file descriptor is left.
     """
     # Opening with O_PATH has no effect on the file, so check its kind before opening it for reading.
     try:

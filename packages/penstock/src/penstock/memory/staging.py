@@ -81,11 +81,7 @@ class StagingPool:
 
     @classmethod
     def map(cls, memory_bytes: int, buffer_bytes: int, *, registrar: Registrar | None = None) -> StagingPool:
-        """Map memory for a pool of at most `memory_bytes`. `registrar` pins the buffers, or None leaves them pageable.
-
-        Raises:
-            BudgetTooSmall: `memory_bytes` is too small for two buffers (one that fills while one drains).
-        """
+        """Map a pool of at most `memory_bytes`, pinned by `registrar`. Raise BudgetTooSmall below two buffers."""
         # Pinning works on pages, and direct I/O needs page-aligned buffers.
         size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_buffers = memory_bytes // size
@@ -145,10 +141,8 @@ class StagingPool:
     def acquire(self, *, stall_s: float) -> StagingBuffer:
         """Wait for a buffer, which belongs to the caller until `release`.
 
-        Raises:
-            SourceStalled: no buffer was released for `stall_s` seconds, so the thread that drains the pool is stuck.
-            Cancelled: the pool was cancelled during the wait.
-            DestinationError: the buffer could not be pinned.
+        Raise SourceStalled if no buffer was released for `stall_s` seconds, Cancelled if the pool was cancelled, and
+        DestinationError if the buffer could not be pinned.
         """
         with self._state:
             # Count this thread before it waits, so that `try_acquire` leaves the next released buffer to it.
@@ -192,10 +186,7 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """Return a free buffer that no thread waits for, or None. Raise like `acquire`.
-
-        During `warm`, return no cold buffer, whose preparation would take milliseconds.
-        """
+        """Return a free buffer that no thread waits for, or None. During `warm`, return only prepared buffers."""
         with self._lock:
             # Leave a free buffer for each waiting thread, which this caller could otherwise starve with the GIL.
             if len(self._free) <= self._num_waiting or self._cancelled:

@@ -42,10 +42,7 @@ def require_initialised(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise PlanError unless the values of a tensor are the bytes at its address.
-
-    Such tensors are DTensors and other wrappers, sparse, meta and lazily conjugated tensors.
-    """
+    """Raise PlanError for wrappers such as DTensors, and for sparse, meta and lazily conjugated tensors."""
     require_initialised(name, tensor)
     if tensor.is_meta:
         hint = "materialise it first: module.to_empty(device=...)"
@@ -84,17 +81,10 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Check all tensors of one call before they are written. Return the groups of tensors that are the same memory.
+    """Check all tensors of one call before they are written. Return the groups of indices that are the same memory.
 
-    Returns:
-        Indices of the tensors of each group with several tensors. If their sources differ, the caller raises
-        `sources_differ`.
-
-    Raises:
-        PlanError: a tensor has no memory (see `require_memory`), its storage was freed, its elements share memory (an
-            expanded tensor), or it shares part of its memory with another tensor.
-
-    Cost: 2 us per tensor.
+    If the sources of a group differ, the caller raises `sources_differ`. Raise PlanError if a tensor has no memory,
+    if its elements share memory (an expanded tensor), or if it shares part of its memory with another tensor.
     """
     places: dict[_Extent, list[int]] = {}
     for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):

@@ -39,12 +39,7 @@ class Room(Protocol):
         """Start to copy bytes from host memory, which must stay unchanged until `settle` returns."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Start to copy bytes to host memory. They have arrived when `settle` returns.
-
-        Raises:
-            IntegrityError: the bytes differ from those that were written.
-            SourceError: the bytes cannot be read.
-        """
+        """Start to copy bytes to host memory, which ends in `settle`. Raise IntegrityError for corrupted bytes."""
 
     def settle(self) -> None:
         """Wait until all copies have finished. Raise DestinationError, DiskFull or SourceStalled if a copy failed."""
@@ -77,11 +72,7 @@ class Tier(Protocol):
         """Return the number of concurrent pieces that saturates the tier's link."""
 
     def open_room(self, nbytes: int) -> Room:
-        """Return a new room for a block.
-
-        Raises:
-            DiskFull, DeviceOutOfMemory, DestinationError: there is not enough memory, even within the budget.
-        """
+        """Return a new room for a block. Raise DiskFull, DeviceOutOfMemory or DestinationError if memory is short."""
 
     def trim(self) -> None:
         """Return the memory of closed rooms to the system. Until then a new room may reuse it."""
@@ -103,8 +94,7 @@ class UncachedTier:
 def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
     """Copy all bytes from one room to another, and call `moved` with the length of each piece.
 
-    Raises:
-        PenstockError: a room failed. No copy is in progress, and the content of `dst` is undefined.
+    If a room fails, raise its error after all copies have ended. The content of `dst` is then undefined.
     """
     # A room in host memory is itself the buffer for the other room's copies.
     if isinstance(dst, HostRoom):

@@ -79,10 +79,7 @@ class CudaTier:
         return CudaRoom(nbytes, self)
 
     def trim(self) -> None:
-        """See `Tier.trim`. The driver then clears the memory, which halves the speed of copies for 60 ms.
-
-        Source: benchmarks/results/h200x2_202611/tiers.md.
-        """
+        """See `Tier.trim`. The driver clears the memory (benchmarks/results/h200x2_202611/tiers.md)."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 

@@ -122,11 +122,7 @@ class SpillTier(UncachedTier):
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Self:
-        """Make the directory, and check that blocks can be written to it.
-
-        Raises:
-            ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory is not writable.
-        """
+        """Make the directory. Raise ConfigError if it is not writable or has no unnamed files (O_TMPFILE)."""
         path = Path(text_of(directory))
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -148,9 +148,6 @@ class PoolTier(UncachedTier):
         """Map `memory_bytes` for all rooms, which background threads fault in and pin with `registrar`.
 
         `stall_s` limits the wait in seconds for a buffer that is being pinned.
-
-        Raises:
-            BudgetTooSmall: the memory is smaller than two buffers.
         """
         pool = StagingPool.map(memory_bytes, POOL_BUFFER_BYTES, registrar=registrar)
         if registrar is not None:

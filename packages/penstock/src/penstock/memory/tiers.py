@@ -157,14 +157,8 @@ class Tiers(Closeable):
     def pin(self, block: TierBlock, tier: str | None = None) -> Iterator[Room]:
         """Yield the block's room, which stays in its tier until the `with` block ends.
 
-        Args:
-            tier: slowest tier in which to pin the block, after moving it up. None means the fastest, and `source` means
-                not to move it.
-
-        Raises:
-            NotFound: the block was not added.
-            ConfigError: the block is in no tier, and `tier` is `source`.
-            BudgetTooSmall: there is not enough space. Errors of the move and of `fill` are raised too.
+        `tier` is the slowest tier in which to pin the block, after moving it up. None means the fastest, and `source`
+        means not to move it. Raise NotFound for an unknown block, and BudgetTooSmall without enough space.
         """
         entry, to = self._entry(block), self._index(tier)
         place = self._bring(entry, to)
@@ -188,24 +182,14 @@ class Tiers(Closeable):
         return self._pool.submit(bring)
 
     def demote(self, block: TierBlock) -> None:
-        """Move a block down to the next tier with enough space.
-
-        Raises:
-            SourceBusy: the block is pinned, used by its user, or already in its source.
-            BudgetTooSmall: no tier below has enough space.
-        """
+        """Move a block down to the next tier with enough space. Raise SourceBusy if the block is in use."""
         entry = self._entry(block)
         with self._turn():
             if not self._push_down(entry):
                 raise SourceBusy(f"{block} is in use in {self._names[entry.at]}, or not in a tier")
 
     def discard(self, block: TierBlock) -> None:
-        """Drop the corrupted bytes of a block in every tier, even against its user's will.
-
-        Raises:
-            SourceBusy: the block is pinned or being moved.
-            NotFound: the block was not added.
-        """
+        """Drop the corrupted bytes of a block in every tier. Raise SourceBusy if the block is pinned."""
         entry = self._entry(block)
         with self._turn():
             with self._state:
@@ -326,10 +310,14 @@ class Tiers(Closeable):
                 except BaseException:
                     self._failed(entry, is_new)
                     raise
+            # Fill outside the turn, because a source may take minutes.
+            started_at = time.monotonic()
             try:
-                # Fill outside the turn, because a source may take minutes.
-                self._fill(entry, to, place)
+                entry.fill(place.room)
+                place.room.settle()
+                self._arrived(entry, to, started_at)
             except BaseException:
+                self._release(entry, to)
                 self._failed(entry, is_new)
                 raise
             return place
@@ -385,10 +373,7 @@ class Tiers(Closeable):
         return place
 
     def _shift(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
-        """Move an entry's bytes to a new room. Return False if they were corrupted.
-
-        After a failure the entry is in its old tier, and the new room is closed.
-        """
+        """Move an entry's bytes to a new room. Return False if they were corrupted. A failure closes the room."""
         old = entry.at
         src = entry.places[old]
         num_threads = min(self._levels[old].tier.num_threads, self._levels[to].tier.num_threads)
@@ -411,16 +396,6 @@ class Tiers(Closeable):
             self._release(entry, to)
             raise
         return True
-
-    def _fill(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> None:
-        started_at = time.monotonic()
-        try:
-            entry.fill(place.room)
-            place.room.settle()
-            self._arrived(entry, to, started_at)
-        except BaseException:
-            self._release(entry, to)
-            raise
 
     def _arrived(self, entry: _TieredBlock, to: int, started_at: float | None = None) -> None:
         """Set the tier of a block to `to`, let other threads use it, and free its unused old room."""
@@ -487,10 +462,7 @@ class Tiers(Closeable):
         return is_free and (entry.again or entry.at + 1 < self._source)
 
     def _push_down(self, entry: _TieredBlock) -> bool:
-        """Move an entry to the next tier below with enough space. Return False if it is in use.
-
-        The caller must hold `_turn`. After a failure the entry is in its old tier.
-        """
+        """Move an entry down to the next tier with enough space. Return False if it is in use. Call it in `_turn`."""
         with self._state:
             if entry.busy or entry.gone or entry.at == self._source or entry.places[entry.at].pins:
                 return False
