@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import penstock
+import penstock_convert
 from penstock import errors
 from penstock.errors import PenstockError
 from penstock.http.range_request import _typed_errors
@@ -27,7 +28,7 @@ from penstock.storage import text_of
 from penstock.storage.output import typed
 from penstock_convert.operations.spec import function_of
 
-SOURCE = Path(penstock.__file__).parent
+SOURCES = [Path(package.__file__).parent for package in (penstock, penstock_convert)]
 
 
 class Foreign(Exception):
@@ -222,7 +223,7 @@ def test_builtin_handlers_never_catch_penstock_errors() -> None:
     assert swallowed(wrong) == [3]
     assert swallowed("try:\n    yield\nexcept ValueError:\n    pass\n")
     assert not swallowed(wrong.replace("except OSError", "except PenstockError:\n    raise\nexcept OSError"))
-    found = {path: swallowed(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    found = {path: swallowed(path.read_text(encoding="utf-8")) for source in SOURCES for path in source.rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 

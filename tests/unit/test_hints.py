@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
+import penstock_convert
 from penstock.config import Settings
 from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
@@ -123,9 +125,18 @@ def test_missing_extra_hint_names_installable_packages(extra: str) -> None:
 
 
 def test_messages_name_only_published_packages() -> None:
-    source = Path(penstock.__file__).parent
-    named = [path.name for path in source.rglob("*.py") if "pip install 'penstock" in path.read_text(encoding="utf-8")]
-    assert named == []
+    sources = [Path(package.__file__).parent for package in (penstock, penstock_convert)]
+    files = [path for source in sources for path in source.rglob("*.py")]
+    assert [path.name for path in files if "pip install 'penstock" in path.read_text(encoding="utf-8")] == []
+
+
+def test_missing_package_hint_names_its_extra() -> None:
+    file = Path(__file__).resolve().parents[2] / "packages" / "penstock" / "pyproject.toml"
+    extras = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    own = {name for name, packages in extras.items() if any(text.startswith("penstock-") for text in packages)}
+    assert own >= {"convert", "compile-cache", "tools", "vllm"}
+    named = {extra for extra in extras if install_hint(extra) == f'pip install "penstock[{extra}]"'}
+    assert named == own
 
 
 def test_hub_without_tls_is_named(tmp_path: Path) -> None:

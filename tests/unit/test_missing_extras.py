@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.support.sources import source_path
 
-import penstock
 from penstock.testing.checkpoints import write_llama
 
 # Run by every Python process below, also by the workers of a conversion.
@@ -69,8 +69,8 @@ for words in sys.argv[1:]:
 def _run_without(packages: str, program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "blocked").mkdir()
     (cwd / "blocked" / "sitecustomize.py").write_text(_BLOCK)
-    source = str(Path(penstock.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": f"{cwd / 'blocked'}{os.pathsep}{source}", "BLOCKED": packages}
+    path = f"{cwd / 'blocked'}{os.pathsep}{source_path()}"
+    environment = {**os.environ, "PYTHONPATH": path, "BLOCKED": packages}
     # Without a hub of another test, which a command would join. A short path, because it is that of a socket.
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
         environment["PENSTOCK_RUNTIME_DIR"] = runtime

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.sources import source_path
 
 import penstock
 from penstock.errors import ConfigError
@@ -243,10 +244,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "[penstock.transports]\npeek = peek_transport:KIND\n"
         "[penstock.formats]\nfp8-block64 = block64_format:FORMAT\n"
     )
-    source = Path(penstock.__file__).resolve().parents[1]
     monkeypatch.setenv("VAULT_ROOT", str(tmp_path / "vault"))
     monkeypatch.setenv("PEEK_ROOT", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{site}:{source}")
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{source_path()}")
     return site
 
 
