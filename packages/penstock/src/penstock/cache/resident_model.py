@@ -132,7 +132,7 @@ class ResidentModel:
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model from members that hold it, and the remaining bytes from storage.
+        """Fetch the model from members, and the remaining bytes from storage.
 
         Raise SourceChanged for another revision.
         """

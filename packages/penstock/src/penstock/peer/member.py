@@ -76,8 +76,7 @@ from penstock.waits import start_thread
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
-"""Timeout in seconds for each of a leaving member's last messages. The hub otherwise forgets the member after its
-TTL."""
+"""Timeout in seconds for each of a leaving member's last messages."""
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
 """Interval and TTL of heartbeats in seconds before a hub has responded. They equal a hub's defaults."""
 JOIN_AGAIN_S = 0.1
@@ -255,10 +254,7 @@ class Member:
             yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
 
     def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
-        """Register at the hub, and retry while another process takes over this host's hub.
-
-        An optional hub may be away.
-        """
+        """Register at the hub, and retry while another process takes over this host's hub."""
         # This process may just have started this host's hub, which takes time on a busy host.
         timeout_s = None if self.hub.is_local else join_s
         deadline = time.monotonic() + self._stall_s

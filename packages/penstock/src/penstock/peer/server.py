@@ -74,8 +74,7 @@ LEASE_TTL_S = 15.0
 """Seconds after which a lease expires. Each log request renews the lease, every few seconds."""
 
 CheckGrant = Callable[[LeaseRequest], str]
-"""Checks a grant and returns the caller that the hub named, or an empty text. Raises PermissionDenied for an invalid
-grant."""
+"""Checks a grant and returns the caller that the hub named, or an empty text. Raises PermissionDenied."""
 Recall = Callable[[str], AbstractContextManager[str]]
 """Brings the weights of a key back from a lower tier and pins them. Yields a reason while they are still on the way."""
 Query = Mapping[str, list[str]]
@@ -255,7 +254,7 @@ class PeerServer:
         if lease is None:
             with self.recall(request.key) as why:
                 if why:
-                    return Fault(error=why, hint="ask again")
+                    return Fault(error=why, hint="retry")
                 # Only `recall` keeps the weights in memory until the lease exists.
                 lease = self._lease(request, caller)
         if lease is None:
@@ -313,7 +312,7 @@ class PeerServer:
     def leased(self, lease: str) -> LocalWeights:
         """Renew a lease and return its weights.
 
-        Raise PermissionDenied if it expired, or SourceBusy if it was displaced.
+        Raise PermissionDenied if it expired, or SourceBusy after displacement.
         """
         with self._lock:
             self._expire()
@@ -431,7 +430,7 @@ class PeerServer:
                         return None
                     value = None
                 case _:
-                    raise NotFound("no such thing here")
+                    raise NotFound("no such path")
         # Here the caller has proved a grant, a lease or a session. An unauthenticated caller must not occupy the
         # connections that are reserved for members.
         exchange.prove()
@@ -458,12 +457,13 @@ class PeerServer:
             reply = weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
             # The number of readers may have changed during the wait.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
-        raise NotFound("no such thing here")
+        raise NotFound("no such path")
 
     def _recheck(self, lease: str, chunk: int) -> Fault | None:
         if self.recheck(self.leased(lease), chunk):
             return Fault(
-                error=f"chunk {chunk} changed in the holder's memory, which it no longer serves", hint="ask again"
+                error=f"chunk {chunk} changed in the holder's memory, which it no longer serves",
+                hint="read from another member",
             )
         return None
 

@@ -92,13 +92,7 @@ class Publisher(Closeable):
     def open(
         cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> Publisher:
-        """Claim the name as rank 0, or join rank 0's epoch.
-
-        Raises:
-            ConfigError: another group publishes the name, or another process publishes this rank.
-            HubUnavailable: there is no hub.
-            SourceStalled: no rank 0 joined, or a silent group holds the name.
-        """
+        """Claim the name as rank 0, or join rank 0's epoch. Raise the errors of `publisher`."""
         opened = cls(membership, registered, mode=mode, rank=rank, world_size=world_size)
         try:
             opened._open()
@@ -422,9 +416,7 @@ class Publisher(Closeable):
     def wait_decision(self) -> PublishReport:
         """Wait until the newest snapshot with a two-phase commit is decided, and return its report.
 
-        Raises:
-            ConfigError: no snapshot was published with `commit="all"`.
-            VersionRefused, HubUnavailable, PeerLost: see `publish`.
+        Raise the errors of `publish`.
         """
         if self._pending is None:
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")

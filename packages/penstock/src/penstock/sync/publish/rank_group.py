@@ -1,7 +1,6 @@
 """The agreement between a trainer's ranks. One epoch publishes a name at a time, and its rank 0 decides on versions.
 
-The epoch is the member id of its rank 0. Rank 0 calls `claim` at the start and `check_alone` before each version. The
-other ranks call `join` before each version, and request the decision with `decided`.
+The epoch is the member id of its rank 0.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ from penstock.waits import jitter
 
 
 def claim(membership: Membership) -> None:
-    """As rank 0, claim the name for this group. An earlier group keeps the name while the hub lists its live processes.
-
-    Raises:
-        ConfigError: another live group publishes the name.
-        SourceStalled: the hub lists a silent group for longer than its TTL.
-    """
+    """As rank 0, claim the name. Raise ConfigError for a live earlier group, or SourceStalled for a silent group."""
     # The hub forgets a silent member after its TTL. The stall deadline covers a slow or restarted hub.
     within_s = membership.member.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
@@ -70,9 +64,7 @@ def _taken(name: str, other: SyncMember) -> ConfigError:
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
     """As another rank, return the epoch `now` while its rank 0 is alive, or else the newest epoch without this rank.
 
-    Raises:
-        ConfigError: every epoch has a process of this rank.
-        SourceStalled: no rank 0 joined within the stall deadline.
+    Raise ConfigError if every epoch has a process of this rank, or SourceStalled if no rank 0 joined.
     """
     stall_s = membership.stall_s
     deadline = time.monotonic() + stall_s
@@ -238,11 +230,7 @@ class CommitTerms:
 class _VersionProgress:
     """The subscribers' progress on a version.
 
-    Attributes:
-        ballot: the ballot of a version with a two-phase commit.
-        due: time at which the decision is due.
-        cancelled: why the version must be withdrawn now, or an empty text.
-        fleet: the recorded decision.
+    `cancelled` is the reason for a withdrawal, and `fleet` the recorded decision.
     """
 
     expected: dict[str, _Expected]

@@ -69,8 +69,6 @@ class _Batch:
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
     """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice.
 
-    A cast applies to every matching tensor with a different dtype. A block format applies to linear weights only.
-
     Raises:
         ConfigError: a tag is unknown.
         PlanError: a format has one scale per tensor, but this rank has only a shard of the tensor.

@@ -120,10 +120,9 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers under all their names, detached, with the same memory.
+    """Return a module's parameters and buffers under all names, detached, with the same memory.
 
-    Raises:
-        PlanError: a parameter or buffer has no shape yet.
+    Raise PlanError without a shape.
     """
     # A loader may fill a tied weight by either name, and buffers that no state dict has.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -142,12 +141,8 @@ def fill(
 ) -> None:
     """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer.
 
-    Args:
-        recording: made from this model, or from a model with the same parameters.
-        load: the model's own loader, for unrecorded tensors.
-
-    Raises:
-        PlanError: tensors are unrecorded and there is no `load`. The model is unchanged.
+    `load` is the model's own loader. Raise PlanError without `load` if tensors are unrecorded. The model is unchanged
+    then.
     """
     if recording.unrecorded and load is None:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -182,9 +177,7 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def checkpoint_shards(
     params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
 ) -> dict[str, Sequence[Shard]]:
-    """Return a rank's shards of the checkpoint tensors that fill its model.
-
-    Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
+    """Return a rank's shards of the checkpoint tensors that fill its model, without elements that no record fills.
 
     Args:
         params: see `declared`, by the parameters' names.

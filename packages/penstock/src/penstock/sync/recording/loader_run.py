@@ -22,9 +22,7 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class LoaderRaised(Exception):
     """The loader itself raised an error, which is the cause. `record` decides how to continue.
 
-    Attributes:
-        last: the last tensor that the loader received. Empty if it received all tensors or none.
-        was_incomplete: whether the loader did not receive all tensors of the checkpoint.
+    `last` is the last tensor that the loader received, or empty.
     """
 
     def __init__(self, last: str) -> None:
@@ -55,13 +53,7 @@ def follow(
 ) -> LoadRecorder:
     """Run the loader until it reads no values, each time without the tensors whose values it has read.
 
-    Args:
-        specs: the tensors for the loader.
-        left_out: tensors that the loader does not receive, with the reason. Tensors whose values it reads are added.
-
-    Raises:
-        LoaderRaised: the loader raised an error.
-        PlanError: see `LoadRecorder`.
+    These tensors are added to `left_out`. Raise LoaderRaised if the loader raised an error.
     """
     # The loop ends, because each run leaves out at least one more tensor.
     while True:
@@ -81,8 +73,7 @@ def follow(
 def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: torch.device) -> frozenset[str]:
     """Return the live tensors that the loader writes to when it gets only these tensors.
 
-    Raises:
-        LoaderRaised: the loader needs other tensors too.
+    Raise LoaderRaised if it needs more.
     """
     # The watch is inside the recorder's watch, so it sees each operator before the recorder replaces it.
     seen = _WriteWatch()

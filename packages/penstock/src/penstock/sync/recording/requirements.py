@@ -207,8 +207,7 @@ class _Step:
 class Requirements:
     """The rows that a receiver needs, and serves once it has a version.
 
-    With staging, all rows arrive in the staging copy and are then flipped to live memory and scratch. Without staging,
-    they arrive there directly. Call `install` and `finish` afterwards.
+    After they arrive, call `install` and `finish`.
     """
 
     rows: tuple[ShardRow, ...]
@@ -389,8 +388,6 @@ def wanted(
 
     Args:
         model: the live model that was recorded, or a model with the same parameters.
-        recording: made from this table.
-        table: the publishers' tensors.
         load: see `record`. It is only called for unrecorded tensors.
         tags: the tag for each tensor that is read under a tag.
 
