@@ -1,4 +1,4 @@
-"""Compiled code moves between homes through a directory, S3, a fleet and a cache, also with torch.compile."""
+"""Compiled code is shared between home directories through a directory, S3, a fleet and a cache."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_compiled_code_is_restored_in_another_home(homes: Homes) -> None:
     assert os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
     again = homes.restore()
     assert again.is_found and again.num_files == 0 and "already in" in str(again)
-    # Bundles next to the model do not change it.
+    # Bundles next to the model are not part of the model.
     assert ps.inspect(homes.model).num_tensors == len(ps.load(homes.model))
 
 
@@ -104,13 +104,13 @@ def test_restore_does_not_import_torch(homes: Homes) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     command = [sys.executable, "-c", RESTORE_WITHOUT_TORCH, str(homes.model), str(homes.public)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert said.split() == [saved.key.id, str(len(files)), "False"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert text.split() == [saved.key.id, str(len(files)), "False"]
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("first", False), ("second", True)])
-def test_tuning_lost_at_another_path_is_logged(
-    homes: Homes, name: str, is_told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("name", "is_logged"), [("first", False), ("second", True)])
+def test_tuning_lost_at_other_path_is_logged(
+    homes: Homes, name: str, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = homes.enter("first")
     restored = homes.restore()
@@ -120,7 +120,7 @@ def test_tuning_lost_at_another_path_is_logged(
     shutil.rmtree(first)
     homes.enter(name)
     assert homes.restore().is_found
-    assert ("torch tunes some kernels again" in caplog.text) == is_told
+    assert ("torch tunes some kernels again" in caplog.text) == is_logged
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_tuning_lost_at_another_path_is_logged(
         ({"at": "/nowhere"}, "no bundle in /nowhere"),
     ],
 )
-def test_changed_field_is_named_and_engine_compiles(homes: Homes, changes: dict[str, object], why: str) -> None:
+def test_changed_field_is_reported_and_restores_nothing(homes: Homes, changes: dict[str, object], why: str) -> None:
     homes.bake()
     homes.enter("second")
     restored = homes.restore(**changes)
@@ -176,7 +176,7 @@ def test_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
 @pytest.mark.parametrize("change", ["missing", "dtype", "shape", "empty"])
-def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -> None:
+def test_invalid_bundle_file_restores_nothing(homes: Homes, name: str, change: str) -> None:
     saved, _ = homes.bake()
     tensors = load_file(saved.uri)
     whole = tensors.pop(name)
@@ -188,7 +188,7 @@ def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -
     homes.enter("second")
     restored = homes.restore()
     assert not restored.is_found and "is not used" in restored.why and read(restored.directory) == {}
-    # The bundle is listed, and the error still says how the nearest bundle differs.
+    # The bundle is listed, and the error states how the nearest bundle differs.
     (listed,) = penstock_compile_cache.list_bundles(homes.model, public_keys=[homes.public])
     assert (listed.signature == "refused") == (name != "content")
     assert not homes.restore(config={"dtype": "f16"}).is_found
@@ -198,7 +198,7 @@ def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -
 def test_oversized_bundle_part_is_not_read(homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may state any size and a file may be sparse, but unsigned bytes must not fill the memory."""
     saved, _ = homes.bake()
-    # Copy them, because the mapped file is rewritten.
+    # The mapped file is rewritten, so copy the tensors.
     tensors = {key: value.clone() for key, value in load_file(saved.uri).items()}
     sizes = {key: len(value) for key, value in tensors.items()} | {name: 3 << 30}
     starts = np.cumsum([0, *sizes.values()]).tolist()
@@ -315,11 +315,11 @@ def test_bundle_is_saved_next_to_its_model(homes: Homes) -> None:
     with pytest.raises(ps.ConfigError, match="is for a model with revision h1-"):
         penstock_compile_cache.save(other, restored.key, private_key=homes.private)
     assert not (other / "penstock-artifacts").exists()
-    # A name may stand for several models.
+    # A name may refer to several models.
     assert penstock_compile_cache.save(other, named.key, private_key=homes.private).num_files
 
 
-def test_list_names_missing_and_damaged_bundles(homes: Homes) -> None:
+def test_list_reports_missing_and_corrupt_bundles(homes: Homes) -> None:
     def listed(*words: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["compile-cache", "list", *words])
         assert done.exception is None or isinstance(done.exception, ps.PenstockError | SystemExit)
@@ -333,8 +333,8 @@ def test_list_names_missing_and_damaged_bundles(homes: Homes) -> None:
     tensors = load_file(good)
     del tensors["signature"]
     save_file(tensors, good.with_name("unsigned.safetensors"))
-    code, said = listed(str(homes.model), "--public-key", str(homes.public))
-    lines = {Path(line.partition(": ")[0]).name: line for line in said.splitlines()}
+    code, text = listed(str(homes.model), "--public-key", str(homes.public))
+    lines = {Path(line.partition(": ")[0]).name: line for line in text.splitlines()}
     assert code == 0 and len(lines) == 3
     assert "signature good" in lines[good.name]
     assert "mine, torch" in lines[good.name]
@@ -342,15 +342,15 @@ def test_list_names_missing_and_damaged_bundles(homes: Homes) -> None:
     assert lines["unsigned.safetensors"].endswith(": refused: the bundle is not signed")
 
 
-def test_refused_bundle_is_explained_once(homes: Homes) -> None:
+def test_refused_bundle_is_logged_once(homes: Homes) -> None:
     saved, _ = homes.bake()
     Path(saved.uri).write_bytes(Path(saved.uri).read_bytes()[:-1])
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
     command = [sys.executable, "-m", "penstock", "compile-cache", "restore", str(homes.model), *words]
     env = {**os.environ, "PENSTOCK_COMPILE_CACHE_DIR": str(homes.directory / "second")}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stderr
-    assert said.count("is not used") == 1
-    assert "no package 'mine' is installed" in said
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stderr
+    assert text.count("is not used") == 1
+    assert "no package 'mine' is installed" in text
 
 
 RESTORE = """
@@ -424,7 +424,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub", Auth()), Auth())
     running.start()
     yield running.url
-    # Leave as a process does at its end.
+    # Leave the fleet, as a process does when it exits.
     for leave in left:
         leave(0.0)
     running.stop()
@@ -435,7 +435,7 @@ def test_fleet_distributes_bundle(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     assert homes.restore(connection=hub).source == saved.uri
-    # The second process finds it at the first and nothing in storage.
+    # The second process reads the bundle from the first process, because storage has none.
     Path(saved.uri).unlink()
     homes.enter("third")
     restored = homes.restore(connection=hub)

@@ -1,4 +1,4 @@
-"""Processed parameters are handed over to a cache, and the next process uses them without a loader and a copy."""
+"""Processed parameters are given to a cache, and the next process uses them without a loader or a copy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with torch.no_grad():
     answer = model(torch.ones(1, {width})).tolist()
 print(json.dumps({{"answer": answer, "num_maps": len(maps), "path": attached.report.path}}))
 """
-"""A process whose parameters never have their own memory."""
+"""A process whose parameters only use the cache's memory."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +87,11 @@ def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
     wanted, own, objects = answer(model), model[0].weight.data_ptr(), [id(p) for p in model.parameters()]
     attached = ps.cache.cache_parameters(model, "finished")
     assert attached.report.verified
-    # The module's own memory is free, and its parameters are the same objects.
+    # The module's own memory is free, but its parameters are the same objects.
     assert model[0].weight.data_ptr() != own
     assert [id(p) for p in model.parameters()] == objects
     assert torch.equal(answer(model), wanted)
-    # The process has left the fleet, so only the cache has them.
+    # The process has left the fleet, so only the cache has the parameters.
     assert [state for state, _ in kept()] == ["whole"]
     command = [sys.executable, "-c", ENGINE.format(width=WIDTH)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
@@ -179,7 +179,7 @@ def test_tensors_tied_by_memory_are_kept(device: str) -> None:
 
 def test_unbindable_model_is_not_kept() -> None:
     class Other(torch.nn.Linear):
-        """A module whose state has an additional tensor from the second time on."""
+        """A module whose second and later state dicts have an additional tensor."""
 
         num_states = 0
 
@@ -222,7 +222,7 @@ def test_conflicting_bytes_under_taken_name_are_refused() -> None:
         first = ps.cache.cache_parameters(make_model(0), "finished")
         with pytest.raises(OperationFailed, match="already kept with different bytes"):
             ps.cache.cache_parameters(make_model(1), "finished")
-        # Equal bytes are one model, no matter how many processes hand them over.
+        # Identical bytes are one model, however many processes submit them.
         second = ps.cache.cache_parameters(make_model(0), "finished")
         assert len(keeper.models()) == 1
         first.close()
@@ -232,7 +232,7 @@ def test_conflicting_bytes_under_taken_name_are_refused() -> None:
 def test_concurrent_engines_keep_one_copy() -> None:
     results: list[torch.Tensor] = []
     with ps.cache.WeightCache(accept=True) as keeper:
-        # Create the models here, because the seed belongs to the process.
+        # Create the models here, because threads share the seed.
         models = [make_model() for _ in range(3)]
 
         def engine() -> None:
@@ -272,13 +272,13 @@ def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         while any(state.state != "whole" for one in ps.hub.status("finished").members for state in one.holdings):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        # Either everything arrived and was verified, or nothing is kept.
+        # The cache keeps either all verified bytes or no model.
         assert all(model.state == "kept" and model.tier == "host" for model in keeper.models())
         with ps.cache.cache_parameters(make_model(), "other"):
             assert "other" in [model.model for model in keeper.models()]
 
 
-def test_killed_cache_leaves_engine_working(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_cache_keeps_engine_working(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     own, wanted = model[0].weight.data_ptr(), answer(model)
     real = handing._ask
@@ -325,7 +325,7 @@ def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         assert keeper.models() == []
 
 
-def test_damage_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corruption_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         ps.cache.cache_parameters(make_model(), "finished").close()
@@ -342,14 +342,11 @@ def test_damage_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
             keeper.check()
 
 
-# -- transformers
-
-
 @pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
 def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.transformers")
     directory = save(tmp_path / "model")
-    # Only the digests show that a copy of the files is the same model.
+    # Without digests a copy of the files would be a different model.
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
     prompt = torch.arange(6)[None]
@@ -367,7 +364,7 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
         other = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, dtype=torch.float16)
         assert other.dtype == torch.float16
         assert len(keeper.models()) == 2
-        # A user's configuration also makes a different model, at each load.
+        # A user's configuration also makes a different model.
         config = transformers.AutoConfig.from_pretrained(directory)
         config.rope_parameters = {"rope_type": "default", "rope_theta": 5000.0}
         for is_handed_over in (True, False):
@@ -375,7 +372,7 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
             from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, config=config)
             assert ("handed over" in caplog.text) is is_handed_over
         assert len(keeper.models()) == 3
-        # The same model in another directory is the same model.
+        # A copy in another directory is the same model.
         moved = shutil.copytree(directory, tmp_path / "elsewhere" / "model")
         caplog.clear()
         model = from_pretrained(transformers.AutoModelForCausalLM, moved, weight_cache=True)
@@ -385,7 +382,7 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
         gc.collect()
 
 
-def test_two_checkpoints_share_one_name(tmp_path: Path) -> None:
+def test_second_checkpoint_may_use_same_name(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
     with ps.cache.WeightCache(accept=True) as keeper:
@@ -415,7 +412,7 @@ def test_checkpoint_replaced_before_load_is_detected(
 
     def replaced(*arguments: Any, **named: Any) -> None:
         deploy(releases[1])
-        raise NotFound("no keeper has it")
+        raise NotFound("no cache has it")
 
     deploy(releases[0])
     with ps.cache.WeightCache(accept=True) as keeper:
@@ -442,7 +439,7 @@ def test_unusable_cache_falls_back_to_loading(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # Create the error at each call, because a stored error would keep the model's frame and so the lease.
+    # A stored error would keep the model's frame and the lease alive, so create the error at each call.
     def fail(*arguments: Any, **named: Any) -> None:
         raise kind("the reason")
 
@@ -458,11 +455,11 @@ def test_unusable_cache_falls_back_to_loading(
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
         del model
         gc.collect()
-        # The attempt leaves no lease.
+        # The attempt must leave no lease.
         keeper.drop(keeper.models()[0].model, drain_s=5)
 
 
-def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     auto = transformers.AutoModelForCausalLM
     directory = save_llama(tmp_path / "model")
@@ -471,7 +468,7 @@ def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatc
         from_pretrained(auto, directory, weight_cache=True)
         gc.collect()
         keeper.member.weights[0].rows[0][0] ^= 1
-        # The cache first looks for another source. It finds this process, or learns that there is none.
+        # The cache first searches for another source, which may be this process.
         for _ in range(2):
             state = from_pretrained(auto, directory, weight_cache=True).state_dict()
             assert all(torch.equal(state[name], tensor) for name, tensor in true.items())

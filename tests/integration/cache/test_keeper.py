@@ -1,4 +1,4 @@
-"""Caches and engines that attach to them, as processes: shared memory, restarts, draining, loss."""
+"""Processes that attach to a cache: shared memory, restarts, draining and loss of the cache."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ def keeper(llama: Path, fork_server: ForkServer) -> Iterator[KeeperProcess]:
         yield process
 
 
-def wait_until(happens, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not happens():
-        assert time.monotonic() < deadline, "it did not happen"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
 def test_consecutive_engines_attach_same_memory(keeper, wanted) -> None:
     for _ in range(2):
         found = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=True, timeout=60)
-        said = json.loads(found.stdout)
-        assert said["bits"] == all_bits(wanted)
-        assert said["path"].startswith("shm, mapped: ")
-        assert (said["num_maps"], said["private"]) == (1, True)
-        assert said["wall_s"] < 5
+        found = json.loads(found.stdout)
+        assert found["bits"] == all_bits(wanted)
+        assert found["path"].startswith("shm, mapped: ")
+        assert (found["num_maps"], found["private"]) == (1, True)
+        assert found["wall_s"] < 5
     assert keeper.process.poll() is None
 
 
@@ -148,7 +148,7 @@ def test_missing_model_raises_not_found(llama) -> None:
         ps.cache.attach("llama", timeout_s=0.0)
     with ps.join("llama") as fleet:
         fleet.fetch({}, fallback=llama)
-        with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
+        with pytest.raises(ps.NotFound, match="here: not kept"):  # a member holds the model, but may change it
             ps.cache.attach("llama", timeout_s=0.0)
         with pytest.raises(ps.NotFound, match="no weight cache on this host has 'other'"):
             ps.cache.attach("other", timeout_s=0.0)
@@ -175,10 +175,10 @@ def test_stopping_cache_waits_for_its_engine(keeper, wanted) -> None:
     assert keeper.process.wait(timeout=20) == 0
     with pytest.raises((ps.errors.PeerLost, ps.errors.StaleDescriptor)):
         attached.check()
-    assert_same(attached, wanted)  # host memory stays while it is mapped
+    assert_same(attached, wanted)  # mapped host memory stays valid
 
 
-def test_killed_cache_is_reported_lost(keeper, wanted) -> None:
+def test_killed_cache_is_reported_as_lost(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGKILL)
     keeper.process.wait(timeout=20)
@@ -216,7 +216,7 @@ def test_attached_model_is_not_dropped(llama) -> None:
         tensor = attached["model.norm.weight"]
         del attached
         gc.collect()
-        assert keeper.models()[0].num_attached == 1  # a tensor lives
+        assert keeper.models()[0].num_attached == 1  # a tensor still exists
         del tensor
         gc.collect()
         wait_until(lambda: keeper.models()[0].num_attached == 0)
@@ -238,8 +238,8 @@ def test_two_revisions_are_kept_together(llama, wanted, tmp_path) -> None:
         with pytest.raises(ps.ConfigError, match="several revisions") as caught:
             ps.cache.attach("llama")
         short = next(word.strip(",") for word in caught.value.message.split() if old.startswith(word.strip(",")))
-        for said in (old, short):  # as the error gives it will do
-            assert_same(ps.cache.attach("llama", revision=said), wanted)
+        for found in (old, short):  # the error states the short form
+            assert_same(ps.cache.attach("llama", revision=found), wanted)
         keeper.drop("llama", revision=old, drain_s=5)
         assert_same(ps.cache.attach("llama"), by_safetensors(tmp_path / "new"))
 

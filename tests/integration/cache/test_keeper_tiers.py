@@ -1,4 +1,4 @@
-"""A cache whose idle models make space: where they go, that they return whole, and which processes hold them."""
+"""A cache that demotes idle models to lower tiers and promotes them again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.testing.checkpoints import write_llama
 from penstock.timing import Timing
 
 BOUND = 45_000_000
-"""Bytes for one of the models, but not for two."""
+"""Memory limit in bytes that fits one model but not two."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +55,10 @@ def tiers(keeper: ps.cache.WeightCache) -> dict[str, str]:
     return {one.model: one.tier for one in keeper.models()}
 
 
-def wait_until(happens, timeout_s: float = 20.0) -> None:
+def wait_until(condition, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not happens():
-        assert time.monotonic() < deadline, "it did not happen"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -68,9 +68,9 @@ def test_model_is_demoted_and_promoted_without_source(models, wanted, tmp_path) 
         memory = weakref.ref(shared_at(keeper.member.weights[0].place.regions[0].address, 1))
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
-        assert memory() is None, "the memory is given back"
-        assert not list((tmp_path / "spill").iterdir()), "files have no names"
-        moved = models["a"].rename(models["a"].with_name("away"))  # the source is not there any more
+        assert memory() is None, "the memory must be released"
+        assert not list((tmp_path / "spill").iterdir()), "the files must have no names"
+        moved = models["a"].rename(models["a"].with_name("away"))  # the source is gone
         try:
             for name in ("a", "b", "a"):
                 attached = ps.cache.attach(name, verify=True)
@@ -101,7 +101,7 @@ def test_model_in_use_is_not_demoted(models, wanted, tmp_path) -> None:
         keeper.keep("b", models["b"])
         with ps.cache.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
             ps.cache.attach("a", timeout_s=0.0)
-        assert_same(attached, wanted["a"])  # host memory stays while it is mapped
+        assert_same(attached, wanted["a"])  # mapped host memory stays valid
         with pytest.raises((ps.errors.StaleDescriptor, ps.errors.PeerLost)):
             attached.check()
         assert_same(ps.cache.attach("a", timeout_s=20.0, verify=True), wanted["a"])
@@ -137,9 +137,7 @@ def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
 
 
 def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> None:
-    with ps.cache.WeightCache(
-        memory_bytes=BOUND, disk=small_disk(10 << 20)
-    ) as keeper:  # as far as it knows there is room
+    with ps.cache.WeightCache(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # without a known limit
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "source", "b": "host"}
@@ -180,12 +178,12 @@ def test_changed_source_is_not_loaded(models, wanted, tmp_path) -> None:
         assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
 
 
-def test_damaged_memory_is_reloaded_before_demotion(models, wanted, tmp_path) -> None:
+def test_corrupt_memory_is_reloaded_before_demotion(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
-        wait_until(lambda: keeper.models()[0].num_reloads == 1)  # a chunk is looked at with each beat
+        wait_until(lambda: keeper.models()[0].num_reloads == 1)  # each heartbeat checks a chunk
         assert tiers(keeper) == {"a": "host"}
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
@@ -194,7 +192,7 @@ def test_damaged_memory_is_reloaded_before_demotion(models, wanted, tmp_path) ->
         assert (links["source", "host"].num_moves, links["host", "disk"].num_moves) == (3, 2)
 
 
-def test_damaged_unreloadable_memory_is_not_demoted(models, tmp_path) -> None:
+def test_corrupt_memory_without_source_is_not_demoted(models, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:

@@ -1,4 +1,4 @@
-"""What is recorded of a loader fills a model as the loader does, bit for bit, and recording writes nothing."""
+"""A recording fills a model as its loader does, bit for bit. Recording writes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_same(mine: nn.Module, true: nn.Module) -> None:
 
 
 class Holder(nn.Module):
-    """One parameter and one buffer, and a loader given as a function."""
+    """A module with one parameter, one buffer and a loader function."""
 
     def __init__(self, shape: tuple[int, ...], load: Callable, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Holder(nn.Module):
             self._load(self, weights)
 
 
-def one(load: Callable) -> Callable:
-    """A loader that does the same with every tensor."""
+def each_tensor(load: Callable) -> Callable:
+    """Return a loader that calls `load` with every tensor."""
 
     def run(model: Holder, weights) -> None:
         for _, w in weights:
@@ -59,7 +59,7 @@ def one(load: Callable) -> Callable:
 def check(
     shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> Recording:
-    """Record, fill, compare with the loader itself; nothing may be unrecorded."""
+    """Record, fill, and compare with the loader itself. Every tensor must be recorded."""
     model, true = Holder(shape, load, dtype), Holder(shape, load, dtype)
     recording = record(model, table_of(tensors))
     assert all(not tensor.any() for tensor in model.state_dict().values())
@@ -93,7 +93,7 @@ def test_recording_fills_model_like_its_loader(place: Place) -> None:
     assert mine.head.weight is mine.embed.weight
 
 
-def test_wants_are_boxes_of_this_rank() -> None:
+def test_wants_lists_boxes_of_this_rank() -> None:
     recording = record(Toy(Place(tp_rank=1, tp=2, ep_rank=1, ep=2)), table_of(checkpoint()))
     wants = {want.name: want.boxes for want in recording.wants()}
     assert wants["layers.0.experts.3.w2"] == (Box(start=(0, 6), stop=(8, 12)),)
@@ -112,16 +112,16 @@ def test_recorded_weights_are_cast_like_loader() -> None:
     assert {r.steps for r in recording.records if r.target == "norm"} == {(("cast", dtype_of(torch.bfloat16)),)}
 
 
-def test_cast_through_another_dtype_rounds_twice() -> None:
-    recording = check((8, 6), one(lambda p, w: p.copy_(w.to(torch.bfloat16))), {"w": W})
+def test_cast_through_second_dtype_rounds_twice() -> None:
+    recording = check((8, 6), each_tensor(lambda p, w: p.copy_(w.to(torch.bfloat16))), {"w": W})
     assert [kind for kind, _ in recording.records[0].steps] == ["cast", "cast"]
-    check((8, 6), one(lambda p, w: p.copy_(w.half().float())), {"w": W})
+    check((8, 6), each_tensor(lambda p, w: p.copy_(w.half().float())), {"w": W})
 
 
-def test_bits_are_viewed_as_dtype_of_same_width() -> None:
+def test_view_as_dtype_of_same_width_is_recorded() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
-    check((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
-    check((8, 6), one(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
+    check((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
+    check((8, 6), each_tensor(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
 
 
 LOADERS: dict[str, tuple[tuple[int, ...], Callable]] = {
@@ -160,7 +160,7 @@ LOADERS: dict[str, tuple[tuple[int, ...], Callable]] = {
 @pytest.mark.parametrize("what", LOADERS)
 def test_loader_of_views_and_copies_is_recorded(what: str) -> None:
     shape, load = LOADERS[what]
-    check(shape, one(load), {"w": W})
+    check(shape, each_tensor(load), {"w": W})
 
 
 def test_loader_in_inference_mode_is_recorded() -> None:
@@ -173,7 +173,7 @@ def test_loader_in_inference_mode_is_recorded() -> None:
 
 
 def test_transpose_is_one_record() -> None:
-    (only,) = check((6, 8), one(lambda p, w: p.copy_(w.t())), {"w": W}).records
+    (only,) = check((6, 8), each_tensor(lambda p, w: p.copy_(w.t())), {"w": W}).records
     assert (only.split, only.permutation, only.in_order) == ((8, 6), (1, 0), False)
     assert (only.source_box, only.target_box) == (Box.full((8, 6)), Box.full((6, 8)))
 
@@ -241,8 +241,8 @@ def test_arithmetic_is_left_to_loader() -> None:
         (lambda p, w: p.copy_(w.sort(0).values), "sort"),
     ],
 )
-def test_unrecordable_operation_is_named(load: Callable, why: str) -> None:
-    model = Holder((8, 6), one(load))
+def test_unrecordable_operation_is_reported(load: Callable, why: str) -> None:
+    model = Holder((8, 6), each_tensor(load))
     recording = record(model, table_of({"w": W}))
     assert list(recording.unrecorded) == ["w"]
     assert why in recording.unrecorded["w"]
@@ -286,8 +286,8 @@ def test_decision_on_parameter_values_is_refused() -> None:
         record(Holder((8, 6), load), table_of({"w": W}))
 
 
-def test_failing_loader_is_plan_error_with_cause() -> None:
-    model = Holder((8, 5), one(lambda p, w: p.copy_(w)))
+def test_failing_loader_raises_plan_error_with_cause() -> None:
+    model = Holder((8, 5), each_tensor(lambda p, w: p.copy_(w)))
     with pytest.raises(PlanError, match="the loader raised KeyError: 'w' while it was recorded") as caught:
         record(model, table_of({"w": W}), load=lambda weights: {}[next(weights)[0]])
     assert isinstance(caught.value.__cause__, KeyError)
@@ -297,10 +297,10 @@ def test_failing_loader_is_plan_error_with_cause() -> None:
 
 def test_mismatched_shapes_raise_loader_error() -> None:
     with pytest.raises(PlanError, match=r"the loader raised \w*Error: "):
-        record(Holder((8, 5), one(lambda p, w: p.copy_(w))), table_of({"w": W}))
+        record(Holder((8, 5), each_tensor(lambda p, w: p.copy_(w))), table_of({"w": W}))
 
 
-def test_skipped_names_and_unfilled_parameters_are_reported() -> None:
+def test_unused_names_and_unfilled_parameters_are_reported() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "w":
@@ -319,7 +319,7 @@ def test_meta_model_records_like_allocated_model() -> None:
     assert record(empty, table_of(tensors)).records == record(Toy(place), table_of(tensors)).records
 
 
-def test_parameters_in_shared_arena_are_distinguished() -> None:
+def test_parameters_in_shared_arena_are_recorded_separately() -> None:
     tensors = checkpoint()
     live, true = Toy(Place()), Toy(Place())
     arena = torch.full((sum(p.numel() for p in live.parameters()),), 7.0)
@@ -335,7 +335,7 @@ def test_parameters_in_shared_arena_are_distinguished() -> None:
 
 
 def test_transposed_parameter_memory_is_filled() -> None:
-    live, true = Holder((6, 8), one(lambda p, w: p[:, 2:].copy_(w[:6]))), Holder((6, 8), lambda m, w: None)
+    live, true = Holder((6, 8), each_tensor(lambda p, w: p[:, 2:].copy_(w[:6]))), Holder((6, 8), lambda m, w: None)
     live.p.data = torch.zeros(8, 6).t()
     recording = record(live, table_of({"w": W}))
     fill(recording, {"w": W}, live)
@@ -346,17 +346,17 @@ def test_transposed_parameter_memory_is_filled() -> None:
 def test_operators_in_other_threads_are_recorded() -> None:
     def load(model: Holder, weights) -> None:
         held = dict(weights)
-        made = {}
-        thread = threading.Thread(target=lambda: made.update(w=held["w"][...].to(torch.float64)))
+        cast = {}
+        thread = threading.Thread(target=lambda: cast.update(w=held["w"][...].to(torch.float64)))
         thread.start()
         thread.join()
-        model.p.copy_(made["w"])
+        model.p.copy_(cast["w"])
 
     check((8, 6), load, {"w": W})
 
 
 def test_overwritten_tensor_leaves_no_record() -> None:
-    recording = check((8, 6), one(lambda p, w: p.copy_(w)), {"first": W, "last": V})
+    recording = check((8, 6), each_tensor(lambda p, w: p.copy_(w)), {"first": W, "last": V})
     assert recording.unused == ("first",)
 
 
@@ -365,7 +365,7 @@ def test_dtypes_missing_in_torch_are_unrecorded() -> None:
     from penstock.types import DType
 
     table = tabulate(["six", "w"], [DType.F6_E2M3, DType.F32], [(4,), (8, 6)])
-    recording = record(Holder((8, 6), one(lambda p, w: p.copy_(w))), table)
+    recording = record(Holder((8, 6), each_tensor(lambda p, w: p.copy_(w))), table)
     assert list(recording.unrecorded) == ["six"]
     assert [r.source for r in recording.records] == ["w"]
 
@@ -380,15 +380,15 @@ def test_memory_exchanged_by_loader_is_restored_and_reported() -> None:
 
 
 def test_loader_with_compiled_code_is_recorded() -> None:
-    """The recorder sees each operator of compiled code, also of code that was compiled before."""
+    """The recorder sees each operator, even if the code was compiled before."""
     compiled = torch.compile(lambda p, w: p.copy_(w.t()), backend="eager")
     weights = {"w": torch.randn(3, 5)}
     compiled(torch.zeros(5, 3), weights["w"])
-    check((5, 3), one(compiled), weights)
+    check((5, 3), each_tensor(compiled), weights)
 
 
 def test_recording_does_not_import_dynamo() -> None:
-    """Its import takes seconds, which were part of the first update of a process."""
+    """The import would add seconds to the first update of a process."""
     code = """
 import sys, torch
 from penstock.sync.recording.requirements import record

@@ -1,4 +1,4 @@
-"""What a receiver wants comes once, in one place, and installing it is what its loader would have done."""
+"""A receiver gets each required element once, and `install` and `finish` have the effect of its loader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.unit.sync.moved import assert_same, move, spoil
-from tests.unit.sync.recording.test_record import LOADERS, Holder, V, W, one
+from tests.unit.sync.recording.test_record import LOADERS, Holder, V, W, each_tensor
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
@@ -15,8 +15,8 @@ from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import declared
 
 
-def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor]) -> Requirements:
-    """Synced and loaded must be the same."""
+def fill_by_rows(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tensor]) -> Requirements:
+    """Fill one model from rows and another with the loader, and compare the models."""
     model, true = Holder(shape, load), Holder(shape, load)
     table = table_of(tensors)
     want = wanted(model, record(model, table), table)
@@ -32,7 +32,7 @@ def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tens
 @pytest.mark.parametrize("what", LOADERS)
 def test_loader_of_views_and_copies_is_filled(what: str) -> None:
     shape, load = LOADERS[what]
-    filled(shape, one(load), {"w": W})
+    fill_by_rows(shape, each_tensor(load), {"w": W})
 
 
 def test_contiguous_tensor_needs_no_scratch() -> None:
@@ -41,7 +41,7 @@ def test_contiguous_tensor_needs_no_scratch() -> None:
         model.p[:8].copy_(held["q"])
         model.p[8:, :3].copy_(held["k"][:, 3:])
 
-    want = filled((16, 6), load, {"q": W, "k": V})
+    want = fill_by_rows((16, 6), load, {"q": W, "k": V})
     assert (want.scratch_bytes, want.num_live, want.names) == (0, 2, ("q", "k"))
     assert not want.why()
 
@@ -54,7 +54,7 @@ def test_elements_used_twice_are_received_once() -> None:
             model.p[16:20].copy_(w[2:6])
             model.p[20:26, :3].copy_(w[:6, 3:])
 
-    want = filled((26, 6), load, {"w": W})
+    want = fill_by_rows((26, 6), load, {"w": W})
     assert sum(row.tensor.numel() for row in want.rows) == W.numel()
     assert want.scratch_bytes == 0
 
@@ -67,12 +67,12 @@ def test_overlapping_boxes_are_received_once() -> None:
             model.p[10:14].copy_(w[2:6])
             model.p[14:20, :4].copy_(w[1:5, :].t())
 
-    want = filled((20, 6), load, {"w": W})
+    want = fill_by_rows((20, 6), load, {"w": W})
     assert sum(row.tensor.numel() for row in want.rows) == W.numel()
 
 
-def test_dtype_change_and_transpose_use_scratch() -> None:
-    model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())), torch.bfloat16)
+def test_cast_and_transpose_use_scratch() -> None:
+    model = Holder((6, 8), each_tensor(lambda p, w: p.copy_(w.t())), torch.bfloat16)
     table = table_of({"w": W})
     want = wanted(model, record(model, table), table)
     assert (want.num_live, len(want.rows)) == (0, 1)
@@ -85,7 +85,7 @@ def test_dtype_change_and_transpose_use_scratch() -> None:
 
 def test_reinterpreted_bits_arrive_in_parameter() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
-    model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
+    model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     table = table_of({"w": raw})
     want = wanted(model, record(model, table), table)
     assert want.scratch_bytes == 0
@@ -94,7 +94,7 @@ def test_reinterpreted_bits_arrive_in_parameter() -> None:
 
 
 def test_transposed_parameter_memory_uses_scratch() -> None:
-    model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())))
+    model = Holder((6, 8), each_tensor(lambda p, w: p.copy_(w.t())))
     model.p.data = torch.zeros(8, 6).t()
     table = table_of({"w": W})
     want = wanted(model, record(model, table), table)
@@ -104,7 +104,7 @@ def test_transposed_parameter_memory_uses_scratch() -> None:
 
 
 def double(model: Holder, weights) -> None:
-    """Half recorded, half computed; and the computing loader writes over what is recorded before that is."""
+    """Load one tensor by recorded copies and another by arithmetic, which writes to the same parameter first."""
     held = dict(weights)
     if "v" in held:
         model.p.copy_(held["v"] * 2)
@@ -115,15 +115,15 @@ def double(model: Holder, weights) -> None:
 
 def test_unrecorded_tensor_passes_through_loader_with_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"1 tensors are received whole, .* pass through the loader: v: mul"):
-        want = filled((8, 6), double, {"v": V, "w": W})
+        want = fill_by_rows((8, 6), double, {"v": V, "w": W})
     assert dict(want.unrecorded) == {"v": "mul of its values"}
     assert want.why()
-    assert want.num_live == 0  # the loader writes to the one parameter there is
+    assert want.num_live == 0  # the loader itself writes to the only parameter
 
 
-def test_in_place_loader_keeps_received_tensor() -> None:
+def test_in_place_loader_keeps_received_bytes() -> None:
     with pytest.warns(RuntimeWarning, match="w: mul_"):
-        want = filled((8, 6), one(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
+        want = fill_by_rows((8, 6), each_tensor(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
     (row,) = want.rows
     assert torch.equal(row.tensor, W)
 
@@ -135,7 +135,7 @@ def test_partly_recorded_tensor_is_received_once() -> None:
             model.p[8:].copy_(w + 1)
 
     with pytest.warns(RuntimeWarning, match="1 tensors"):
-        want = filled((16, 6), load, {"w": W})
+        want = fill_by_rows((16, 6), load, {"w": W})
     assert [row.tensor.numel() for row in want.rows] == [W.numel()]
 
 
@@ -166,7 +166,7 @@ def test_staged_shadow_is_flipped_then_installed() -> None:
     live = [row.tensor.clone() for row in want.rows[: want.num_live]]
     staging_copy = [row.tensor for row in want.rows]
     shadows = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in live]
-    # The same rows, those of live memory in a shadow of it.
+    # The live rows arrive in shadows of their memory.
     rows = [
         type(row)(name=row.name, tensor=shadows[i] if i < want.num_live else row.tensor, form=row.form)
         for i, row in enumerate(want.rows)
@@ -196,18 +196,18 @@ def test_receiver_with_version_serves_its_rows() -> None:
 
 
 def test_wrong_table_and_meta_model_are_refused() -> None:
-    model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+    model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     recording = record(model, table_of({"w": W}))
     with pytest.raises(PlanError, match="another checkpoint"):
         wanted(model, recording, table_of({"w": W.double()}))
     with torch.device("meta"):
-        empty = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+        empty = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     with pytest.raises(PlanError, match="meta device"):
         wanted(empty, recording, table_of({"w": W}))
 
 
 def test_tagged_tensors_keep_their_tag() -> None:
-    model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
+    model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     table = table_of({"w": W})
     (row,) = wanted(model, record(model, table), table, tags={"w": "fp8-block128"}).rows
     assert row.form.tag == "fp8-block128"

@@ -1,4 +1,4 @@
-"""A model that fuses, transposes and merges what it loads gives it as the checkpoint has it, out of its own memory."""
+"""A model that fuses, transposes and merges tensors serves the checkpoint's tensors from its own memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from tests.unit.sync.moved import assert_same, move, spoil
-from tests.unit.sync.recording.test_record import LOADERS, Holder, W, one
+from tests.unit.sync.recording.test_record import LOADERS, Holder, W, each_tensor
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
 from penstock.errors import PlanError
@@ -18,7 +18,7 @@ from penstock.sync.shards import Shard, declared
 
 
 def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shard]]:
-    """A model's parameters cut over so many ranks, each in memory of its own."""
+    """Shard a model's parameters over `count` ranks with separate memory."""
     ranks = []
     for rank in range(count):
         held = {}
@@ -71,9 +71,9 @@ def test_engine_fills_engine_with_different_shape() -> None:
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_views_kept_by_loader_are_returned(what: str) -> None:
+def test_loader_of_views_is_reversed(what: str) -> None:
     shape, load = LOADERS[what]
-    model = Holder(shape, one(load))
+    model = Holder(shape, each_tensor(load))
     recording = record(model, table_of({"w": W}))
     model.load_weights([("w", W)])
     for row in declared(checkpoint_shards(model, recording)):
@@ -86,10 +86,10 @@ def test_views_kept_by_loader_are_returned(what: str) -> None:
     assert counted.sum() == sum(r.source_box.num_elements for r in recording.records)
 
 
-def test_unrecorded_or_reinterpreted_tensor_is_refused() -> None:
-    model = Holder((8, 6), one(lambda p, w: p.copy_(w * 2)))
+def test_unrecorded_or_reinterpreted_tensor_raises() -> None:
+    model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w * 2)))
     with pytest.raises(PlanError, match="w: mul"):
         checkpoint_shards(model, record(model, table_of({"w": W})))
-    model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
+    model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     with pytest.raises(PlanError, match="as another dtype"):
         checkpoint_shards(model, record(model, table_of({"w": torch.zeros(8, 6, dtype=torch.uint8)})))

@@ -47,7 +47,7 @@ def factorised(draw: Callable, count: int) -> list[int]:
 
 
 def step(draw: Callable, t: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One operator that fits a tensor of this shape."""
+    """Draw an operator that accepts a tensor of this shape."""
     what = draw(st.sampled_from(["permute", "narrow", "reshape", "clone", "turn", "select", "stack", "every other"]))
     dim = draw(st.integers(0, t.ndim - 1))
     if what == "permute":
@@ -102,7 +102,7 @@ def full(shape: tuple[int, ...]) -> StrideGrid:
     return StrideGrid(shape, torch.empty(shape, device="meta").stride())
 
 
-def test_plain_box_is_found() -> None:
+def test_contiguous_copy_is_one_box() -> None:
     (only,) = boxes(between(full((8, 6)), 13, (6, 1), full((2, 3)), 0, (3, 1), (2, 3)))
     assert only.source_box() == Box(start=(2, 1), stop=(4, 4))
     assert only.target_box() == Box.full((2, 3))
@@ -110,14 +110,14 @@ def test_plain_box_is_found() -> None:
 
 
 def test_split_heads_become_one_box_each() -> None:
-    # kv_b [2 heads * (3 + 1), 5] viewed as [2, 4, 5], the first 3 rows of each head.
+    # View kv_b [2 heads * (3 + 1), 5] as [2, 4, 5] and copy the first 3 rows of each head.
     cut = boxes(between(full((8, 5)), 0, (20, 5, 1), full((2, 3, 5)), 0, (15, 5, 1), (2, 3, 5)))
     assert [one.source_box() for one in cut] == [Box(start=(0, 0), stop=(3, 5)), Box(start=(4, 0), stop=(7, 5))]
     assert [one.target_box().start for one in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
 def test_restricted_map_splits_into_several_parts() -> None:
-    # 12 rows viewed as [3, 4], transposed to [4, 3], kept as 12 rows: rows 2..9 of those.
+    # View 12 rows as [3, 4], transpose to [4, 3], and copy rows 2 to 9 of the flat result.
     whole = between(full((12,)), 0, (1, 4), full((12,)), 0, (3, 1), (4, 3))
     parts = [part for cut in restrict(whole, Box(start=(2,), stop=(9,))) for part in boxes(cut)]
     rows = {}
@@ -148,7 +148,7 @@ def test_cached_digits_match_uncached_result() -> None:
             strides = [(outer, 5, inner) for outer, inner in strides]
         for mine, theirs, offset in product(strides, strides, range(24)):
             given = source, offset, mine, target, (7 * offset) % 24, theirs, shape
-            # The same digits for all starts, unless the view leaves a dim of one of the tensors.
+            # All starts have the same digits, unless the view leaves a dim of a tensor.
             found = outcome(partial(between, *given))
             assert found == outcome(partial(_between, *given)), given
             kinds.add(type(found))
