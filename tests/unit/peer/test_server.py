@@ -459,13 +459,7 @@ def test_malformed_response_blames_source(tmp_path: Path, response: bytes) -> No
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         upstream = Upstream(
-            member="holder",
-            host="h",
-            doors=(f"unix://{path}",),
-            device="cpu",
-            state="whole",
-            num_have=0,
-            grant=b"good",
+            member="holder", host="h", doors=(f"unix://{path}",), device="cpu", state="whole", num_have=0, grant=b"good"
         )
         client = PeerClient(upstream, member="reader", key="0" * 32, same_host=True, stall_s=5.0)
         with contextlib.closing(client), pytest.raises(FormatError) as caught:

@@ -141,10 +141,7 @@ def test_device_batches_queue_ahead_of_host_batches() -> None:
     log: list[str] = []
     batches = [LoggedBatch(i, log, on_device=True) for i in range(4)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
-    assert log == [
-        *("queue 0", "queue 1", "queue 2", "ready 0", "queue 3", "ready 1"),
-        *("ready 2", "ready 3"),
-    ]
+    assert log == [*("queue 0", "queue 1", "queue 2", "ready 0", "queue 3", "ready 1"), *("ready 2", "ready 3")]
     log.clear()
     batches = [LoggedBatch(i, log, on_device=False) for i in range(2)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)

@@ -156,8 +156,7 @@ def test_cached_digits_match_uncached_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "strides", "shape"),
-    [(0, (7,), (3,)), (48, (1,), (1,)), (0, (5, 1), (4, 2)), (4, (1,), (5,))],
+    ("offset", "strides", "shape"), [(0, (7,), (3,)), (48, (1,), (1,)), (0, (5, 1), (4, 2)), (4, (1,), (5,))]
 )
 def test_unevenly_strided_view_is_refused(offset: int, strides: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(NotBoxes):

@@ -272,22 +272,22 @@ def attach(
 _HINT = "start `penstock cache URI`, or load the weights with penstock.load or fleet.fetch"
 
 
+@dataclass(frozen=True, slots=True)
 class _Search:
     """An attempt to find a cache and attach to its weights."""
 
-    def __init__(self, hub: HubClient, model: str, revision: str, device: torch.device | None, stall_s: float) -> None:
-        self._hub = hub
-        self._model = model
-        self._revision = revision
-        self._device = device
-        self._stall_s = stall_s
+    hub: HubClient
+    model: str
+    revision: str
+    device: torch.device | None
+    stall_s: float
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
         """Attach to the first suitable cache. If all attempts fail, raise the last error."""
         phases.enter("find")
         caches = self._caches()
         # The hub only gives grants to members. The address is a placeholder, because this process serves nothing.
-        self._hub.hello(Hello(member=self._hub.member, host=host_id(), doors=("unix:///none",), name="attaching"))
+        self.hub.hello(Hello(member=self.hub.member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
             for member, holding in caches:
@@ -298,7 +298,7 @@ class _Search:
         finally:
             # If the hub does not respond, it forgets this member after its TTL.
             with contextlib.suppress(PenstockError):
-                self._hub.leave(self._hub.member)
+                self.hub.leave(self.hub.member)
         assert last is not None
         raise last
 
@@ -308,9 +308,9 @@ class _Search:
         unsuitable, caches, on_other_gpu = [], [], []
         num_elsewhere = 0
         here = host_id()
-        for member in self._hub.status(self._model).members:
+        for member in self.hub.status(self.model).members:
             for holding in member.holdings:
-                if not holding.is_of(self._revision):
+                if not holding.is_of(self.revision):
                     continue
                 if member.host != here:
                     num_elsewhere += holding.kept
@@ -318,24 +318,24 @@ class _Search:
                 # The cache brings a model back from a lower tier for a lease.
                 is_complete = holding.kept and (holding.state == "whole" or bool(holding.tier))
                 kind = holding.device.partition(":")[0]
-                if is_complete and (self._device is None or self._device.type == kind):
-                    if self._device is None or device_id(self._device) == holding.device_id:
+                if is_complete and (self.device is None or self.device.type == kind):
+                    if self.device is None or device_id(self.device) == holding.device_id:
                         caches.append((member.member, holding))
                         continue
                     on_other_gpu.append(holding)
                 unsuitable.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
         if not caches:
             if on_other_gpu:
-                _gpu_index(on_other_gpu[0], self._device)
+                _gpu_index(on_other_gpu[0], self.device)
             listed = f" (here: {'; '.join(unsuitable[:4])})" if unsuitable else ""
             if num_elsewhere:
                 listed += f"; weight caches on other hosts, or with another PENSTOCK_RUNTIME_DIR: {num_elsewhere}"
-            raise NotFound(f"no weight cache on this host has {self._model!r} as requested{listed}", hint=_HINT)
+            raise NotFound(f"no weight cache on this host has {self.model!r} as requested{listed}", hint=_HINT)
         revisions = sorted({holding.revision for _, holding in caches})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
             raise _SeveralRevisions(
-                f"several revisions of {self._model!r} are kept: {short}", hint="choose one with revision="
+                f"several revisions of {self.model!r} are kept: {short}", hint="choose one with revision="
             )
         return caches
 
@@ -344,11 +344,11 @@ class _Search:
         phases.enter("lease")
         # The hub registers a reader without chunks. `source` requests only this cache.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
-        reply = self._hub.upstreams(UpstreamsRequest(member=self._hub.member, holding=empty, source=member))
+        reply = self.hub.upstreams(UpstreamsRequest(member=self.hub.member, holding=empty, source=member))
         if not reply.upstreams:
-            raise NotFound(f"member {member[:8]} no longer keeps {self._model!r}", hint=_HINT)
+            raise NotFound(f"member {member[:8]} no longer keeps {self.model!r}", hint=_HINT)
         peer = PeerClient(
-            reply.upstreams[0], member=self._hub.member, key=holding.key, same_host=True, stall_s=self._stall_s
+            reply.upstreams[0], member=self.hub.member, key=holding.key, same_host=True, stall_s=self.stall_s
         )
         try:
             peer.lease(attach=True)
@@ -360,7 +360,7 @@ class _Search:
                 )
             phases.enter("map")
             leaves = _leaves_in(layout, log)
-            regions = _map_regions(where, _gpu_index(holding, self._device))
+            regions = _map_regions(where, _gpu_index(holding, self.device))
             rows, tensors = _tensors_in(layout, where, regions)
             phases.enter("verify")
             wrong = _differing_chunks(holding, layout, rows, leaves) if verify else np.zeros(0, np.int64)
@@ -373,7 +373,7 @@ class _Search:
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
-                    f"chunk {int(wrong[0])} of {self._model!r} differs from its digest in the mapping of this process"
+                    f"chunk {int(wrong[0])} of {self.model!r} differs from its digest in the mapping of this process"
                 )
                 hint = "the weight cache's own bytes are right, so test this host's memory and report the mapping"
                 raise IntegrityError(message, uri=f"penstock:{holding.key}", hint=hint)
@@ -390,7 +390,7 @@ class _Search:
         transport = "nothing to map" if not regions else "shm" if regions[0].device == "cpu" else "cuda_ipc"
         seconds = phases.stop()
         report = AttachReport(
-            model=self._model,
+            model=self.model,
             key=holding.key,
             revision=holding.revision,
             num_tensors=len(tensors),

@@ -3,7 +3,7 @@
 All members with the same weights have the same layout: tensors sorted by name and divided into chunks.
 
 The lock of `LocalWeights.changed` guards shared state. `_digesting` is held while a chunk is digested without that
-lock, so that the chunk's memory stays. Code that needs both locks acquires `_digesting` first.
+lock, so that the chunk's memory is not released. Code that needs both locks acquires `_digesting` first.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ class Publisher(Closeable):
         """Wait until the previous version is decided, because the next copy replaces its bytes."""
         if self._pending is None:
             return
-        # The decision has a deadline.
+        # The decision has a deadline, so this wait needs no timeout.
         _, pending = self._pending
         wait([pending])
         error = pending.exception()

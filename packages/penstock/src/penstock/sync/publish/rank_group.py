@@ -121,7 +121,7 @@ class FirstVersions:
         self._newest = newest
         self._changed = threading.Condition()
         self._latest: int | None = None
-        # The first process of each rank.
+        # First process of each rank, by rank.
         self._members: dict[int, str] = {}
 
     def begin(self, latest: int) -> None:

@@ -36,7 +36,7 @@ class TrainerRank:
 
     def subscribers(self) -> list[str]:
         """Return the subscribers to wait for. Call this before the version is announced."""
-        # A receiver's first report must find a version that expects it.
+        # A receiver may report as soon as the version is announced, so list the subscribers before.
         members = self.membership.look(max_age_s=self.membership.timing.group_list_s)
         return [other.member for other in members if other.state.side == "subscriber"]
 
@@ -83,13 +83,12 @@ class TrainerRank:
         self.announcements.end()
 
 
+@dataclass(frozen=True)
 class OnePhase:
     """Each subscriber goes live independently. The trainer waits for subscribers that read its live parameters."""
 
     is_two_phase = False
-
-    def __init__(self, rank: TrainerRank) -> None:
-        self._rank = rank
+    _rank: TrainerRank
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
         """Let receivers read a version, and return the seconds of its copy."""
@@ -106,14 +105,13 @@ class OnePhase:
         return rank.progress.wait(version, stall_s=rank.stall_s, is_gone=is_gone)
 
 
+@dataclass(frozen=True)
 class TwoPhase:
     """All subscribers prepare a version, and rank 0 decides whether all of them go live or none."""
 
     is_two_phase = True
-
-    def __init__(self, rank: TrainerRank, terms: CommitTerms) -> None:
-        self._rank = rank
-        self._terms = terms
+    _rank: TrainerRank
+    _terms: CommitTerms
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
         """Let receivers read a version, and return the seconds of its copy. Withdraw the version on an error."""

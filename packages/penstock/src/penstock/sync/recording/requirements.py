@@ -535,7 +535,7 @@ class _Destinations:
             scratch_bytes=scratch_bytes,
             unrecorded=recording.unrecorded,
             unfilled=recording.unfilled,
-            # Later writes cannot be detected, because threads and code outside of torch write unseen.
+            # Later writes cannot be detected, because threads and code outside of torch are not recorded.
             unsure=tuple(name for name in recording.unfilled if recording.fillable is None and name in params),
             _steps={name: tuple(mine) for name, mine in steps.items()},
             _last=tuple(last),
