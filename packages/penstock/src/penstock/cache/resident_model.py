@@ -132,10 +132,7 @@ class ResidentModel:
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model from members, and the remaining bytes from storage.
-
-        Raise SourceChanged for another revision.
-        """
+        """Fetch the model from members and storage. Raise SourceChanged if the source has another revision."""
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.weights
         try:
@@ -211,10 +208,7 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the reserved memory, and serve the result.
-
-        Raise ConfigError if it is already kept.
-        """
+        """Run the conversion into the reserved memory. Serve the result. Raise ConfigError if it is already kept."""
         # The conversion's workers write to the arena's memfd through its path under /proc.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))

@@ -362,10 +362,7 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back from a lower tier, and pin it.
-
-        Raise NotFound if it was lost, or SourceUnavailable without space.
-        """
+        """Bring a model back and pin it. Raise NotFound if it was lost, or SourceUnavailable without space."""
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
@@ -559,10 +556,7 @@ class WeightCache:
 
 
 class CacheDestination:
-    """A destination of `penstock.convert` in a cache, created by `WeightCache.into`.
-
-    `uri` is for reports and errors.
-    """
+    """A destination of `penstock.convert` in a cache, created by `WeightCache.into`. Reports show `uri`."""
 
     def __init__(self, cache: WeightCache, model: str) -> None:
         self._cache = cache

@@ -194,10 +194,7 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Ask the peer to digest a chunk again that differs here.
-
-        Raise SourceBusy if the peer's chunk is corrupt too.
-        """
+        """Ask the peer to digest a chunk that differs here. Raise SourceBusy if the peer's chunk is corrupt too."""
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
             raise refusal_of(self._uri(), code, raw)

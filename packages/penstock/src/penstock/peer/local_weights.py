@@ -250,10 +250,7 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
-    """Return the peer's region for each row in the layout, and the offset in the region. Ignore rows without bytes.
-
-    `capacities` are the sizes of the regions in bytes. Raise FormatError if a row does not fit.
-    """
+    """Return each row's region at the peer and its offset there. Raise FormatError if a row exceeds `capacities`."""
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
@@ -579,9 +576,9 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`. Wait at most `wait_s` seconds for the first chunk.
+        """Return the chunks verified since `serial`, or all if the log is new.
 
-        A serial beyond the log belongs to an earlier log, so the response then starts at 0.
+        Wait at most `wait_s` seconds for one.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:

@@ -486,18 +486,12 @@ class Member:
         return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: FleetDecision) -> DecideReply:
-        """Propose a decision on a version, and return the valid decision.
-
-        An empty outcome only requests the decision.
-        """
+        """Propose a decision on a version. Return the valid decision. An empty outcome only requests the decision."""
         request = DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
-        """Report an unusable source to the hub. Return False if the report fails.
-
-        Do not report a source that is only busy.
-        """
+        """Report an unusable source, but not a source that is only busy. Return False if the hub does not accept it."""
         fault = next((word for kind, word in _FAULTS if isinstance(error, kind)), "unreachable")
         detail = error.message[:1024]
         complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]

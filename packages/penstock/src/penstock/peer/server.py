@@ -310,10 +310,7 @@ class PeerServer:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
-        """Renew a lease and return its weights.
-
-        Raise PermissionDenied if it expired, or SourceBusy after displacement.
-        """
+        """Renew a lease and return its weights. Raise PermissionDenied after expiry, or SourceBusy if displaced."""
         with self._lock:
             self._expire()
             leased = self._leases.get(lease)

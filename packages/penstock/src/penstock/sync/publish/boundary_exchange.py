@@ -73,10 +73,7 @@ class BoundaryPlanner:
             return [rank for rank in self._ranks if self._requested.get(rank.member) != self._version]
 
     def part(self, member: str, request: PartRequest) -> PartOutcome:
-        """See `Planner.part`.
-
-        Raise StaleDescriptor if the version failed on a rank, or PlanError if the ranks lack elements.
-        """
+        """See `Planner.part`. Raise StaleDescriptor if the version failed, or PlanError if elements are missing."""
         with self._lock:
             # Other ranks wait for the layout, so store the layout even if the version is wrong.
             known = self._required.get(member)

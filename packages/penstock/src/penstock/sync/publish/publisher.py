@@ -356,10 +356,7 @@ class Publisher(Closeable):
         self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
 
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
-        """Publish a version, and in live mode wait for its outcome.
-
-        Return the seconds of the copy, and the decision.
-        """
+        """Publish a version, and in live mode wait for its outcome. Return the copy's seconds, and the decision."""
         self._enter_open(PublisherState.SHOWING)
         # The outcome of a snapshot is not known here.
         decision = Decision(is_over=True)
@@ -414,10 +411,7 @@ class Publisher(Closeable):
         return decision
 
     def wait_decision(self) -> PublishReport:
-        """Wait until the newest snapshot with a two-phase commit is decided, and return its report.
-
-        Raise the errors of `publish`.
-        """
+        """Wait for the decision on the newest snapshot, and return its report. Raise the errors of `publish`."""
         if self._pending is None:
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
         report, pending = self._pending
@@ -458,10 +452,7 @@ class Publisher(Closeable):
             time.sleep(self._membership.timing.members_pause_s)
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this many subscribers have joined.
-
-        Raise SourceStalled after `timeout_s`, or the stall deadline if None.
-        """
+        """Wait until this many subscribers have joined. Raise SourceStalled after `timeout_s` or the stall deadline."""
         require_type("count", count, int, "a number of subscribers")
         require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s

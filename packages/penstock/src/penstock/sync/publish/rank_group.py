@@ -131,10 +131,7 @@ class FirstVersions:
             self._changed.notify_all()
 
     def of(self, rank: int, member: str, wait_s: float) -> int:
-        """Return the version above which a process of a rank begins.
-
-        Raise NotFound if rank 0 does not own the name yet.
-        """
+        """Return the version above which a process begins. Raise NotFound if rank 0 does not own the name yet."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
                 raise NotFound("rank 0 does not own the name yet")
@@ -228,10 +225,7 @@ class CommitTerms:
 
 @dataclass(slots=True)
 class _VersionProgress:
-    """The subscribers' progress on a version.
-
-    `cancelled` is the reason for a withdrawal, and `fleet` the recorded decision.
-    """
+    """The subscribers' progress on a version. `cancelled` says why it is withdrawn. `fleet` is the decision."""
 
     expected: dict[str, _Expected]
     ballot: Ballot | None = None
@@ -368,10 +362,7 @@ class SubscriberProgress:
                         state.ballot = state.ballot.reported(member, "gone", "its process is gone")
 
     def _silent_after(self, state: _VersionProgress, wait_s: float) -> list[str]:
-        """Wait for a change, and return the subscribers that made no progress for a while.
-
-        Probe them without the lock.
-        """
+        """Wait for a change. Return subscribers without progress for a while, which are probed without the lock."""
         self._changed.wait(wait_s)
         silent_since = time.monotonic() - self._probe_s
         return [name for name, expected in state.expected.items() if expected.progressed < silent_since]

@@ -121,10 +121,7 @@ class TwoPhase:
             return self._rank.show(version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return the decision that the hub recorded.
-
-        Raise HubUnavailable if it is unknown whether the hub recorded the commit.
-        """
+        """Return the recorded decision. Raise HubUnavailable if it is unknown whether the hub recorded the commit."""
         rank = self._rank
         if rank.rank != 0:
             return rank.decided(version)

@@ -143,10 +143,7 @@ class Transformed:
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise the current parameters, layer by layer. Call this after the boundary buffers were filled.
-
-        See `fill.fill`.
-        """
+        """Quantise the current parameters, layer by layer. Call this after the boundary buffers were filled."""
         fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
 
 

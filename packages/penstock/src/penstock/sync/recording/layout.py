@@ -120,10 +120,7 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers under all names, detached, with the same memory.
-
-    Raise PlanError without a shape.
-    """
+    """Return a module's parameters and buffers under all names, detached. Raise PlanError for a lazy tensor."""
     # A loader may fill a tied weight by either name, and buffers that no state dict has.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:

@@ -20,10 +20,7 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LoaderRaised(Exception):
-    """The loader itself raised an error, which is the cause. `record` decides how to continue.
-
-    `last` is the last tensor that the loader received, or empty.
-    """
+    """The loader itself raised an error, which is the cause. `last` is the last tensor that it received."""
 
     def __init__(self, last: str) -> None:
         super().__init__(last)
@@ -51,9 +48,9 @@ def user_code(what: str, *, mutated: bool = False) -> Iterator[None]:
 def follow(
     model: torch.nn.Module, specs: Specs, run: Load, device: torch.device, left_out: dict[str, str]
 ) -> LoadRecorder:
-    """Run the loader until it reads no values, each time without the tensors whose values it has read.
+    """Run the loader until it reads no values.
 
-    These tensors are added to `left_out`. Raise LoaderRaised if the loader raised an error.
+    Add tensors whose values it reads to `left_out`, and run it without them.
     """
     # The loop ends, because each run leaves out at least one more tensor.
     while True:
@@ -71,10 +68,7 @@ def follow(
 
 
 def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: torch.device) -> frozenset[str]:
-    """Return the live tensors that the loader writes to when it gets only these tensors.
-
-    Raise LoaderRaised if it needs more.
-    """
+    """Return the live tensors that the loader writes to. Raise LoaderRaised if the loader needs more tensors."""
     # The watch is inside the recorder's watch, so it sees each operator before the recorder replaces it.
     seen = _WriteWatch()
 

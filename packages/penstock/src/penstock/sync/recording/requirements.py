@@ -205,10 +205,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requirements:
-    """The rows that a receiver needs, and serves once it has a version.
-
-    After they arrive, call `install` and `finish`.
-    """
+    """The rows that a receiver needs, and serves once it has a version. Call `install` and `finish` on arrival."""
 
     rows: tuple[ShardRow, ...]
     num_live: int
@@ -354,10 +351,7 @@ class Requirements:
         return whole
 
     def finish(self) -> None:
-        """Run the loader on unrecorded tensors, and set constants. Call `install` first.
-
-        Raise PlanError with `mutated`.
-        """
+        """Run the loader on unrecorded tensors, and set constants, after `install`. Its PlanError is `mutated`."""
         with self._writing():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)

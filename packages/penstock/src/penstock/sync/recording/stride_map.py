@@ -106,10 +106,7 @@ class StrideGrid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Locate a view of `dims` (extent, stride).
-
-        Return its first element, and each dim's digits, outermost first.
-        """
+        """Locate a view of `dims` (extent, stride). Return its first element, and each dim's outermost-first digits."""
         start = self.start(offset)
         placed = [self._split(extent, stride, start) for extent, stride in dims]
         last = list(start)
@@ -164,10 +161,7 @@ def between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """Return the copy from a view of `source` to a view of `target`, both with `shape`. Offsets count elements.
-
-    Raise NotBoxes.
-    """
+    """Return the copy between two views of `shape`. Offsets count elements. Raise NotBoxes for uneven steps."""
     # Views of experts differ only in their starts. While each dim of a view ends inside the tensor dim in which it
     # begins, the digits do not depend on the start.
     even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
@@ -189,10 +183,7 @@ def _even(
     target_strides: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return the digits of a copy for any start of its views, and their reach in each dim at either end.
-
-    Return None if the digits depend on the starts, or if the views are not boxes.
-    """
+    """Return a copy's digits and its reach in each dim at either end, or None if they depend on the starts."""
     try:
         whole = _between(source, 0, source_strides, target, 0, target_strides, shape)
     except NotBoxes:
