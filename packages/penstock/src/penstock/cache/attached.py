@@ -334,9 +334,8 @@ class _Search:
         revisions = sorted({holding.revision for _, holding in caches})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
-            raise _SeveralRevisions(
-                f"several revisions of {self.model!r} are kept: {short}", hint="choose one with revision="
-            )
+            message = f"several revisions of {self.model!r} are kept: {short}"
+            raise _SeveralRevisions(message, hint="choose one with revision=")
         return caches
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
@@ -355,9 +354,8 @@ class _Search:
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
             # The cache may have started to change the memory between the two requests.
             if log.state != "whole" or log.generation != where.generation:
-                raise StaleDescriptor(
-                    "the weight cache is changing this memory, so attach again", uri=f"penstock:{member}"
-                )
+                message = "the weight cache is changing this memory, so attach again"
+                raise StaleDescriptor(message, uri=f"penstock:{member}")
             phases.enter("map")
             leaves = _leaves_in(layout, log)
             regions = _map_regions(where, _gpu_index(holding, self.device))

@@ -138,10 +138,8 @@ def cache_parameters(
     tensors = _plain_tensors(module)
     devices = {tensor.device for tensor in tensors.values() if tensor.numel()}
     if len(devices) != 1:
-        raise PlanError(
-            f"the module's parameters are on {len(devices)} devices",
-            hint="hand over the parameters on one device at a time",
-        )
+        hint = "pass a module whose parameters are on one device"
+        raise PlanError(f"the module's parameters are on {len(devices)} devices", hint=hint)
     device = devices.pop()
     connection = resolve_connection(connection)
     server = _cache_of(device)
@@ -207,10 +205,8 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
             try:
                 status, answer = control.request("POST", f"/v1/{HANDLER}", body, timeout_s=stall_s)
             except OSError as error:
-                hint = "see the weight cache's log"
-                raise OperationFailed(
-                    f"the weight cache does not answer: {error}", uri=str(server), hint=hint
-                ) from error
+                message, hint = f"the weight cache does not answer: {error}", "see the weight cache's log"
+                raise OperationFailed(message, uri=str(server), hint=hint) from error
             if status != HTTPStatus.OK:
                 raise OperationFailed(f"the weight cache refused the parameters: {_fault(answer)}", uri=str(server))
             state = msgspec.msgpack.decode(answer, type=HandOverState)
@@ -219,9 +215,8 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
             if state.minimum_bytes:
                 raise BudgetTooSmall(state.error, minimum_bytes=state.minimum_bytes)
             if state.state == "failed":
-                raise OperationFailed(
-                    f"the weight cache could not keep the parameters: {state.error}", hint=state.hint or None
-                )
+                message = f"the weight cache could not keep the parameters: {state.error}"
+                raise OperationFailed(message, hint=state.hint or None)
             # This loop is bounded, because the cache's fetch fails when no byte arrives for its stall deadline.
             time.sleep(attached.TIMING.cache_pause_s)
 

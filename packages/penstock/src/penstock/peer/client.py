@@ -144,9 +144,8 @@ class PeerClient(Closeable):
                 if ("" if address.path else address.host) not in hosts:
                     where = address.path or f"{address.host}:{address.port}"
                     message = f"the member's map has a data port at {where}, which is not the address of its server"
-                    raise FormatError(
-                        message, uri=self._uri(), hint="let the member listen at one address for both ports"
-                    )
+                    hint = "let the member listen at one address for both ports"
+                    raise FormatError(message, uri=self._uri(), hint=hint)
 
     def lease(self, *, attach: bool = False) -> Lease:
         """Get a lease for reading, or with `attach` for mapping a weight cache's memory.

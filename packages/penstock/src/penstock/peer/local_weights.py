@@ -242,10 +242,8 @@ def decode_digests(raw: bytes) -> U64:
 
 
 def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
-    if len(raw) % np.dtype(kind).itemsize:
-        raise FormatError(
-            f"a peer sent a column with {len(raw)} bytes, which is not a multiple of {np.dtype(kind).itemsize}"
-        )
+    if len(raw) % (width := np.dtype(kind).itemsize):
+        raise FormatError(f"a peer sent a column with {len(raw)} bytes, which is not a multiple of {width}")
     return np.frombuffer(raw, kind)
 
 

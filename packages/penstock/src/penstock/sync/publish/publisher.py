@@ -320,10 +320,8 @@ class Publisher(Closeable):
             self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
-            message = f"version {version} of {self.name!r} is not above {newest}"
-            raise ConfigError(
-                message, hint="continue from Publisher.latest, because versions must grow even across restarts"
-            )
+            hint = "continue from Publisher.latest, because versions must grow even across restarts"
+            raise ConfigError(f"version {version} of {self.name!r} is not above {newest}", hint=hint)
         if self.rank == 0:
             rank_group.check_alone(self._membership)
 
@@ -445,10 +443,9 @@ class Publisher(Closeable):
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise SourceStalled(
-                    f"ranks {missing} of the publisher of {self.name!r} did not join within {self._stall_s:g} s",
-                    hint="call penstock.publisher on all ranks with the same name and number of ranks",
-                )
+                message = f"ranks {missing} of the publisher of {self.name!r} did not join within {self._stall_s:g} s"
+                hint = "call penstock.publisher on all ranks with the same name and number of ranks"
+                raise SourceStalled(message, hint=hint)
             time.sleep(self._membership.timing.members_pause_s)
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
@@ -459,9 +456,8 @@ class Publisher(Closeable):
         deadline = time.monotonic() + limit_s
         while (present := sum(other.state.side == "subscriber" for other in self._membership.look())) < count:
             if time.monotonic() > deadline:
-                raise SourceStalled(
-                    f"only {present} of {count} subscribers of {self.name!r} joined within {limit_s:g} s"
-                )
+                message = f"only {present} of {count} subscribers of {self.name!r} joined within {limit_s:g} s"
+                raise SourceStalled(message)
             time.sleep(self._membership.timing.members_pause_s)
 
     def close(self) -> None:

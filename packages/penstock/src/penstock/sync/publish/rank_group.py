@@ -85,14 +85,11 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
                 rivals.append(rival)
         if time.monotonic() > deadline:
             if rivals:
-                raise ConfigError(
-                    f"rank {rank} of {membership.name!r} is already published by {rivals[0].called}",
-                    hint="give every process of the trainer a different rank",
-                )
-            hint = "start all ranks of the trainer with the same world_size, rank 0 among them"
-            raise SourceStalled(
-                f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s", hint=hint
-            )
+                message = f"rank {rank} of {membership.name!r} is already published by {rivals[0].called}"
+                raise ConfigError(message, hint="give every process of the trainer a different rank")
+            message = f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s"
+            hint = "start all ranks of the trainer with the same world_size, including rank 0"
+            raise SourceStalled(message, hint=hint)
         _pause(membership)
 
 
