@@ -55,7 +55,7 @@ def test_block_token_is_used_only_inside_block(hub: HuggingFaceServer) -> None:
         with patched_libraries(storage_options={"token": "secret"}):
             assert load_file(download("org/private"))["weight"][-1] == 999
             copied = contextvars.copy_context()
-        # A task that started inside continues with a copy of the context.
+        # A task that starts in the block continues with a copy of the context.
         with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
             copied.run(download, "org/private")
 
@@ -94,7 +94,6 @@ def test_verified_tensor_is_readable_in_parts(hub: HuggingFaceServer) -> None:
     with patched_libraries(verify=True), safetensors.safe_open(download(), "pt") as file:
         part = file.get_slice("weight")
         assert [part[:10].sum(), part[990:].sum()] == [45, 9945]
-        # The first part belonged to the caller.
         part[:10].zero_()
         assert torch.equal(file.get_tensor("weight"), torch.arange(1000.0))
 

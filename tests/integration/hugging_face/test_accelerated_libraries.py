@@ -1,4 +1,4 @@
-"""diffusers, accelerate, PEFT and sentence-transformers inside `patched_libraries()` give the same bits as alone."""
+"""diffusers, accelerate, PEFT and sentence-transformers load the same bits inside `patched_libraries()`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.servers.hugging_face import HuggingFaceServer
 from penstock_hf.patched_libraries import patched_libraries
 
 with warnings.catch_warnings():
-    # Deprecations inside the libraries themselves, at import.
+    # The libraries themselves warn about deprecations at import.
     warnings.simplefilter("ignore")
     import accelerate
     import diffusers

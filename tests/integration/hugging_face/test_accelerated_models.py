@@ -1,4 +1,4 @@
-"""Kinds of models and of `from_pretrained` calls inside `patched_libraries()` give the same bits as without it."""
+"""Kinds of models and of `from_pretrained` calls load the same bits inside `patched_libraries()`."""
 
 from __future__ import annotations
 

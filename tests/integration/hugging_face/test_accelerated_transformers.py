@@ -1,4 +1,4 @@
-"""transformers inside `patched_libraries()` gives the same models bit for bit, from a hub and from directories."""
+"""transformers loads the same models bit for bit inside `patched_libraries()`, from a hub and from directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 
 def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
-    """Compare all parameters and buffers, and which of them are tied."""
+    """Compare all parameters, buffers and ties."""
     ours, theirs = mine.state_dict(), true.state_dict()
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
@@ -165,7 +165,9 @@ def test_content_differing_from_hub_is_refused(hub: HuggingFaceServer, models: d
         AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
-def test_gated_repository_is_named(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_repository_raises_permission_denied(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(models, tmp_path / "hf", monkeypatch, token="secret", gated=("org/one",)):
         with pytest.raises(PermissionDenied, match=r"org/one.*config\.json") as caught, patched_libraries():
             AutoModelForCausalLM.from_pretrained("org/one")
@@ -223,7 +225,7 @@ def test_wrong_dtype_raises_original_error(dtype: Any, hub: HuggingFaceServer) -
 
 
 class _Bucket:
-    """A storage of the test, as an object store is one."""
+    """A storage that behaves like an object store."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""`--cache`: repositories written into huggingface_hub's own local cache, which the real library then reads."""
+"""`--cache` writes repositories into huggingface_hub's local cache, which the real library then reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def offline(name: str, **options: str) -> Path:
 
 
 def layout(root: Path) -> dict[str, str]:
-    """Return the paths in a repository's part of the cache, with the targets of links."""
+    """Return the paths in a repository's part of the cache, with the targets of symlinks."""
     return {
         str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.read_bytes().hex()
         for path in root.rglob("*")
@@ -65,7 +65,7 @@ def test_cache_layout_matches_huggingface_hub(
     assert offline("org/sharded") == ours
     modes = {path.stat().st_mode for path in (ours.parent.parent / "blobs").iterdir()}
     assert modes == {path.stat().st_mode for path in (stock.parent.parent / "blobs").iterdir()}
-    # The library downloads no existing file.
+    # The library does not download existing files.
     hub.storage.requests.clear()
     assert Path(huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)) == ours
     assert not hub.storage.requests
@@ -90,7 +90,7 @@ def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.M
 
 def test_earlier_download_is_not_reported_verified(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(hub)
-    # Reset the state as in a new process, which does not know what was compared.
+    # A new process does not know which files were compared.
     monkeypatch.setattr("penstock.storage.source._storages", {})
     assert not ps.load("org/sharded", settings=ps.ReadSettings(storage_options={"endpoint": hub.url})).report.verified
 
@@ -136,7 +136,6 @@ def test_content_differing_from_hub_is_not_cached(
     damaged = bytearray(TINY[name])
     damaged[-1] ^= 1
     if name == "config.json":
-        # The hub itself sends small files. They have no other server.
         send = HubHandler.send
         monkeypatch.setattr(
             HubHandler, "send", lambda *given: send(*(bytes(damaged) if one == TINY[name] else one for one in given))
@@ -152,7 +151,7 @@ def test_content_differing_from_hub_is_not_cached(
 
 
 def test_uncompared_content_is_not_cached(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first range is later than `stall_s`, so its earlier bytes are not kept and nothing can be compared.
+    # The first range arrives later than `stall_s`, so no digest can be checked.
     monkeypatch.setattr(file_digest, "_MAX_AHEAD_BYTES", 1)
     content = bytes(20 * MIB)
     hub.commit("org/tiny", {"model.safetensors": content})
@@ -271,7 +270,7 @@ def test_unwritable_cache_raises_destination_error(
         filled(hub, "org/tiny")
 
 
-def test_gated_repository_is_named(hub: HuggingFaceServer) -> None:
+def test_gated_repository_raises_permission_denied(hub: HuggingFaceServer) -> None:
     hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         filled(hub, "org/tiny")

@@ -37,7 +37,6 @@ TENSORS = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Two shards."""
     save_file({n: t for n, t in TENSORS.items() if n[0] < "c"}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({n: t for n, t in TENSORS.items() if n[0] >= "c"}, tmp_path / "model-00002-of-00002.safetensors")
     return tmp_path

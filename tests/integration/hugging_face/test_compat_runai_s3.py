@@ -1,4 +1,4 @@
-"""The compat names over a real S3 server: listing, pulling, streaming, once per host."""
+"""The names of Run:ai Model Streamer on a real S3 server: listing, pulling and streaming."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def credentials(server: S3Server) -> S3Credentials:
 
 @pytest.fixture
 def environment(credentials: S3Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set it as an engine's user does."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(credentials.access_key_id))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(credentials.secret_access_key))
     monkeypatch.setenv("AWS_REGION", str(credentials.region_name or "us-east-1"))
@@ -164,7 +163,7 @@ def test_failed_or_empty_pull_is_repeated(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "config.json").read_bytes() == b"{}"
 
 
-def test_wrong_credentials_are_named(credentials: S3Credentials) -> None:
+def test_wrong_credentials_raise_value_error(credentials: S3Credentials) -> None:
     credentials.secret_access_key = "wrong"
     with pytest.raises(ValueError) as caught:
         stream(["s3://models/llama/model-1.safetensors"], credentials)

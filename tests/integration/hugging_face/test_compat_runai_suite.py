@@ -1,6 +1,6 @@
-"""Run:ai Model Streamer's own tests of its safetensors streamer, run against `penstock_hf.runai_streamer`.
+"""Run:ai Model Streamer's own tests, run against `penstock_hf.runai_streamer`.
 
-The tests are those in the wheel of runai-model-streamer, copied to a temporary directory; none of them is ours.
+The tests come from the wheel of runai-model-streamer and are copied to a temporary directory.
 """
 
 import shutil
@@ -30,7 +30,7 @@ CONFTEST = "from penstock_hf import runai_streamer\n\nrunai_streamer.install()\n
 
 
 def suite() -> Path:
-    """The directory of the tests in the installed wheel."""
+    """Return the directory of the tests in the installed wheel."""
     try:
         found = distribution("runai-model-streamer")
     except PackageNotFoundError:
@@ -44,7 +44,7 @@ def test_original_test_suite_passes(tmp_path: Path) -> None:
     for name in FILES:
         shutil.copy(suite() / name, tmp_path / name)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    # The wheel leaves out the file that some of its tests read.
+    # The wheel lacks the file that some of its tests read.
     (tmp_path / "test_files").mkdir()
     save_file({"a": torch.arange(10.0), "b": torch.ones(3)}, tmp_path / "test_files" / "test.safetensors")
     left_out = " and ".join(f"not {name}" for name in ABOUT_THE_RING)

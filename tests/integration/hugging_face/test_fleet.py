@@ -15,7 +15,7 @@ def test_each_byte_leaves_hub_once(
     files = {path.name: path.read_bytes() for path in small_checkpoint.iterdir()}
     with HuggingFaceServer({"org/made": files}) as hub:
         environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-        # Slow enough that a member which starts late, on a busy machine, still finds chunks to claim.
+        # The slow rate lets a member that starts late find chunks to claim.
         members = host.start_together(2, fallback="org/made", storage_pause_s=0.2, environ=environ)
         reports = [assert_fetched(member, expected_tensors) for member in members]
         nbytes = sum(tensor.nbytes for tensor in expected_tensors.values())

@@ -1,4 +1,4 @@
-"""`from_pretrained(group=)` reads storage once for all ranks, and each rank gets the same as from stock."""
+"""`from_pretrained(group=)` reads storage once for all ranks, with the results of the original function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock_hf.transformers import from_pretrained, patched_libraries
 
 ENVIRON = {
     "PENSTOCK_STALL_S": "60",
-    # The chunks are small, so that each rank takes part in several rounds.
+    # Small chunks give each rank several rounds.
     "PENSTOCK_CHUNK_BYTES": "256K",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -28,7 +28,7 @@ ENVIRON = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Use more than ten layers. layers.10 comes after layers.9, and before layers.2 in the file.
+    # layers.10 comes after layers.9, but before layers.2 in the file.
     sizes = {"vocab_size": 1600, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 11}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     return save_llama(tmp_path_factory.mktemp("ranks") / "llama", max_shard_size="10MB", **sizes | heads)
@@ -54,7 +54,7 @@ def options_of(kind: str, world_size: int) -> dict[str, Any]:
 
 
 def assert_same(mine: Any, true: Any) -> int:
-    """Compare everything of two models, bit for bit; return the bytes of the shards that this rank has."""
+    """Compare two models bit for bit. Return the bytes of this rank's shards."""
     ours = dict(mine.named_parameters()) | dict(mine.named_buffers())
     theirs = dict(true.named_parameters()) | dict(true.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -109,7 +109,7 @@ def over_http(rank: int, world_size: int, url: str, directory: str) -> Any:
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
     true.config.name_or_path = mine.config.name_or_path
     assert_same(mine, true)
-    # A later load without a group is stock's again.
+    # A later load without a group is unchanged.
     return type(mine).__name__
 
 

@@ -1,4 +1,4 @@
-"""Responses of model hubs that are too long, too slow, too deeply nested, or lead elsewhere."""
+"""Responses of model hubs that are too long, too slow, too deeply nested, or redirect to other hosts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_redirect_to_metadata_service_is_refused(target: str) -> None:
 
 
 class Names:
-    """An injected resolver, which returns a name's answers one after another and then repeats the last one."""
+    """An injected resolver, which returns a name's addresses in turn and repeats the last address."""
 
     def __init__(self, patch: pytest.MonkeyPatch, answers: dict[str, list[str]]) -> None:
         self.asked: list[str] = []
@@ -120,7 +120,7 @@ class Names:
             return resolve(found, port, *args, **options)
 
         def connected(sock: socket.socket, address: Any) -> None:
-            # Members of earlier tests end with the process and talk to their hub through Unix sockets.
+            # Members of earlier tests still talk to their hub through Unix sockets.
             if sock.family != socket.AF_UNIX:
                 self.connected.append(address[0])
             connect(sock, address)
@@ -153,7 +153,7 @@ def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypat
 
 
 def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later look-ups of the name lead elsewhere, so a look-up after the check would reach the service."""
+    """Later lookups of the name return another address, so a second lookup would reach the service."""
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})
     with Server(lambda handler: answer(handler, 404, b"")) as other:
@@ -161,7 +161,7 @@ def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -
         with RangeServer({"m.safetensors": b""}, faults=faults) as server, pytest.raises(PenstockError) as caught:
             penstock.load(f"{server.url}/m.safetensors")
         assert other.seen, caught.value
-    # A lost connection is opened again after another look-up, and refused there.
+    # A reconnect looks the name up again and is rejected.
     assert isinstance(caught.value, NotFound | SourceUnavailable)
     assert set(names.connected) == {"127.0.0.1"}
 

@@ -86,7 +86,7 @@ def test_mirror_listing_only_names_is_read(hub: HuggingFaceServer, tmp_path: Pat
     for name in ("org/tiny", "org/sharded"):
         weights = load(hub, f"hf://{name}")
         assert_same(weights, TENSORS)
-        # There is nothing to compare with.
+        # A mirror states no digest.
         assert not weights.report.verified
 
 
@@ -136,7 +136,7 @@ def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
 
 
 def test_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
-    # Repositories have the weights a second time, under other names, in a subdirectory.
+    # Repositories have a second copy of the weights in a subdirectory.
     hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
 
     def names(path: str) -> list[str]:
@@ -228,7 +228,7 @@ def test_gated_repository_error_suggests_token(hub: HuggingFaceServer) -> None:
         load(hub, "hf://org/tiny")
     weights = load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"}))
     assert_same(weights, TENSORS)
-    # The token is for the hub. Servers that it redirects to must not see it.
+    # Servers behind a redirect must not receive the token.
     assert not any("authorization" in request.headers for request in hub.storage.requests)
 
 
@@ -241,7 +241,7 @@ def test_gated_repository_error_suggests_token(hub: HuggingFaceServer) -> None:
         ("hf://org/tiny/folder", "no such file or directory"),
     ],
 )
-def test_missing_repository_or_file_is_named(hub: HuggingFaceServer, uri: str, match: str) -> None:
+def test_missing_repository_or_file_raises_not_found(hub: HuggingFaceServer, uri: str, match: str) -> None:
     with pytest.raises(NotFound, match=match):
         load(hub, uri)
 
@@ -291,7 +291,7 @@ def test_unwritable_cache_raises_destination_error(
         ps.manifest("hf://org/tiny", storage_options={"endpoint": hub.url})
 
 
-def test_missing_shard_in_repository_is_named(hub: HuggingFaceServer) -> None:
+def test_missing_shard_in_repository_raises_not_found(hub: HuggingFaceServer) -> None:
     files = sharded()
     del files["model-00002-of-00003.safetensors"]
     hub.commit("org/sharded", files)
@@ -311,7 +311,7 @@ def test_broken_hub_raises_source_unavailable(hub: HuggingFaceServer, monkeypatc
         load(hub, "hf://org/tiny")
 
 
-def test_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
+def test_unreachable_hub_error_names_endpoint(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     with pytest.raises(SourceUnavailable, match=r"the repository at http://127\.0\.0\.1:9") as caught:
         ps.load("hf://org/tiny", "cpu", settings=ps.ReadSettings(storage_options={"endpoint": "http://127.0.0.1:9"}))
@@ -336,7 +336,7 @@ def test_partly_filled_cache_is_used(hub: HuggingFaceServer) -> None:
     assert len({request.path.partition("?")[0] for request in hub.storage.requests}) == 2
 
 
-def test_partly_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_offline_cache_raises_not_found(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard in (1, 2):
         huggingface_hub.hf_hub_download("org/sharded", f"model-0000{shard}-of-00003.safetensors", endpoint=hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -346,7 +346,7 @@ def test_partly_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeyp
     assert set(first) == {f"layer.{i}.weight" for i in (0, 3, 6, 9)}
 
 
-def test_copy_of_wrong_content_is_refused(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_copy_with_wrong_content_is_rejected(hub: HuggingFaceServer, tmp_path: Path) -> None:
     damaged = bytearray(TINY["model.safetensors"])
     damaged[-1] ^= 1
     hub.storage.replace(hashlib.sha256(TINY["model.safetensors"]).hexdigest(), bytes(damaged))
@@ -355,7 +355,7 @@ def test_copy_of_wrong_content_is_refused(hub: HuggingFaceServer, tmp_path: Path
         download(files, settings=Settings(), storage_options={"endpoint": hub.url})
 
 
-def test_offline_cache_is_listed_once_per_load(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_load_lists_cache_once(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     listed, list_cache = [], hugging_face._cached_listing
@@ -371,7 +371,7 @@ def test_offline_cache_is_listed_once_per_load(hub: HuggingFaceServer, monkeypat
 
 
 def test_huggingface_hub_environment_is_used(hub: HuggingFaceServer, tmp_path: Path) -> None:
-    """The command uses `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` in a separate process."""
+    """A command in a separate process reads `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE`."""
     hub.private = ("org/tiny",)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     environ["HF_HUB_OFFLINE"] = "0"
@@ -424,7 +424,7 @@ def test_path_read_as_repository_is_explained(
         load(hub, "weights/llama")
     hint = caught.value.hint or ""
     assert "no file or directory 'weights/llama'" in hint and "write ./weights/llama" in hint
-    # A name that was meant as a name needs no further hint.
+    # An existing repository name needs no further hint.
     with pytest.raises(PenstockError) as caught:
         load(hub, "hf://weights/llama")
     assert "file or directory" not in (caught.value.hint or "")
@@ -479,7 +479,7 @@ def test_chunk_cached_content_is_compared(
         weights = load(hub, "hf://org/sharded", verify=True)
         assert_same(weights, TENSORS)
         assert "SHA-256 of 3 of 3" in weights.report.why
-    # The second time the chunks are from the disk. The hub gets a request for a byte of each file, for its ETag.
+    # The second load reads chunks from the disk, and requests one byte of each file for its ETag.
     assert hub.storage.num_bytes_sent < 1.5 * sum(tensor.nbytes for tensor in TENSORS.values())
     sha = hashlib.sha256(TINY["model.safetensors"]).hexdigest()
     damaged = bytearray(TINY["model.safetensors"])
@@ -488,6 +488,6 @@ def test_chunk_cached_content_is_compared(
     for _ in range(2):
         with pytest.raises(IntegrityError, match="SHA-256"):
             load(hub, "hf://org/tiny")
-    # The damaged chunks were not kept.
+    # The corrupt chunks were removed.
     hub.storage.replace(sha, TINY["model.safetensors"])
     assert_same(load(hub, "hf://org/tiny", verify=True), TENSORS)

@@ -113,7 +113,7 @@ def test_branch_moved_after_pinning_is_refused(hub: ModelScopeServer) -> None:
     place = storage.pinned("ms://org/tiny", settings=Settings())
     assert place == storage.pinned("ms://org/tiny", settings=Settings())
     hub.commit("org/tiny", {"model.safetensors": ps_save({name: tensor + 1 for name, tensor in TENSORS.items()})})
-    # This process still knows its listing, but the content no longer exists.
+    # This process has cached the listing, but the content no longer exists.
     with pytest.raises((IntegrityError, FormatError)):
         ps.load(place)
     storage.source._storages.clear()
@@ -178,7 +178,7 @@ def test_missing_repository_or_file_raises(hub: ModelScopeServer, uri: str, erro
         ps.load(uri)
 
 
-def test_missing_shard_in_repository_is_named(hub: ModelScopeServer) -> None:
+def test_missing_shard_in_repository_raises_not_found(hub: ModelScopeServer) -> None:
     files = sharded()
     del files["model-00002-of-00003.safetensors"]
     hub.commit("org/sharded", files)
@@ -191,7 +191,7 @@ def test_retry_after_from_hub_is_honoured(hub: ModelScopeServer) -> None:
     assert_same(ps.load("ms://org/tiny"), TENSORS)
 
 
-def test_unreachable_hub_is_named(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_error_names_endpoint(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
     with pytest.raises(SourceUnavailable, match="MODELSCOPE_ENDPOINT"):
         ps.load("ms://org/tiny", settings=ps.ReadSettings(storage_options={"endpoint": "http://127.0.0.1:9"}))

@@ -1,4 +1,4 @@
-"""`penstock run` runs programs that do not know Penstock in separate processes, with the same bits as without it."""
+"""`penstock run` runs unmodified programs in separate processes, with the same bits as without it."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def penstock_run(*words: str | Path, **environment: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def stock(directory: Path) -> dict[str, str]:
-    """The program's result without Penstock, in this process, because torch takes seconds to import in another one."""
+    """Return the program's result without Penstock, computed in this process because torch takes seconds to import."""
     names: dict[str, Any] = {"__name__": "app"}
     exec(PROGRAM, names)
     found: dict[str, str] = names["digests"](directory)
@@ -95,7 +95,7 @@ def test_program_and_children_read_uris(program: Path, directory: Path, stock: d
         done = penstock_run("--verbose", "--", sys.executable, program, server.url)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout) == [stock] * 3
-    # Three processes, two files, each opened twice.
+    # Three processes open two files twice each.
     assert done.stderr.count("read by penstock: a URI") == 12
 
 
@@ -106,7 +106,7 @@ def test_program_reads_network_volume(program: Path, directory: Path, stock: dic
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [stock]
     assert "checkpoint.safetensors: read by penstock: a file on FUSE" in done.stderr
-    # The second time it is in the page cache.
+    # The second read comes from the page cache.
     assert "checkpoint.safetensors: read by safetensors" in done.stderr
 
 
@@ -148,7 +148,7 @@ def test_program_sitecustomize_and_path_are_kept(tmp_path: Path) -> None:
 
 def test_interpreter_without_penstock_continues_with_warning(tmp_path: Path) -> None:
     (tmp_path / "safetensors.py").write_text("safe_open = 'stock'\n")
-    # Python finds this package before the real one. It lacks penstock's dependencies.
+    # Python finds this package before the real package. It lacks penstock's dependencies.
     code = (
         "import sys\nsys.modules['msgspec'] = None\nsys.path.insert(0, sys.argv[1])\n"
         "import safetensors\nprint(safetensors.safe_open)\n"
@@ -195,7 +195,7 @@ def test_odd_safetensors_is_imported_unchanged(stub: str, tmp_path: Path) -> Non
 
 
 def test_wrong_variable_does_not_break_safetensors(directory: Path) -> None:
-    # The program sets it itself: `penstock run` refuses it before the program starts.
+    # The program sets the variable, because `penstock run` would reject it before the start.
     code = "import os\nos.environ['PENSTOCK_RETRIES'] = 'many'\nimport safetensors\nprint(safetensors.safe_open)\n"
     done = penstock_run("--", sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (0, "<class 'builtins.safe_open'>\n"), done.stderr

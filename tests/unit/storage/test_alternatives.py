@@ -1,4 +1,4 @@
-"""Directories whose files are no single set: hidden files, adapters, variants, names in two files, odd hints."""
+"""Directories with adapters, variants, hidden files or duplicate copies next to the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = "model.safetensors"
 
 
 def write(directory: Path, *names: str, tensor: str = "w") -> None:
-    """Write files that hold one tensor: its value is the number of the file."""
+    """Write files with one tensor each, whose value is the number of the file."""
     directory.mkdir(exist_ok=True)
     for number, name in enumerate(names):
         save_file({tensor: np.full(2, number, np.float32)}, str(directory / name))
@@ -49,7 +49,7 @@ def files_of(place: object) -> list[str]:
 )
 def test_alternative_next_to_model_is_ignored(tmp_path: Path, other: str) -> None:
     write(tmp_path, PLAIN, other)
-    # Of other names too: nothing is merged into the model.
+    # Weights with other names are ignored too.
     write(tmp_path, other, tensor="only in the other")
     assert files_of(tmp_path) == [PLAIN]
     assert files_of(tmp_path / other) == [other]

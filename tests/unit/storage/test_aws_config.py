@@ -1,4 +1,4 @@
-"""Profiles of AWS' files: which settings count, and where credentials come from."""
+"""Profiles in the configuration files of AWS tools."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ sso_session = x
 def environ(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "config").write_text(CONFIG)
     (tmp_path / "credentials").write_text("[keys]\naws_access_key_id = k\nregion = us-west-1\n")
-    return {
-        "AWS_CONFIG_FILE": str(tmp_path / "config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
-    }
+    return {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials")}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The cache: hits, misses, rot, eviction, processes side by side, a full disk, a directory that cannot be written."""
+"""The chunk cache: hits, misses, corruption, eviction, concurrent processes, full and read-only disks."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_full_cache_evicts_oldest_chunks(tmp_path: Path) -> None:
     for number in range(6):
         source = cached(CountingSource(uri=f"s3://b/{number}"), tmp_path, cache_bytes=limit)
         assert read(source, 0, [NBYTES])[0] == DATA
-        for file in chunk_files(tmp_path):  # the clock of file systems is coarse: make each object clearly older
+        for file in chunk_files(tmp_path):  # File times are coarse, so make each object clearly older.
             state = file.stat()
             os.utime(file, (state.st_atime - 100, state.st_mtime - 100))
         assert sum(file.stat().st_size for file in chunk_files(tmp_path)) <= limit
@@ -181,7 +181,6 @@ def test_abandoned_temporary_files_are_removed(tmp_path: Path) -> None:
 
 
 def test_eviction_during_reads_keeps_bytes_correct(tmp_path: Path) -> None:
-    """Chunks vanish while threads read them: every byte is right all the same."""
     wrong: list[int] = []
     sources = [cached(CountingSource(uri=f"s3://b/{n}"), tmp_path, cache_bytes=60_000) for n in range(4)]
 
@@ -222,7 +221,7 @@ def in_a_thread(source: CachedSource) -> tuple[threading.Thread, list[bytes]]:
 
 
 def test_concurrent_processes_fetch_chunk_once(tmp_path: Path) -> None:
-    """Two directories of one path are as those of two processes: no lock of one is seen by the other."""
+    """Two directory objects of one path share no lock, like two processes."""
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
     first, got = in_a_thread(cached(inner, tmp_path))
@@ -376,7 +375,7 @@ def test_two_processes_share_cache(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB; skips where this user may not mount one."""
+    """A file system of 64 KiB. Skips if this user may not mount it."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     mount = shutil.which("mount")
@@ -416,7 +415,7 @@ def test_read_only_file_system_falls_back_to_source(tmpfs: Path, caplog: pytest.
     subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
     inner = CountingSource()
     source = cached(inner, tmpfs)
-    assert read(source, 0, [15_000]) == (DATA[:15_000], "cache")  # what is there is used
+    assert read(source, 0, [15_000]) == (DATA[:15_000], "cache")
     assert read(source, 0, [NBYTES])[0] == DATA
     assert source.why is not None and "Read-only" in source.why
     assert len(inner.reads) == 8
@@ -493,7 +492,7 @@ def test_chunk_in_old_format_is_replaced(tmp_path: Path) -> None:
 
 
 def put_in_place(path: Path, what: str, victim: Path) -> None:
-    """Put something that is no chunk file where a chunk file or a folder of the cache was."""
+    """Replace a chunk file or a cache directory with a foreign path."""
     shutil.move(path, victim / path.name)
     if what == "link":
         path.symlink_to(victim / path.name)
@@ -551,7 +550,7 @@ def test_foreign_entry_is_replaced_and_not_followed(
     assert len(inner.reads) == (1 if level == "chunk" else 10)
     assert source.why is None
     source.forget(0, NBYTES)
-    # The link's target and the stranger's notes are as they were.
+    # The symlink's target and the foreign files are unchanged.
     assert sorted((path, path.read_bytes()) for path in victim.rglob("*") if path.is_file()) == before
     if what == "directory":
         assert [path.read_text() for path in cache_dir.rglob("notes.txt")] == ["precious"]

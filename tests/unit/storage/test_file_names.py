@@ -1,4 +1,4 @@
-"""Stems of the names of weight files, and the names that results get."""
+"""Stems of weight file names, and the file names of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FileSource: the same bytes by every path, and a typed error for each way a file goes wrong."""
+"""FileSource returns the same bytes on every path, and raises a typed error for each fault of the file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def source(path: str) -> Iterator[FileSource]:
 
 
 def evict(path: str, start: int = 0, nbytes: int = 0) -> None:
-    """Drop a range from the page cache; skips where the file system keeps it."""
+    """Drop a range from the page cache. Skips if the file system keeps it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -60,7 +60,7 @@ def evict(path: str, start: int = 0, nbytes: int = 0) -> None:
 
 
 def aligned(nbytes: int, shift: int = 0) -> memoryview:
-    """Memory whose first byte lies `shift` after a page boundary."""
+    """Return memory whose first byte is `shift` bytes after a page boundary."""
     return memoryview(mmap.mmap(-1, nbytes + PAGE))[shift : shift + nbytes]
 
 
@@ -76,7 +76,7 @@ def is_direct(fd: int) -> bool:
 
 
 def num_resident(path: str, offset: int, nbytes: int) -> int | None:
-    """Pages of a range in the page cache; None: this kernel does not say."""
+    """Return the number of cached pages of a range, or None if the kernel does not report it."""
     with open(path, "rb") as file:
         return local.resident_pages(file.fileno(), offset, nbytes)
 
@@ -155,7 +155,7 @@ def test_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
     needs_direct(path)
     evict(path)
     with open(path, "rb", buffering=0) as reader:
-        # Without readahead, which some disks set to 8 MiB: all of the file would be cached.
+        # Some disks set readahead to 8 MiB, which would cache the whole file.
         os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         reader.read(MIB)
     taken = [source.readv(start, [aligned(MIB)]) for start in range(0, 8 * MIB, MIB)]
@@ -260,7 +260,7 @@ def test_missing_cachestat_samples_page_cache(
         assert buffer == body[: 8 * MIB]
     evict(path)
     buffer[:] = bytes(8 * MIB)
-    # A sample starts readahead of its own, which may be there before the next is taken.
+    # A probe starts readahead, which may finish before the next probe.
     assert source.readv(0, [buffer]) in {"direct", "buffered", *(["page-cache"] if nowait else [])}
     assert buffer == body[: 8 * MIB]
     source.close()
@@ -271,7 +271,7 @@ def test_tmpfs_file_is_read(body: bytes) -> None:
         pytest.skip("no /dev/shm")
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.write(body)
-        file.truncate(NBYTES + MIB)  # ends in a hole, which no page holds
+        file.truncate(NBYTES + MIB)  # The file ends in a hole, which no page holds.
         file.flush()
         source = FileSource.open(file.name)
         buffer = aligned(NBYTES)
@@ -402,7 +402,7 @@ def test_unreadable_file_raises_permission_denied(tmp_path: Path) -> None:
 
 def test_kernel_read_error_raises_typed_error() -> None:
     try:
-        source = FileSource.open("/proc/self/mem")  # a regular file that answers EIO at address 0
+        source = FileSource.open("/proc/self/mem")  # This regular file returns EIO at address 0.
     except PermissionDenied as error:
         pytest.skip(str(error))
     source.nbytes = 4096

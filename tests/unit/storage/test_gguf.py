@@ -1,4 +1,4 @@
-"""The header parser of GGUF on files that are what they say, beside the format's own package."""
+"""The GGUF header parser on valid files, compared with the gguf package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.types import DType
 
 
 class Counted(MemorySource):
-    """A source that remembers its reads."""
+    """A source that records its reads."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data, uri="memory:x.gguf")
@@ -56,7 +56,7 @@ def test_header_matches_gguf_package(tmp_path: Path) -> None:
     assert table.offset.tolist() == [entry.data_offset for entry in reader.tensors]
     assert table.nbytes.tolist() == [entry.n_bytes for entry in reader.tensors]
     for row, entry in enumerate(reader.tensors):
-        # The package shows BF16 as bytes.
+        # The package returns BF16 as bytes.
         shape = list(entry.data.shape) if entry.tensor_type is not Type.BF16 else entry.shape.tolist()[::-1]
         assert list(table.shapes[row]) == shape
     assert header.data_offset == reader.data_offset and header.alignment == 32
@@ -183,7 +183,7 @@ def test_valid_files_match_gguf_package(tensors: dict[str, tuple[Type, list[int]
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
         for name, (kind, shape) in tensors.items():
             elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-            # The package refuses to write blocks into something else than bytes.
+            # The package writes blocks only as bytes.
             raw = np.zeros((*shape[:-1], shape[-1] * nbytes), np.uint8)
             writer.add_tensor(
                 name, raw, raw_shape=(*shape[:-1], shape[-1] * nbytes), raw_dtype=kind

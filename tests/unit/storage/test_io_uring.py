@@ -1,4 +1,4 @@
-"""The ring itself: lengths beyond 32 bits, and descriptors after an error."""
+"""The ring: lengths above 32 bits, and descriptors after an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {rin
 def test_read_above_4_gib_returns_available_bytes(tmp_path: Path) -> None:
     path = tmp_path / "short.bin"
     path.write_bytes(b"weights")
-    # The file ends long before the memory does: the kernel writes no more than its bytes.
+    # The file is much shorter than the memory, and the kernel writes only its bytes.
     memory = np.zeros(mmap.PAGESIZE, np.uint8)
     ring = Uring.open(1, 1)
     with path.open("rb") as file:

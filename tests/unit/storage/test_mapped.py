@@ -1,4 +1,4 @@
-"""MappedFile: views are the file's bytes and the caller's own; what is dropped is unmapped."""
+"""Views of MappedFile have the file's bytes and private writes, and dropped views are unmapped."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def evict(path: str) -> None:
 
 
 def num_mapped_pages(path: str) -> int:
-    """Pages of address space that map the file."""
+    """Return the number of pages of address space that map the file."""
     spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if path in line]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans) // PAGE
 
 
 def num_populated_bytes(path: str) -> int:
-    """Bytes of the file that page tables of this process hold."""
+    """Return the bytes of the file in this process's page tables."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -59,8 +59,7 @@ def num_populated_bytes(path: str) -> int:
 
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize(
-    ("offset", "nbytes"),
-    [(0, NBYTES), (8, 100), (PAGE, PAGE), (PAGE - 1, 2), (2 * MIB + 5, 4 * MIB), (NBYTES - 1, 1)],
+    ("offset", "nbytes"), [(0, NBYTES), (8, 100), (PAGE, PAGE), (PAGE - 1, 2), (2 * MIB + 5, 4 * MIB), (NBYTES - 1, 1)]
 )
 def test_view_matches_file_bytes(path: str, body: bytes, offset: int, nbytes: int, cold: bool) -> None:
     if cold:
@@ -103,10 +102,10 @@ def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
     assert num_mapped_pages(path) == local.num_pages(0, NBYTES)
-    kept = np.frombuffer(views[4], np.uint8)[17:]  # what is made of a view keeps it
+    kept = np.frombuffer(views[4], np.uint8)[17:]  # An array of a view keeps the view alive.
     del views
     gc.collect()
-    assert num_mapped_pages(path) == MIB // PAGE + 1  # and the tail that no view held
+    assert num_mapped_pages(path) == MIB // PAGE + 1  # No view held the tail.
     assert kept.tobytes() == body[4 * MIB + 17 : 5 * MIB]
     del kept
     gc.collect()
@@ -122,7 +121,7 @@ def test_views_keep_pages_shared_with_dropped_view(path: str, body: bytes) -> No
     assert (first[-1], last[0]) == (7, 8)
     assert first[:-1] == body[: MIB + 99]
     assert last[1:] == body[2 * MIB + 101 : 3 * MIB + 100]
-    again = file.view(MIB + 100, MIB)  # what was dropped may be viewed again
+    again = file.view(MIB + 100, MIB)  # A dropped range can be viewed again.
     file.prefetch(0, NBYTES)
     assert again == body[MIB + 100 : 2 * MIB + 100]
 

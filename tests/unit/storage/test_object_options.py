@@ -1,4 +1,4 @@
-"""Options and errors of object stores: each names the variables of its own cloud."""
+"""Options and errors of object stores name the variables of their cloud."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_missing_azure_account_names_azure_variables(monkeypatch: pytest.MonkeyP
     assert "AZURE_STORAGE_ACCOUNT_NAME" in str(caught.value.hint)
 
 
-def test_unreadable_aws_bundle_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_aws_bundle_error_names_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "absent.pem"))
     with pytest.raises(ConfigError, match="AWS_CA_BUNDLE"):
         locate_object("s3://b/k", settings=Settings(), options={})

@@ -1,4 +1,4 @@
-"""Output sets: bytes in any order, twice, by two holders; whole when they appear, and nothing before."""
+"""Output sets accept bytes in any order, repeatedly, from two processes, and appear only when complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_output(directory: Path, files: OutputFiles) -> OutputSet:
 
 
 def pieces(files: OutputFiles) -> list[tuple[int, int, bytes]]:
-    """Everything to be written: file, offset, at most 1,000 bytes."""
+    """Return all (file, offset, bytes) to write, with at most 1,000 bytes each."""
     found = []
     for row, name in enumerate(files.table.names):
         raw, at = TENSORS[name].tobytes(), int(files.table.offset[row])

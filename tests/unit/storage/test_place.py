@@ -1,4 +1,4 @@
-"""Places that are not free: sources, links, mount points, files of others, other writers, odd and long names."""
+"""Destinations that are not free: sources, symlinks, mount points, foreign files, other writers and odd names."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ def value_of(directory: Path) -> float:
     return float(ps.load(directory, progress=False)["w"][0, 0])
 
 
-# Sources
-
-
 @pytest.mark.parametrize("how", ["same", "link", "parent", "file link", "hidden by dots"])
 def test_destination_overlapping_source_is_refused(source: Path, tmp_path: Path, how: str) -> None:
     to = {"same": source, "parent": tmp_path, "hidden by dots": source / "x" / ".."}.get(how, tmp_path / "to")
@@ -59,7 +56,7 @@ def test_destination_overlapping_source_is_refused(source: Path, tmp_path: Path,
     if how == "link":
         to.symlink_to(source)
     elif how == "file link":
-        # As in a cache of Hugging Face: the source's files are links into the destination.
+        # As in the cache of huggingface_hub, the source's files are symlinks into the destination.
         to.mkdir()
         (source / "model.safetensors").rename(to / "blob")
         (source / "model.safetensors").symlink_to(to / "blob")
@@ -88,9 +85,6 @@ def test_remote_destination_overlapping_source_is_refused() -> None:
     for read, to in (("s3://b/m", "s3://b/m/"), ("s3://b/m/x/", "s3://b/m"), ("s3://b/m/a.safetensors", "s3://b/m")):
         with pytest.raises(ConfigError, match=APART):
             ps.convert(read, to, progress=False)
-
-
-# Files of others
 
 
 @pytest.mark.parametrize(
@@ -125,9 +119,6 @@ def test_replace_removes_all_files_of_earlier_conversion(source: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "source"]
 
 
-# Links, the working directory
-
-
 def test_link_to_empty_directory_is_followed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -150,7 +141,7 @@ def test_working_directory_keeps_inode_when_filled(
     assert "config.json" in os.listdir(".") and sorted(os.listdir("..")) == ["here", "source"]
     with pytest.raises(ConfigError, match="working directory"):
         convert(source, to or str(here), to="cast:BF16", replace=True)
-    # The same call finds its own result.
+    # The same call finds its previous result.
     convert(source, to or str(here))
 
 
@@ -183,16 +174,13 @@ def test_killed_publish_is_undone_by_next_claim(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert sorted(path.name for path in place.iterdir()) == ["a", "b", "c"]
-    # As a kill between two of the renames leaves it.
+    # This is the state after a kill between two renames.
     staging.mkdir()
     (place / "c").rename(staging / "c")
     (staging / ".penstock-moving").write_text('["a", "b", "c", "../x"]')
     with DestinationClaim.open(place, staging):
         assert [path.name for path in place.iterdir()] == [staging.name]
         assert {path.name for path in staging.iterdir()} >= {"a", "b", "c"}
-
-
-# Other writers
 
 
 def test_second_writer_to_destination_is_refused(tmp_path: Path) -> None:
@@ -254,9 +242,6 @@ def test_concurrent_conversions_to_one_destination_do_not_mix(source: Path, tmp_
     ps.convert(source, tmp_path / "out", devices="cpu", workers=1, progress=again)
     assert refused and value_of(tmp_path / "out") == 1.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-
-
-# What strangers plant
 
 
 @pytest.mark.parametrize("what", ["link", "file", "pipe", "dangling link"])
@@ -324,8 +309,6 @@ def test_clear_and_unlock_remove_lock(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-# Names
-
 _WRITERS: dict[str, Callable[[Path, str], object]] = {
     "convert": convert,
     "initialize": lambda source, to: initialize(str(source), to),
@@ -338,9 +321,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
 
 @pytest.mark.parametrize("writer", _WRITERS)
 @pytest.mark.parametrize(
-    "name",
-    ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200],
-    ids=["nul", "surrogate", "256", "utf8"],
+    "name", ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200], ids=["nul", "surrogate", "256", "utf8"]
 )
 def test_impossible_name_raises_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
     before = sorted(tmp_path.iterdir())
@@ -376,7 +357,7 @@ def test_disk_without_inodes_is_left_unchanged(source: Path, tmp_path: Path) -> 
     disk = tmp_path / "disk"
     disk.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
-    # Its root, the destination and one directory in it: the next file has no inode.
+    # The root, the destination and one directory in it use all inodes.
     if libc.mount(b"none", str(disk).encode(), b"tmpfs", 0, b"nr_inodes=3"):
         pytest.skip("mounting is not allowed here")
     try:

@@ -1,4 +1,4 @@
-"""The header parser on files that are what they say, and the writer, against the safetensors library."""
+"""The safetensors header parser and writer on valid files, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_valid_files_match_safetensors_library(
     header: dict[str, object] = {}
     at = 0
     for name, (dtype, shape) in kinds.items():
-        # Every reader holds two F4 as one element: with an odd last dim there is none.
+        # Readers store two F4 values as one element, so an odd last dim is impossible.
         halved = dtype is DType.F4 and bool(shape) and shape[-1] % 2 == 1
         if math.prod(shape) * dtype.bits % 8 == 0 and not halved:
             nbytes = math.prod(shape) * dtype.bits // 8

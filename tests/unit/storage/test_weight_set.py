@@ -1,4 +1,4 @@
-"""Weight sets: opened from every kind of place, held to index and manifest, digested, encoded and signed."""
+"""Weight sets from every kind of location, checked against index and manifest, digested, encoded and signed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tensor(*shape: int, dtype: DType = DType.U8) -> tuple[DType, tuple[int, ...]
 
 
 def shards_of(folder: Path) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
-    """Three shards; names are not sorted within a file, and one tensor is empty."""
+    """Write three shards with unsorted names and one empty tensor."""
     parts: list[dict[str, tuple[DType, tuple[int, ...], bytes]]] = [
         {"m.w": tensor(300, 7, dtype=DType.F16), "a.w": tensor(5), "m.empty": tensor(0, 3)},
         {"b.w": tensor(64), "a.scale": tensor(dtype=DType.F32)},
@@ -139,7 +139,7 @@ def test_single_file_is_opened(tmp_path: Path) -> None:
 
 
 def test_single_file_uses_manifest_of_directory(tmp_path: Path, monkeypatch) -> None:
-    """Engines pass a model of one file as this file, or as a list of it."""
+    """Engines pass the file of a model with one file, or a list of it."""
     file = tmp_path / "model.safetensors"
     write_file(file, {"a": tensor(3)})
     write_sidecar(tmp_path)
@@ -520,7 +520,7 @@ def built_manifest(tmp_path_factory: pytest.TempPathFactory) -> manifest_file.Ma
 
 
 def packed(made: manifest_file.Manifest, **changes: object) -> bytes:
-    """The manifest's bytes with fields changed; its revision is set right again, so that what is behind it is seen."""
+    """Return the manifest's bytes with changed fields and a matching revision."""
     raw = encode(made)
     sidecar = msgspec.msgpack.decode(raw[len(manifest_file.MAGIC) :]) | changes
     if sidecar["leaves"] is not None and "revision" not in changes and len(sidecar["leaves"]) % 8 == 0:
@@ -700,7 +700,7 @@ def test_sidecar_uri_follows_location(tmp_path: Path) -> None:
 
 
 class Bucket:
-    """Objects by URI, as `open_source`, `list_uris` and `read_small` see them."""
+    """Objects by URI, for `open_source`, `list_uris` and `read_small`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> None:
         self.objects = objects
@@ -845,11 +845,11 @@ def test_file_entries_record_size_and_identity(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("name", ["inner", "inner/model.safetensors", "inner/*.safetensors", ""])
 def test_unsearchable_directory_raises_permission_denied(tmp_path: Path, name: str) -> None:
-    """Whether a file is there cannot be seen through it, so `NotFound` would send its user the wrong way."""
+    """`NotFound` would mislead the user, because the file may exist."""
     closed = tmp_path / "closed"
     (closed / "inner").mkdir(parents=True)
     closed.chmod(0o700)
-    # The directories of pytest, which are its user's alone.
+    # Only this user can search the directories of pytest.
     for directory in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         directory.chmod(0o755)
 

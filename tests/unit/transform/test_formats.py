@@ -1,4 +1,4 @@
-"""Boxes of blocks: those a shard owns tile the tensor's once, whatever the cuts; what cuts a block says so."""
+"""Shards own every block once for any cuts, and boxes that cut a block raise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The transform kernels on the CPU, in Triton's interpreter: the bits of the reference.
+"""The transform kernels in Triton's interpreter give the bits of the reference.
 
-The interpreter is chosen when a kernel is decorated, so the kernels are imported and run in a process of their own.
+The interpreter is chosen when a kernel is decorated, so the kernels run in a separate process.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ for tag in sys.argv[1:]:
     assert check_kernels(format_of(tag), torch.device("cpu"), shapes) >= 12, tag
 """
 
-# One of each way through the kernels: the interpreter is slow. All of them run on devices (tests/gpu).
+# The interpreter is slow, so each branch of the kernels runs once. tests/gpu runs all combinations.
 TAGS = [
     ["cast:BF16", "cast:F8_E5M2", "mxfp8", "mxfp8-floor", "nvfp4"],
     ["fp8-block128", "fp8-block1x128-ue8m0"],

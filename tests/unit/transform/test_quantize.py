@@ -1,4 +1,4 @@
-"""Values against the formats written down a second time: one number after another, in plain Python and numpy."""
+"""Quantised values against a second implementation in plain Python and numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def nearest(value: float, table: list[float]) -> int:
-    """Code of the number nearest in a table of positive numbers, the even one of two; the sign is the caller's."""
+    """Return the code of the nearest number in a table of positive numbers, ties to even."""
     best = min(abs(abs(value) - one) for one in table)
     codes = [code for code, one in enumerate(table) if abs(abs(value) - one) == best]
     return next((code for code in codes if code % 2 == 0), codes[0])
@@ -35,7 +35,7 @@ def e4m3(value: float) -> int:
 
 
 def slowly(tag: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (one a byte) and scales as numbers, of finite float32."""
+    """Return codes (one a byte) and scales of finite float32 as numbers."""
     form = FORMATS[tag]
     rows, cols = form.block[0], form.block[1] or x.shape[1]
     codes = np.zeros(x.shape, np.uint8)
@@ -49,7 +49,9 @@ def slowly(tag: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             scale = E4M3[max(1, e4m3(min(448.0, float(top * F(amax / F(6))))))]
             inverse = F(top / F(scale))
         elif form.scaling in ("mx", "mx_floor"):
-            mantissa, exponent = math.frexp(amax)  # mantissa in [0.5, 1): 0.875 is 1.75 of the next power below
+            mantissa, exponent = math.frexp(
+                amax
+            )  # The mantissa is in [0.5, 1), so 0.875 is 1.75 of the next lower power.
             exponent += form.scaling == "mx" and mantissa >= 0.875
             scale = 2.0 ** max(-127, (exponent - 1 if amax else -1000) - 8)
             inverse = F(1 / scale)
@@ -116,7 +118,7 @@ def test_non_finite_block_dequantises_to_nan(tag: str, odd: float) -> None:
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "fp8-block1x128-e8m0", "fp8-channel", "mxfp8", "mxfp8-floor", "nvfp4"])
 def test_shards_straddling_blocks_match_whole_tensor(tag: str) -> None:
-    """Three ranks with rows cut anywhere, each given the foreign elements of the blocks it owns, into one output."""
+    """Three ranks hold rows cut anywhere, receive foreign elements, and write one output."""
     form, x = format_of(tag), torch.from_numpy(sample()).bfloat16()
     shape = tuple(x.shape)
     whole = quantise(form, x)
@@ -145,7 +147,6 @@ def test_shards_straddling_blocks_match_whole_tensor(tag: str) -> None:
 
 
 def test_mxfp8_matches_compressed_tensors_bitwise() -> None:
-    """Scales and codes are those of the library that writes the format, so that nothing is clamped."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
