@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.storage.aws_config import read_profile
+from penstock.storage.object_stores import read_profile
 
 CONFIG = """
 [default]

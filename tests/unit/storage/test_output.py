@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from penstock.errors import ConfigError, DestinationError, DiskFull
 from penstock.storage import local
 from penstock.storage.file_names import file_names
-from penstock.storage.output import OutputRegion, OutputSet
+from penstock.storage.output import OutputSet
 from penstock.types import DType
+from penstock_convert.output_region import OutputRegion
 from penstock_convert.plan.tasks import OutputFiles, Spec, lay_out
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (64, 64), "d": (0, 4), "e": ()}

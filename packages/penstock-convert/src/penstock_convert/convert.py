@@ -39,7 +39,7 @@ from penstock.hub.job_state import JobObserver
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.storage import is_remote, text_of
 from penstock.storage.locate import left_out
-from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
+from penstock.storage.output import OutputSet, publish_remote, require_free_remote
 from penstock.storage.place import STAMP, DestinationClaim, OutputPlace, require_apart
 from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
@@ -50,6 +50,7 @@ from penstock_convert.coordinator import Coordinator
 from penstock_convert.job import SHARD_BYTES, ConversionJob, bytes_read
 from penstock_convert.messages import EXECUTORS, JobSpec, listen
 from penstock_convert.operations.spec import COPIES, Operations, is_copy
+from penstock_convert.output_region import OutputRegion
 from penstock_convert.report import ConvertReport, Predicted, WorkerTrace, how_verified, outcome_of, predict, rows_of
 from penstock_convert.request import ConvertRequest, plan_request, uris_of
 from penstock_convert.result import (

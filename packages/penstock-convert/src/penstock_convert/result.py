@@ -44,7 +44,7 @@ from penstock.storage.foreign_json import read_object, write_object
 from penstock.storage.headers import gguf_header
 from penstock.storage.locate import SIDECAR, display
 from penstock.storage.manifest import decode, encode
-from penstock.storage.output import Content, OutputRegion, OutputSet
+from penstock.storage.output import Content, OutputSet
 from penstock.storage.place import STAMP
 from penstock.storage.weight_set import WeightSet
 from penstock.storage.write import typed
@@ -55,6 +55,7 @@ from penstock_convert.operations.formats import keeps_codes
 from penstock_convert.operations.gguf import gguf_of
 from penstock_convert.operations.operation import Attested, Operation
 from penstock_convert.operations.stored import CONFIG_FILES, QUANTIZATION_METADATA, described_layers, without_declared
+from penstock_convert.output_region import OutputRegion
 from penstock_convert.small_files import SmallFiles, read_file
 
 METADATA = {"format": "pt"}

@@ -28,7 +28,6 @@ from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, OperationFailed, PeerLost, PenstockError, PlanError
 from penstock.loader.session import resolve_device
 from penstock.net.unix_sockets import connect_unix
-from penstock.storage.output import OutputRegion
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.types import U64
 from penstock.waits import Threads, start_thread
@@ -49,6 +48,7 @@ from penstock_convert.messages import (
     end_with_peer,
 )
 from penstock_convert.operations.spec import operation_of
+from penstock_convert.output_region import OutputRegion
 from penstock_convert.result import output_of
 from penstock_convert.workers.worker import Worker
 

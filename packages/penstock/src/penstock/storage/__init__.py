@@ -167,7 +167,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
-    """Pin `uri` to its present content. Return it unchanged if its storage has no revisions.
+    """Pin `uri` to its current content. Return it unchanged if its storage has no revisions.
 
     Raises as `open_source`.
     """

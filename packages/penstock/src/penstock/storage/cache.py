@@ -39,7 +39,7 @@ benchmarks/results/cpu2_202611/objects.md."""
 # Trailer of a chunk file: magic, number of bytes before it, XXH3-64 of these bytes and their position.
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"PSCHUNK2"
-# Longest wait for chunks that another process fetches, as a fraction of `stall_s`. The other process may be stopped.
+# Longest wait for chunks of another process, as a fraction of `stall_s`. The other process may be stopped.
 _OTHERS_SHARE = 0.5
 
 
@@ -100,7 +100,7 @@ class CachedSource(HashedReads):
         key = blake3.blake3(name.encode()).hexdigest()[:40]
         self._place = directory.path / key[:2] / key
         self._key = key.encode()
-        # Each attempt of the fetching thread may stall once.
+        # The fetching thread may stall once in each of its attempts.
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * _OTHERS_SHARE
         self._lock = threading.Lock()

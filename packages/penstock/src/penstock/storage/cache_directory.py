@@ -103,7 +103,8 @@ class CacheDirectory:
         """Open a directory of the cache level by level, without following symlinks.
 
         Raises:
-            FileNotFoundError: a level is missing or is not a directory of this user. With `make` it is created instead.
+            FileNotFoundError: a level is missing or is not a directory of this user. `make` creates such a level
+                instead.
         """
         if make:
             self._make()
@@ -204,7 +205,7 @@ class CacheDirectory:
             # ENOENT means that another process removed the directory. The second attempt creates it again.
             if error.errno != errno.ENOENT:
                 with self._lock:
-                    # The disk is full below the limit, so shrink the cache from its present size.
+                    # The disk is full below the limit, so shrink the cache from its current size.
                     self._evict(int(self._measure()[0] * _EVICT_TO) - nbytes)
             self._publish(file, views)
 
@@ -299,7 +300,7 @@ def _set_aside(folder: int, name: str) -> None:
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 
 
-# Sockets that a forked child closes, so that their names become free.
+# A forked child closes these sockets, so that their names become free.
 _lock_sockets = release_after_fork(socket.socket.close)
 
 

@@ -1,7 +1,7 @@
 """The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
-Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape `[...,
-bytes of a row]` with the file's blocks, and the metadata key `GGUF.types` states its type.
+Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table with the file's
+blocks, whose last dim is the bytes of a row. The metadata key `GGUF.types` states its type.
 
 The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
 memory.
@@ -252,7 +252,7 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
         raise FormatError(f"{num_tensors} tensors; at most {MAX_TENSORS} are read", uri=uri)
     if num_fields > MAX_METADATA_KEYS:
         raise FormatError(f"metadata of {num_fields} entries; at most {MAX_METADATA_KEYS} are read", uri=uri)
-    # Minimum bytes of a metadata entry and of a tensor entry without dims.
+    # A metadata entry has at least 13 bytes, and a tensor entry without dims has 24.
     reader.check_fits(num_fields, 13, "entries of metadata")
     reader.check_fits(num_tensors, 24, "tensors")
     fields = _fields(reader, num_fields)

@@ -15,7 +15,7 @@ import struct
 import sys
 from typing import Any
 
-# Same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
+# The numbers are the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _OP_READ = 22
 # Always use a worker, because a read from the page cache would otherwise run in the submitting call.
@@ -34,7 +34,7 @@ _CQE = struct.Struct("<QiI")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-# Keeps the GIL, which is slow to get back from a busy thread.
+# This call keeps the GIL, which is slow to get back from a busy thread.
 _libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
 _libc_holding_gil.syscall.restype = ctypes.c_long
 

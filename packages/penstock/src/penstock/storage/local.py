@@ -57,7 +57,7 @@ class FileState:
     nbytes: int
     mtime_ns: int
     ctime_ns: int
-    """Set only by the kernel. It reveals a write even if the modification time was restored (rsync, cp -p)."""
+    """Time that only the kernel sets. It reveals a write even if the modification time was restored (rsync, cp -p)."""
     access: tuple[int, int, int, int]
     """Mode, owner, group and links. Changing these also changes `ctime_ns`, but no bytes."""
 
@@ -146,8 +146,8 @@ class LocalFile:
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Start to read a range into the page cache."""
-        # MADV_HUGEPAGE takes a tenth of the CPU. But in a virtual machine, getting large free blocks from the host
-        # takes three times as long as the disk. Source: benchmarks/results/cpu2_202611/files.md.
+        # Page faults with MADV_HUGEPAGE would take a tenth of the CPU time, but in a virtual machine the host takes
+        # three times as long as the disk to provide large free blocks. Source: benchmarks/results/cpu2_202611/files.md.
         for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
             os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
@@ -258,7 +258,7 @@ def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) ->
 
 
 _LINUX = sys.platform == "linux"
-# Same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
+# The number is the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
 _SYS_CACHESTAT = 451
 # STATX_DIOALIGN, and the offset of dio_mem_align and dio_offset_align. Source: include/uapi/linux/stat.h, Linux 6.1.
 _STATX_DIOALIGN = 0x2000
@@ -378,7 +378,7 @@ def _fallocate(fd: int, offset: int, nbytes: int) -> int:
     if not _LINUX:
         return errno.ENOSYS
     while _libc.fallocate(fd, 0, offset, nbytes):
-        # A signal interrupts a long fallocate, which keeps the reserved part.
+        # fallocate keeps the reserved part when a signal interrupts the call.
         if (code := ctypes.get_errno()) != errno.EINTR:
             return code
     return 0

@@ -349,7 +349,7 @@ def _text(uri: object) -> str:
     text = text_of(uri)
     if is_remote(text):
         return text
-    # `models/llama` is a mistyped path if a directory `models` exists, and so is the name of a weight file.
+    # An existing directory `models` makes `models/llama` a mistyped path. A name with a weight suffix is also a path.
     is_name = _REPOSITORY.fullmatch(text) and not text.endswith((*_FILES, INDEX_SUFFIX))
     if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
@@ -374,7 +374,7 @@ def _is_http(uri: str) -> bool:
 
 def _is_glob(uri: str) -> bool:
     """Return whether `uri` is a glob. A URL is not, because `?` begins a query, nor is a local path that exists."""
-    # Globs do not match directories.
+    # Globs do not match directories, which a trailing slash denotes.
     if _is_http(uri) or not glob.has_magic(uri) or (is_remote(uri) and uri.endswith("/")):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
@@ -422,7 +422,7 @@ def _parts(file: str) -> list[str]:
 def _sidecar_of_only_file(file: str) -> str | None:
     """Return the manifest of the directory in which `file` is the only model.
 
-    Engines search a directory themselves and pass the file of a model that has only one.
+    An engine that searches a directory itself passes the path of the weight file.
     """
     if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
@@ -432,7 +432,7 @@ def _sidecar_of_only_file(file: str) -> str | None:
     try:
         only = [f"{prefix}{name}" for name in _weights(os.listdir(prefix or "."), file, "")]
     except (PermissionError, ConfigError):
-        # Without a listing the manifest may cover more files, and it covers no single one of several GGUF models.
+        # The manifest may cover other files too.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
@@ -457,7 +457,7 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
             raise pickle_refusal(unsafe, display(place))
         raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} found", uri=display(place), hint=_USE_WEIGHT_FILES)
     models = {tuple(_parts(file)) for file in files}
-    # Repositories hold one model in many types, and no rule chooses between them.
+    # A repository may hold one model in several types, and no rule chooses between them.
     if prefix is not None and len(models) > 1:
         names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
         message = f"there are {len(models)} GGUF models: {names}{', ...' if len(models) > 8 else ''}"

@@ -43,7 +43,7 @@ GGUF_FILE = "model.gguf"
 # A symlink in place of an output file would lead elsewhere.
 _OWN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
-_DISK_WRITE_BYTES = 1 << 20
+DISK_WRITE_BYTES = 1 << 20
 """Size of one write to a disk's page cache. For larger writes Linux allocates 2 MiB blocks, which a virtual machine may
 have to get from its host first. Converting 4 GB to FP8 on ext4 then took twice as long. Source:
 benchmarks/results/cpu2_202611/convert.md."""
@@ -98,7 +98,7 @@ class OutputSet:
         self._body_nbytes = body_nbytes
         self.metadata = dict(metadata or {})
         self._fds: list[int] = []
-        self._write_bytes = _DISK_WRITE_BYTES
+        self._write_bytes = DISK_WRITE_BYTES
         if gguf_header is not None:
             self.names, self._headers, self.data_offset = [GGUF_FILE], [gguf_header], [len(gguf_header)]
             return
@@ -157,7 +157,7 @@ class OutputSet:
             needed = 0
             for name, nbytes in zip(self.names, self.file_nbytes, strict=True):
                 entry = (self.directory / name).stat()
-                # A file that was started may have reserved space or holes, so compare blocks.
+                # A resumed file may have reserved space or holes, so compare blocks.
                 if entry.st_size < nbytes:
                     needed += max(0, nbytes - entry.st_blocks * 512)
             require_space(self.directory, needed)
@@ -358,29 +358,6 @@ class OutputSet:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-class OutputRegion(OutputSet):
-    """An output set of one file's bodies in shared memory, opened through a path by processes on this host.
-
-    The owner of the memory creates, shares and frees it.
-    """
-
-    # The base constructor would encode a header, which the memory does not have.
-    def __init__(self, path: Path, table: TensorTable) -> None:
-        self.directory = path
-        self.table = table
-        self.groups = ("",)
-        self.names = [""]
-        self.data_offset = [0]
-        self._body_nbytes = [int(table.nbytes.sum())]
-        self._headers = [b""]
-        self.metadata = {"format": "pt"}
-        self._fds = []
-        self._write_bytes = _DISK_WRITE_BYTES
-
-    def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Do nothing, because the memory exists already."""
 
 
 def publish_remote(

@@ -77,7 +77,7 @@ class OutputPlace:
                 os.lstat(path)
             keeps_directory = False
             if path.is_dir() and not path.is_symlink():
-                # Also keep a directory that holds only the files of an interrupted write to it.
+                # A directory with only the files of an interrupted write must stay too.
                 keeps_directory = bool(_reason_to_stay(path)) or (any(_staging_in(path, path)) and not _entries(path))
         return cls(path=path, keeps_directory=keeps_directory)
 
@@ -164,7 +164,7 @@ def require_free(into: Path, *, replace: bool = False) -> None:
     if not any(name == SIDECAR or name.endswith((SUFFIX, GGUF_SUFFIX)) for name in names):
         message = "the destination exists and has no weight set, and only weight sets are replaced"
         raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
-    # Only the symlink itself is replaced.
+    # Only the symlink itself is replaced, and its target stays.
     if into.is_symlink():
         return
     if why := _reason_to_stay(into):
@@ -453,8 +453,8 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
     If the process is killed midway, the next call moves the files back by the list in the staging directory.
 
     Args:
-        order: returns the rank of a name. Low ranks move first. With manifest and index first, a reader never sees a
-            smaller set.
+        order: returns the rank of a name. Low ranks move first. Manifest and index move first, so that a reader detects
+            missing files.
     """
     names = sorted((name for name in os.listdir(staging) if name != _LOCK), key=lambda name: (order(name), name))
     with open(staging / _MOVING, "xb") as file:

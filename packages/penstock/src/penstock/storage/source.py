@@ -102,7 +102,7 @@ def require_checked(source: Digested) -> None:
 
 
 class MemorySource:
-    """A source in memory, as a reference."""
+    """A source that holds its bytes in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, uri: str = "memory:") -> None:
         self._data = memoryview(data).cast("B")
@@ -204,7 +204,7 @@ class PinningStorage(Protocol):
     """A storage in which URIs may name a moving revision."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
-        """Return the URI of the present content of `uri`. Raises as `Storage.open`."""
+        """Return the URI that pins the current content of `uri`. Raises as `Storage.open`."""
 
 
 _factories: dict[str, Callable[[], Storage]] = {}

@@ -100,6 +100,7 @@ class _Opened:
     header: Header
 
 
+@format_hint()
 def open_weights(
     uri: Uris,
     *,
@@ -132,19 +133,6 @@ def open_weights(
     place = resolve(uri, settings=settings, storage_options=storage_options)
     if not with_manifest:
         place = replace(place, sidecar_uri=None)
-    return open_place(place, settings=settings, storage_options=storage_options, names=names, rename=rename)
-
-
-@format_hint()
-def open_place(
-    place: Location,
-    *,
-    settings: Settings,
-    storage_options: Mapping[str, str] | None = None,
-    names: Names = None,
-    rename: Rename | None = None,
-) -> WeightSet:
-    """Open the weights at a resolved location, as `open_weights` does."""
     files = list(place.files)
     wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
