@@ -350,7 +350,6 @@ def _moving(report: ConvertReport) -> str:
 
 
 def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) -> None:
-    """Write the plan of a conversion to stdout."""
     seconds, by = predicted
     facts: dict[str, int | str] = {
         "operation": job.operation.name,

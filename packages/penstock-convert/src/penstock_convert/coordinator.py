@@ -92,7 +92,6 @@ class _WorkerRecord:
     """Number of the operation's progress reports in the last beat."""
 
     def note(self, beat: WorkerBeat) -> None:
-        """Record the statistics and spans from a beat."""
         self.stats.moved_bytes = beat.moved_bytes
         self.stats.busy_s = beat.busy_s
         self.num_reports = beat.num_reports

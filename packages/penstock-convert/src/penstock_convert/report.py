@@ -295,7 +295,6 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
 
 
 def _host(cluster: Cluster, num_workers: int, pcie_gb_per_s: float) -> Cluster:
-    """Return one node of a cluster, with one GPU for each worker."""
     return msgspec.structs.replace(cluster, num_nodes=1, gpus_per_node=num_workers, pcie_gb_per_s=pcie_gb_per_s)
 
 

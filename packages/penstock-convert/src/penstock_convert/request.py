@@ -108,7 +108,6 @@ def plan_request(
     wanted = task_bytes_of(nbytes) if task_bytes is None else parse_bytes(task_bytes)
 
     def planned(task_bytes: int) -> ConversionJob:
-        """Plan the job with tasks of this size."""
         return plan_job(
             operation_of(specs),
             [weights.manifest for weights in opened],

@@ -248,7 +248,6 @@ def _lost(job: ConversionJob, journal: Journal, out: OutputSet, tasks: Iterable[
     """Return the tasks whose bytes on disk do not match their digests."""
 
     def lasted(task: int) -> bool:
-        """Return whether a task's bytes match its digests."""
         # Check the range of the task number, because another program may have written to the journal.
         return 0 <= task < len(job.tasks) and np.array_equal(_digests_of(job, task, out), journal.done[task])
 
@@ -579,7 +578,6 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
     manifests: list[Manifest] = []
 
     def make(path: Path) -> Manifest:
-        """Run the job into the memory at `path`, and check its result."""
         out, notes = OutputRegion(path, job.files.table), MemoryJournal()
         try:
             out.open()

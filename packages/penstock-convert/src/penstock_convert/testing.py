@@ -56,7 +56,6 @@ def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = r
 
 
 def _check_parts(operation: Operation, sources: Sequence[Tensors], whole: Tensors) -> None:
-    """Check the recipes that can be made in parts."""
     assert isinstance(operation, StreamedOperation)
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
 

@@ -73,7 +73,6 @@ def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
 
 
 def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[str, tuple[DType, tuple[int, ...], U64]]:
-    """Return dtype, shape and digests of each tensor."""
     parts = np.split(leaves, np.cumsum(num_leaves(table.nbytes, leaf_bytes))[:-1]) if len(table) else []
     columns = zip(table.names, table.dtypes, table.shapes, parts, strict=True)
     return {name: (dtype, shape, part) for name, dtype, shape, part in columns}

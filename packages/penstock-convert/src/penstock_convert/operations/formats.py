@@ -128,10 +128,7 @@ class StoreOperation:
         return frozenset(self._selection.names)
 
     def _cast(self, specs: Sequence[Spec]) -> frozenset[str]:
-        """Return the tensors to cast."""
-
         def named(spec: Spec, patterns: Sequence[str]) -> bool:
-            """Return whether a tensor's name matches one of the patterns."""
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
         stored_as = find(map(_named_layout, specs), self._quantization)
@@ -244,7 +241,6 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
 
 
 def _rows(tensor: torch.Tensor, align: int) -> int:
-    """Return the number of rows to compute at a time."""
     rows = _CACHED // max(1, tensor.numel() // max(1, len(tensor))) if tensor.ndim else 1
     return max(1, rows // align) * align
 
@@ -373,7 +369,6 @@ class Dequantise:
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
-            """Return the values of these rows in the task."""
             values = read_codes(
                 codes[first:last] if layout.shape else codes,
                 scales[start + first : start + last] if is_stack else scales,

@@ -201,7 +201,6 @@ class StoreGguf(Unchanged):
         return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
 
     def _wanted(self, spec: Spec) -> str:
-        """Return the type that a tensor gets."""
         if self._type == "keep" or spec.dtype not in FLOATS:
             return spec.dtype.value
         if len(spec.shape) < 2:
@@ -273,7 +272,6 @@ def gguf_of(operation: Operation) -> StoreGguf | None:
 
 
 def _steps(operation: Operation) -> list[Operation]:
-    """Return the operations of a chain, in order."""
     if not isinstance(operation, Chain):
         return [operation]
     return [step for part in operation.operations for step in _steps(part)]

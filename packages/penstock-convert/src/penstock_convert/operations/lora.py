@@ -83,7 +83,6 @@ class _Change:
 
     @property
     def specs(self) -> list[Spec]:
-        """Return all adapter tensors that this change uses."""
         return [spec for spec in (self.replaced, self.a, self.b, self.bias) if spec is not None]
 
 

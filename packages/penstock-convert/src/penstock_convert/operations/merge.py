@@ -90,7 +90,6 @@ class _Merge(Unchanged, ABC):
         """See `Operation.name`."""
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`."""
         self.check(len(sources))
         for i, table in enumerate(sources):
             if codes := find(zip(table.names, table.dtypes, table.shapes, strict=True)).any:
@@ -109,7 +108,6 @@ class _Merge(Unchanged, ABC):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`."""
         present = [tensor for tensor in inputs if tensor is not None]
         # A recipe with one input copies a tensor that is not floating.
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
@@ -159,15 +157,12 @@ class _WholeMerge(_Merge):
         """Return the merged values for the same elements of all tensors, in the memory of the first tensor."""
 
     def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `_Merge.merge`."""
         return self.apply(self.measure(partial(_blocks, *tensors, step=_BLOCK), tensors[0].numel()), tensors)
 
     def part_unit(self, recipe: Recipe) -> int:
-        """See `StreamedOperation.part_unit`."""
         return _BLOCK if len(recipe.inputs) > 1 else 0
 
     def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
-        """See `StreamedOperation.run_parts`."""
         num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
 
         def parts() -> Iterator[list[torch.Tensor]]:

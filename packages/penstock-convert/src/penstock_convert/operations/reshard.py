@@ -88,7 +88,6 @@ class Reshard(Unchanged):
         return recipes
 
     def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[TaskOutput, ...]:
-        """Return the outputs of all ranks, with the layout's groups."""
         outputs = []
         for rank in range(self.to):
             group = f"rank-{rank:05d}-of-{self.to:05d}" if self.to > 1 else ""

@@ -264,7 +264,6 @@ class Placement:
         return task, now - me.last, self._load[me.index] / pace
 
     def _take_common(self) -> int | None:
-        """Return the next free task in the order of the job, or None."""
         # Tasks that became free again are earlier in the job's order, in which the longest tasks come first.
         while self._freed:
             task = heapq.heappop(self._freed)
@@ -337,7 +336,6 @@ class Placement:
         self._is_measured[worker.index] = True
 
     def _drop(self, worker: _ScheduledWorker, task: int) -> None:
-        """Remove a task from a worker that has it."""
         if task in worker.tasks:
             del worker.tasks[task]
             self._load[worker.index] -= self._cost[task]
@@ -348,7 +346,6 @@ class Placement:
         self._spare[worker.index] = max(0, len(worker.tasks) - 1)
 
     def _free(self, task: int) -> None:
-        """Make a task free for any worker."""
         self._state[task] = _FREE
         # The heap keeps the order of the job, in which the longest tasks come first.
         heapq.heappush(self._freed, task)

@@ -118,7 +118,6 @@ class _ConversionEvents:
         self.failed: list[str] = []
 
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
-        """Return the seconds per byte of each stage, for each worker."""
         cluster = self.cluster
         # A worker's rate from storage is the minimum of its shares of storage, of its node's link and of its host's
         # memory, and of the rate of its own process.
@@ -133,7 +132,6 @@ class _ConversionEvents:
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 
     def go(self) -> None:
-        """Run until the last task has finished."""
         self._deaths()
         for name in self.workers:
             self.placement.join(name, 0.0)
@@ -189,7 +187,6 @@ class _ConversionEvents:
             self._begin(name, worker)
 
     def _revoke(self, revoked: Iterable[tuple[str, int]]) -> None:
-        """Remove revoked tasks from the queues of workers."""
         for name, task in revoked:
             worker = self.workers[name]
             is_first = bool(worker.queue) and worker.queue[0][0] == task

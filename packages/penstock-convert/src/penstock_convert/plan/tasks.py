@@ -295,13 +295,11 @@ class _Extents:
 
     @classmethod
     def of_inputs(cls, recipes: Sequence[Recipe]) -> _Extents:
-        """Return the extents of all inputs; see `Input.byte_range`."""
         counts = [len(recipe.inputs) for recipe in recipes]
         return cls(counts, [_of_input(part) for recipe in recipes for part in recipe.inputs])
 
     @classmethod
     def of_outputs(cls, recipes: Sequence[Recipe]) -> _Extents:
-        """Return the extents of all outputs; see `TaskOutput.byte_range`."""
         counts = [len(recipe.outputs) for recipe in recipes]
         return cls(counts, [_of_output(out) for recipe in recipes for out in recipe.outputs])
 
@@ -318,7 +316,6 @@ class _Extents:
         return run, tensor, (first + low) * row_bits // 8, (first + high) * row_bits // 8
 
     def nbytes(self, recipe: I64, start: I64, stop: I64) -> I64:
-        """Return the bytes of each run of rows, summed over the tensors of its recipe."""
         totals = np.zeros(len(recipe), np.int64)
         run, _, first, last = self.byte_ranges(recipe, start, stop)
         np.add.at(totals, run, last - first)

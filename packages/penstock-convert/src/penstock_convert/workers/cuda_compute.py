@@ -137,7 +137,6 @@ class _StreamPosition:
         self._event.record(stream)
 
     def done(self) -> bool:
-        """See `PendingItem.done`."""
         return bool(self._event.query())
 
 

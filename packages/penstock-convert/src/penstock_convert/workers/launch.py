@@ -341,7 +341,6 @@ class _Actor:
     """A worker's process on any node in the cluster."""
 
     def work(self, address: str, worker: str, device: str, secret: str) -> None:
-        """Run the worker. See `process.serve`."""
         import torch
 
         from penstock_convert.workers.process import ALONE, connect, serve

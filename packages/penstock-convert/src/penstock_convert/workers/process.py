@@ -177,13 +177,11 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def began(task: int) -> None:
-        """Report that the operation now runs on a task."""
         # An executor's thread cannot handle the error, but `_listen` gets it too.
         with contextlib.suppress(PeerLost):
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
-        """Report that a task's bytes are written."""
         fetched_bytes, asked_bytes = worker.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):

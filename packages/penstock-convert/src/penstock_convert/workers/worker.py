@@ -139,7 +139,6 @@ class Worker(Run):
         return self
 
     def _open_backend(self) -> ComputeBackend:
-        """Open the compute backend for the device."""
         if self._device.type == "cpu":
             return HostCompute(self._memory_bytes)
         # Import it only for a device, because it needs Triton.
@@ -282,7 +281,6 @@ class _TaskRun:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Post the first work items."""
         if self._num_part:
             self._worker.compute.post(
                 self._item("make", self._output_bytes, self._compute_in_parts, self._finish_at_once)
@@ -305,7 +303,6 @@ class _TaskRun:
             executor.post(item)
 
     def _end(self) -> None:
-        """Release all memory of the task, which was written or revoked."""
         self._inputs = []
         if self._input_buffer is not None:
             self._worker.backend.release(self._input_buffer)
@@ -420,7 +417,6 @@ class _TaskRun:
     # -- compute
 
     def _compute(self) -> PendingItem | None:
-        """Run the operation and compute digests."""
         worker = self._worker
         worker.began(self._task)
         cuts = [where.cuts(worker.job.leaf_bytes) - where.start for where in self._outputs]
@@ -502,7 +498,6 @@ class _TaskRun:
     # -- write
 
     def _write(self) -> None:
-        """Write the outputs into their files."""
         assert self._computed is not None
         worker = self._worker
         table = worker.job.files.table
@@ -549,7 +544,6 @@ class _TaskRun:
     def _read_part(
         self, recipe: Recipe, scratch: dict[int, torch.Tensor], index: int, start: int, stop: int
     ) -> torch.Tensor:
-        """Implement `ReadPart`."""
         worker, recipe_input = self._worker, recipe.inputs[index]
         # An operation in parts may run for minutes, so it must end at its next read after an error elsewhere.
         worker.ticket.check()
@@ -568,7 +562,6 @@ class _TaskRun:
         return as_tensor(part, recipe_input.spec.dtype, (stop - start,)).to(worker.backend.device)
 
     def _finish_at_once(self) -> None:
-        """Report a task that one item read, computed and wrote."""
         self._end()
         # The digests are None if the task was revoked midway. Do not report a task that was revoked later either.
         if self._digests is not None and not self._worker.is_revoked(self._task):
