@@ -1,14 +1,9 @@
 """Device memory with separate addresses and physical memory. The flip of a staged update exchanges the physical memory.
 
-    DeviceMemory(n)  address A --> physical memory P        a.alias()  address B --> P, too
-    a.take(b)        A --> the physical memory of b; P stays with its other addresses, or is freed
-
 The exchange takes 1.1 ms for 30 GiB, and a copy within the device takes 15 ms. Allocation takes as long as cudaMalloc
-(benchmarks/results/h200x2_202611/sync.md).
-
-The limits are that torch.multiprocessing cannot share this memory, its storages cannot be resized, and other devices of
-the process reach it only by copies. A registration of addresses that take other memory keeps serving the old memory, so
-register an alias.
+(benchmarks/results/h200x2_202611/sync.md). torch.multiprocessing cannot share this memory, its storages cannot be
+resized, and other devices of the process reach it only by copies. A registration of addresses that take other memory
+keeps serving the old memory, so register an alias.
 """
 
 from __future__ import annotations
@@ -23,8 +18,6 @@ from penstock.errors import PenstockError
 
 @dataclass(slots=True)
 class _Reservation:
-    """Reserved addresses, and whether physical memory is mapped there."""
-
     address: int
     nbytes: int
     is_mapped: bool = False
@@ -32,22 +25,18 @@ class _Reservation:
 
 class DeviceMemory:
     """Contiguous memory of a device. Its addresses are freed when it is collected, and physical memory with its last
-    address.
+    address. Each change of physical memory waits for all work of the device.
 
     Attributes:
         address: the first byte, which never changes.
         nbytes: the requested size in bytes.
-        device: number of the device.
 
     Args:
         of: memory whose physical memory is shared. None means to allocate.
-        driver: replaces the CUDA driver in tests.
 
     Raises:
         ConfigError: the device has no memory of this kind; see `is_available`.
         DeviceOutOfMemory: the device does not have enough free memory.
-
-    Each change of physical memory waits for all work of the device.
     """
 
     def __init__(
@@ -61,8 +50,7 @@ class DeviceMemory:
             whole = -(-nbytes // unit) * unit
             self._reservation = reservation = _Reservation(driver.reserve(whole), whole)
             self.address = reservation.address
-            # Compare the process id, since a forked child inherits the finalizer and must not unmap memory that its
-            # parent uses.
+            # A forked child inherits the finalizer and must not unmap memory that its parent uses.
             freed = weakref.finalize(self, _free, os.getpid(), driver, device, reservation)
             # At the interpreter's exit the driver may be gone already.
             freed.atexit = False
@@ -75,7 +63,7 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Return the flat bytes. Torch takes them without a copy and keeps this object alive."""
+        """Return the flat bytes. Torch uses them without a copy and keeps this object alive."""
         return array_interface(self.address, self.nbytes)
 
     @property
@@ -90,11 +78,8 @@ class DeviceMemory:
     def take(self, other: DeviceMemory) -> None:
         """Map the physical memory of `other` at these addresses, in place of the current memory.
 
-        Nothing may use these addresses during the call, or the device fails. It waits for all work of the device.
-
-        Raises:
-            DestinationError: the driver refused. The addresses have their old memory, or no memory if the driver
-                refused twice. Then `is_mapped` is False.
+        Nothing may use these addresses during the call, or the device fails. If the driver refuses (DestinationError),
+        the addresses have their old memory. If it refuses twice, they have none, and `is_mapped` is False.
         """
         driver, reservation = self._driver, self._reservation
         with driver.entered(self.device):
@@ -124,7 +109,7 @@ class DeviceMemory:
                 self._unmap()
 
     def renew(self) -> None:
-        """Map new physical memory with undefined bytes at the same addresses. Idempotent. Raises DeviceOutOfMemory."""
+        """Map new physical memory with undefined bytes at the addresses. Idempotent. Raises DeviceOutOfMemory."""
         if not self._reservation.is_mapped:
             with self._driver.entered(self.device):
                 self._map_and_release(self._driver.create(self._reservation.nbytes, self.device))
@@ -139,7 +124,7 @@ class DeviceMemory:
         self._reservation.is_mapped = False
 
     def _map(self, handle: int) -> None:
-        """Map the memory of a handle. The mapping keeps the memory, and the caller still owns the handle."""
+        """Map the memory of a handle, which the caller still owns. The mapping keeps the memory."""
         driver, reservation = self._driver, self._reservation
         driver.map_handle(reservation.address, reservation.nbytes, handle)
         try:
@@ -157,12 +142,12 @@ class DeviceMemory:
 
 
 _memories: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
-"""All of these memories in this process, by address."""
+"""All `DeviceMemory` of this process, by address."""
 
 
 def array_interface(address: int, nbytes: int) -> dict[str, object]:
     """Return the CUDA array interface of flat bytes, uint8 `[nbytes]`."""
-    # False means not read-only. Torch refuses to take read-only memory.
+    # False means not read-only. Torch refuses read-only memory.
     return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
 
 
@@ -172,16 +157,15 @@ def memory_of(address: int) -> DeviceMemory | None:
 
 
 def is_available(device: int, driver: CudaDriver | None = None) -> bool:
-    """Return whether a device has memory of this kind that can be shared by file descriptors. WSL and some virtual GPUs
-    do not."""
+    """Return whether a device has memory of this kind, unlike WSL and some virtual GPUs."""
     return (load_driver() if driver is None else driver).has_virtual_memory(device)
 
 
 def wake(device: int, driver: CudaDriver | None = None) -> None:
-    """Prepare the driver to allocate and map memory of a device.
+    """Prepare the driver to allocate and map memory of a device, in a thread before the size of the memory is known.
 
-    After a pause of 20 ms, its first call about memory takes 15 to 30 ms, whatever the size. Later calls do not. Call
-    this in a thread before the size of the memory is known. Source: benchmarks/results/h200x2_202611/sync.md.
+    After a pause of 20 ms, its first call about memory takes 15 to 30 ms, whatever the size. Source:
+    benchmarks/results/h200x2_202611/sync.md.
     """
     driver = load_driver() if driver is None else driver
     with driver.entered(device):
@@ -190,12 +174,10 @@ def wake(device: int, driver: CudaDriver | None = None) -> None:
 
 
 def _free(pid: int, driver: CudaDriver, device: int, reservation: _Reservation) -> None:
-    """Free the addresses, and the physical memory if no other addresses have it."""
     if pid != os.getpid():
         return
     try:
         with driver.entered(device):
-            # Queued kernels may still use the memory, just as with cudaFree.
             if reservation.is_mapped:
                 driver.synchronize()
             driver.unmap(reservation.address, reservation.nbytes if reservation.is_mapped else 0, reservation.nbytes)

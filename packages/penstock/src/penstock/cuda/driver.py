@@ -40,7 +40,7 @@ ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
     803: _NO_SUPPORT,
     804: _NO_SUPPORT,
 }
-"""Error and hint of each CUresult. Any other code is a DestinationError, since our device failed."""
+"""Error and hint of each CUresult. Any other code is a DestinationError."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -149,11 +149,9 @@ QUICK = frozenset(
 )
 """Calls of a microsecond or two, which keep the interpreter's lock. After releasing it a thread may wait 5 ms for it
 while another thread runs Python. A copy on a stream with `QUEUE_DEPTH` waiting copies blocks until the device
-continues. `CudaDriver.copy` releases the lock where so many may wait."""
-
+continues, so `CudaDriver.copy` releases the lock there."""
 QUEUE_DEPTH = 1000
 """Waiting copies on a stream after which the next call blocks. Source: measured on one H200, at copy 1,021."""
-
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
 _MAPPED, _READ_ONLY = 2, 8
@@ -171,18 +169,13 @@ _EVENT_DISABLE_TIMING = 2
 _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
-
 PITCHED_BYTES = 4 << 10
 """Minimum size of a run for a rectangle to be copied by the copy engines."""
-
 PITCHED_LEAST_BYTES = 1 << 20
 """Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. It is no faster
-than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no processor of the device. Smaller rectangles are
-too many for one call each."""
-
+than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no processor of the device."""
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
-
 _FEW = 8
 """Maximum number of copies that are queued one by one, each by a call that keeps the interpreter's lock."""
 
@@ -194,11 +187,11 @@ def load_driver() -> CudaDriver:
 
 
 _NVML_TEXT_BYTES = 80
-"""Size of the buffer for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
+"""Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
 
 
 def installed_version() -> str:
-    """Return the version of NVIDIA's driver from NVML, such as `580.95.05`, or an empty string without NVML."""
+    """Return the version of NVIDIA's driver, such as `580.95.05`, or an empty string without NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -213,7 +206,7 @@ def installed_version() -> str:
 
 
 def ordinal(device: str) -> int:
-    """Return the number of a CUDA device. Raises ConfigError for other devices, and for a device without a number."""
+    """Return the number of a CUDA device. Raises ConfigError for other devices and without a number."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(
@@ -230,7 +223,7 @@ class CudaDriver:
             releasing, holding = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(f"no CUDA driver: {error}") from error
-        # Calls through CDLL release the interpreter's lock, and calls through PyDLL hold it (`QUICK`).
+        # CDLL releases the interpreter's lock, and PyDLL holds it (`QUICK`).
         self._calls: dict[str, Any] = {}
         for name, signature in SIGNATURES.items():
             call = getattr(holding if name in QUICK else releasing, name)
@@ -239,10 +232,10 @@ class CudaDriver:
         self._batch = getattr(releasing, "cuMemcpyBatchAsync_v2", None)
         self._batch_names_failed = False
         if self._batch is None:
-            # The drivers of CUDA 12.8 and 12.9 have one more argument, for the number of the copy that failed.
+            # Drivers of CUDA 12.8 and 12.9 have one more argument, for the number of the copy that failed.
             self._batch = getattr(releasing, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
-        # Looked up once, since a thread that must not be delayed calls it for every chunk of a load.
+        # A thread that must not be delayed calls it for every chunk of a load.
         self._copy_to_device = self._calls["cuMemcpyHtoDAsync_v2"]
         self._releasing_copy = releasing.cuMemcpyAsync
         self._releasing_copy.argtypes = SIGNATURES["cuMemcpyAsync"]
@@ -251,13 +244,12 @@ class CudaDriver:
         self._do("cuInit", 0)
 
     def _do(self, name: str, *arguments: Any) -> None:
-        """Make a call, and raise the error for its code."""
         code = self._calls[name](*arguments)
         if code:
             self.fail(name, code)
 
     def fail(self, name: str, code: int) -> None:
-        """Raise the error for this code; see `ERRORS`."""
+        """Raise the error for this code."""
         text = ctypes.c_char_p()
         self._calls["cuGetErrorName"](code, ctypes.byref(text))
         kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
@@ -275,7 +267,7 @@ class CudaDriver:
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
-        """Make the device's primary context, which torch uses too, current in this thread for a `with` block."""
+        """Make the device's primary context, which torch uses too, current in this thread."""
         self._do("cuCtxPushCurrent_v2", self._context(device))
         try:
             yield
@@ -283,7 +275,7 @@ class CudaDriver:
             self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _context(self, device: int) -> int:
-        # Retain the context once and never release it, since torch uses it until the process ends.
+        # Never release the context, since torch uses it until the process ends.
         if device not in self._contexts:
             self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", self._ordinal(device))
         return self._contexts[device]
@@ -299,25 +291,24 @@ class CudaDriver:
             self.fail("cuCtxEnablePeerAccess", code)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return start and length of the allocation at an address. For virtual memory it is one mapped piece."""
+        """Return start and length of the allocation at an address, or of one mapped piece of virtual memory."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
 
     def ipc_handle(self, base: int) -> bytes | None:
-        """Return the handle by which another process opens the allocation, or None if this kind of memory has no
-        handle."""
-        # Any error means that there is no handle. The caller tries file descriptors next, and those report the reason.
+        """Return the handle by which another process opens the allocation, or None."""
+        # Any error means that there is no handle. The caller tries file descriptors next, which report the reason.
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Return the local address of another process's allocation, which is valid until `ipc_close`."""
+        """Return the address of another process's allocation, which is valid until `ipc_close`."""
         return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
         """Undo `ipc_open`, and ignore errors."""
-        # Finalizers call this and have no caller to raise to. A device that failed reports it at the next call.
+        # Finalizers have no caller to raise to. A device that failed reports it at the next call.
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
@@ -346,7 +337,7 @@ class CudaDriver:
         try:
             self.map_handle(address, nbytes, handle)
         finally:
-            # The mapping keeps the memory. Without the handle, `unmap` frees it.
+            # The mapping keeps the memory, and `unmap` frees it.
             self.release(handle)
 
     def has_virtual_memory(self, device: int) -> bool:
@@ -354,13 +345,13 @@ class CudaDriver:
         return all(self._attribute(attribute, device) for attribute in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
 
     def virtual_unit(self, device: int) -> int:
-        """Return the number of bytes of which `create` takes multiples."""
+        """Return the allocation granularity in bytes."""
         properties, unit = self._properties(device), ctypes.c_size_t()
         self._do("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
         return unit.value
 
     def create(self, nbytes: int, device: int) -> int:
-        """Return a handle of new physical memory of a device, which is freed with its last handle and mapping."""
+        """Return a handle of new physical memory, which is freed with its last handle and mapping."""
         return self._get("cuMemCreate", nbytes, ctypes.byref(self._properties(device)), 0)
 
     def _properties(self, device: int) -> AllocationProp:
@@ -398,7 +389,7 @@ class CudaDriver:
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
         """Undo `map_fd` for the first `mapped_nbytes` and `reserve`, and ignore errors."""
-        # Unmap first, since the driver refuses to free a range with mappings.
+        # The driver refuses to free a range with mappings.
         if mapped_nbytes:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
         self._calls["cuMemAddressFree"](address, nbytes)
@@ -411,17 +402,12 @@ class CudaDriver:
         return self._get("cuDeviceGetAttribute", attribute, self._ordinal(device)) & 0x7FFFFFFF
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
-        """Page-lock host memory for copy engines and kernels of every device. Use `is_read_only` for read-only
-        mappings.
-
-        `sees_host` says whether kernels find it at host addresses.
-        """
+        """Page-lock host memory for copy engines and kernels of every device."""
         flags = _PORTABLE | _MAPPED | (_READ_ONLY if is_read_only else 0)
         self._do("cuMemHostRegister_v2", address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, and ignore errors."""
-        # Finalizers call this and have no caller to raise to.
         self._calls["cuMemHostUnregister"](address)
 
     def make_stream(self) -> int:
@@ -434,7 +420,6 @@ class CudaDriver:
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
         """Destroy streams and events, and ignore errors."""
-        # If the device failed before, every call fails and there is nothing left to free.
         for event in events:
             self._calls["cuEventDestroy_v2"](event)
         for stream in streams:
@@ -448,14 +433,12 @@ class CudaDriver:
     def is_done(self, event: int) -> bool:
         """Return whether the device has passed the event. Raises the error of work before it."""
         code = self._query(event)
-        # The driver reports an error of any earlier work at the next call.
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies by a kernel on the reader's device. Without Triton, warn and queue
-        them one by one."""
+        """Queue many short copies by a kernel on our device. Without Triton, warn and queue them one by one."""
         try:
             from penstock.cuda.gather import gather
         except ModuleNotFoundError as error:
@@ -468,8 +451,7 @@ class CudaDriver:
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         """Lay out copies whose `src` and `dst` are addresses. Return a function that queues them, any number of times.
 
-        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines, with one call each. A kernel copies
-        the others.
+        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the others.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
         # The driver refuses larger pitches.
@@ -487,7 +469,6 @@ class CudaDriver:
         return queue
 
     def _pitched(self, rows: Rectangles, stream: int) -> Callable[[], None]:
-        """Lay out rectangles as pitched copies."""
         columns = (rows.src, rows.dst, rows.run_bytes, rows.num_rows, rows.src_pitch, rows.dst_pitch)
         copies = [
             PitchedCopy(
@@ -531,12 +512,11 @@ class CudaDriver:
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
         """Queue copies between device addresses, in no particular order.
 
-        Args:
-            may_wait: whether `QUEUE_DEPTH` copies may be waiting on the stream. Then the calls release the
-                interpreter's lock. None means that they may if there are more than a few copies.
+        If `QUEUE_DEPTH` copies may be waiting on the stream (`may_wait`), the calls release the interpreter's lock.
+        None means that they may if there are more than a few copies.
         """
-        # A batch is one call for all copies, and releases the lock. Drivers before CUDA 12.8 have no batch and need one
-        # call per copy. The legacy stream takes no batch.
+        # A batch is one call for all copies, and releases the lock. Drivers before CUDA 12.8 and the legacy stream have
+        # no batch.
         if len(nbytes) <= _FEW or self._batch is None or not stream:
             releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
             queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]
@@ -562,12 +542,12 @@ class CudaDriver:
 
 
 never_freed: list[tuple[object, ...]] = []
-"""Objects whose memory a hanging device may still use. They are kept until the process ends, since no call cancels a
-copy."""
+"""Objects whose memory a hanging device may still use, since no call cancels a copy. They are kept until the process
+ends."""
 
 
 class StreamPool:
-    """Streams and spare events of one device. Only one thread at a time may use it."""
+    """Streams and spare events of one device. Not thread-safe."""
 
     def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
         self._driver = driver
@@ -588,7 +568,7 @@ class StreamPool:
 
     def give_event(self, event: int) -> None:
         """Return a passed event for reuse."""
-        # Reuse an event only after it has passed. Recording it again would make a waiter wait for later work.
+        # Recording an event before it has passed would make a waiter wait for later work.
         self._spare.append(event)
 
     def close(self) -> None:
@@ -598,7 +578,7 @@ class StreamPool:
 
 
 class StreamPools:
-    """Stream pools of all devices, each created on first use. Only one thread at a time may use it."""
+    """Stream pools of all devices. Not thread-safe."""
 
     def __init__(self, driver: CudaDriver, *, num_streams: int) -> None:
         self._driver = driver
@@ -607,8 +587,7 @@ class StreamPools:
 
     def of(self, device: int) -> StreamPool:
         """Return the pool of a device."""
-        # Create it on first use, since a stream creates a context on the device, which takes hundreds of MB of its
-        # memory.
+        # A stream creates a context on the device, which takes hundreds of MB of its memory.
         if device not in self._pools:
             self._pools[device] = StreamPool(self._driver, device, self._num_streams)
         return self._pools[device]

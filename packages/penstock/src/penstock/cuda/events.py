@@ -1,7 +1,4 @@
-"""CUDA streams and events as torch objects: streams that are created one by one, and waits with a deadline.
-
-`driver` has the raw integer handles of streams and events.
-"""
+"""CUDA streams and events as torch objects: streams that are created one by one, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -16,25 +13,16 @@ import torch
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import DestinationError, PenstockError
 
-# A flip or a batch takes at most milliseconds while the engine is paused or the device has nothing else queued. A
-# longer sleep would be a measurable part of it.
+# A flip or a batch needs at most milliseconds, of which a longer sleep would be a measurable part.
 _NAP_S = 0.0001
 
 
 def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream:
-    """Return a new stream of a device, which does not wait for the default stream.
+    """Return a new stream of a device with an index, which does not wait for the default stream.
 
     Torch would create a pool of streams with the first one, in 3 to 5 ms. Source:
-    benchmarks/results/h200x1_202611/load-history.md.
-
-    Args:
-        device: device with an index.
-        owner: object with which the stream is destroyed after its work is done. None means that the stream exists as
-            long as the process.
-
-    Raises:
-        ConfigError: there is no driver or no such device.
-        DeviceOutOfMemory, DestinationError: the driver refused.
+    benchmarks/results/h200x1_202611/load-history.md. The stream is destroyed with `owner`. Without an owner it exists
+    as long as the process. Raises ConfigError without a driver or device.
     """
     driver, index = load_driver(), device.index
     with driver.entered(index):
@@ -55,7 +43,7 @@ def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
 
 
 def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each device, recorded on its current stream after the work that is queued so far."""
+    """Return an event for each device, recorded on its current stream."""
     events = []
     for device in devices:
         event = torch.cuda.Event()
@@ -65,7 +53,7 @@ def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Even
 
 
 def is_passed(event: torch.cuda.Event, timeout_s: float) -> bool:
-    """Wait until the device has passed an event. Return False if it has not done so within `timeout_s`."""
+    """Return whether the device has passed an event within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > deadline:
@@ -75,16 +63,10 @@ def is_passed(event: torch.cuda.Event, timeout_s: float) -> bool:
 
 
 def wait_events(events: Iterable[torch.cuda.Event], stall_s: float, *, work: str, mutated: bool = False) -> None:
-    """Wait until the device has passed all events.
+    """Wait until the device has passed all events, in the order in which they were recorded.
 
-    Args:
-        events: events in the order in which they were recorded.
-        stall_s: seconds to wait for each event after the previous one.
-        work: name of the device's work before an event, for the error.
-        mutated: whether the target is a mix of two versions if this fails.
-
-    Raises:
-        DestinationError: the device passed no event for `stall_s`.
+    Raises DestinationError if the device passed no event for `stall_s`. `work` names the work before an event, and
+    `mutated` says whether the target is then a mix of two versions.
     """
     for event in events:
         if not is_passed(event, stall_s):

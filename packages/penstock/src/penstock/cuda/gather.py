@@ -1,7 +1,7 @@
 """Copy many short runs of device memory by one kernel, where copy engines would spend their time on starting copies.
 
-The kernel runs on the reader's device and loads the holder's memory over NVLink. Nothing runs on the holder's device.
-This module imports Triton. `driver` imports it on first use, and copies run by run if Triton is not installed.
+The kernel runs on the reader's device and loads the holder's memory over NVLink. Import this module on first use, since
+it imports Triton.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -48,10 +48,9 @@ def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> N
 
 
 def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-    """Queue the copies on a stream of this device.
+    """Queue the copies on a stream of this device, by one or two launches and a table of 24 bytes for each 16 KiB.
 
-    Cost: one or two launches and a table of 24 bytes for each 16 KiB. Runs whose source and destination differ in
-    alignment to 16 bytes are copied byte by byte, which is slower.
+    Runs whose source and destination differ in alignment to 16 bytes are copied byte by byte, which is slower.
     """
     wide, narrow = tiles(dst.astype(np.int64), src.astype(np.int64), nbytes.astype(np.int64))
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
@@ -61,13 +60,7 @@ def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
 
 
 def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-    """Lay out copies of rectangles, whose `src` and `dst` are addresses, for a stream of this device.
-
-    Returns:
-        A function that queues them on that stream. It may be called any number of times.
-
-    Cost: see `plan_copy`. A call takes up to three launches, and nothing per run.
-    """
+    """Return a function that queues copies between addresses on this stream, any number of times."""
     queue_stream = torch.cuda.ExternalStream(stream, device)
     columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
     with torch.cuda.device(device), torch.cuda.stream(queue_stream):
@@ -86,9 +79,8 @@ def run(table: torch.Tensor, is_wide: bool) -> None:
 
 
 def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
-    """Return the runs as two tables of tiles: one of 16-byte words, and one of the bytes before and after the words."""
-    # Words of 16 bytes are possible only if both ends have the same alignment. The bytes before the first and after the
-    # last word are then copied singly.
+    """Return the runs as tables of tiles: one of 16-byte words, and one of the bytes before and after the words."""
+    # Words of 16 bytes need the same alignment of source and destination.
     same_alignment = (dst ^ src) % _WIDTH == 0
     head = np.where(same_alignment, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH

@@ -1,7 +1,4 @@
-"""Launches of Triton kernels, by Triton or from a compiled copy that an earlier process stored.
-
-    launch --copy in ~/.cache/penstock/kernels--> CUDA driver
-           `--no copy for these arguments--> Triton, which compiles, and a copy is stored
+"""Launches of Triton kernels, by Triton or from a compiled copy that an earlier process stored in ~/.cache/penstock.
 
 A fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its cached kernels, since Triton hashes all
 its sources first. A copy is loaded in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
@@ -31,35 +28,27 @@ from penstock.config import home_cache
 from penstock.errors import MALFORMED, ConfigError, DestinationError, MissingExtra
 
 _ALIGNMENT = 16
-"""Required alignment in bytes of all pointers for a copy, since Triton may have compiled for aligned pointers.
-
-Source: Triton's argument specialisation.
-"""
-
+"""Required alignment in bytes of all pointers for a copy. Source: Triton's argument specialisation."""
 _INT32_STOP = 1 << 31
 """Larger integers have 64 bits, for which Triton compiles a different kernel."""
-
 _MAX_SHARED_BYTES = 48 << 10
 """More shared memory needs an opt-in. Source: CUDA programming guide, "Shared Memory"."""
-
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[usb](32|64)\b")
 _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which a device is torch's current device. The CPU needs no context."""
-    # Use the number, since torch looks up a device object in 1.2 us and a number in 0.07 us.
+    # Torch looks up a device object in 1.2 us and a number in 0.07 us.
     return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class _StoredKernel(msgspec.Struct, frozen=True):
-    """A compiled kernel in its stored form."""
-
     file: str
     """Name of its file, which is a digest of everything on which the kernel depends."""
     symbol: str
     parameter_bits: tuple[int, ...]
-    """Bits of every parameter: those of the kernel, then those of Triton (scratch pointers, which are null here)."""
+    """Bits of every parameter: the kernel's, then Triton's (scratch pointers, which are null here)."""
     num_threads: int
     shared_bytes: int
     cubin: bytes
@@ -79,20 +68,17 @@ def launch(
 
 
 class Launch:
-    """A launch of a kernel that can be queued again each time its memory is refilled.
+    """A launch of a kernel that can be queued again each time its memory is refilled. It keeps the tensors alive.
 
     Its arguments are laid out for the driver only once. While other threads compete for the interpreter's lock, laying
-    them out for each launch took 0.25 ms, and a digest of 1 GB with ten launches 2.6 ms instead of 0.5.
+    them out for each launch took 0.25 ms, and a digest of 1 GB with ten launches 2.6 ms instead of 0.5. Not
+    thread-safe.
 
     Args:
         module: module with the kernel and everything that it calls. A copy is valid for the text of this module.
         name: name of the kernel, whose integers Triton must not specialise.
         num_programs: default number of programs in a launch. With 0 nothing is launched.
         arguments: the first arguments, in order. A copy is used only if integers are below 2^31.
-        constants: constants of the kernel.
-        num_warps: warps of each program.
-
-    Ownership: keeps the tensors alive. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -110,7 +96,6 @@ class Launch:
         self._arguments = tuple(arguments)
         self._constants = constants
         self._device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-        # A copy is a kernel that Triton compiled for aligned pointers and 32-bit integers.
         self._can_use_copy = self._device.type == "cuda" and all(map(_fits_copy, self._arguments))
         self._shape = (module, name, tuple(sorted(constants.items())), num_warps)
         self._queued: _Queued | None = None
@@ -118,13 +103,8 @@ class Launch:
     def run(self, *more: torch.Tensor | int, num_programs: int | None = None) -> None:
         """Queue the kernel on the current stream of its first argument's device.
 
-        Args:
-            more: arguments after those of the constructor. Their number and types must be the same in every call.
-            num_programs: number of programs. None means the number given to the constructor.
-
-        Raises:
-            MissingExtra: Triton is needed and not installed.
-            DestinationError: the driver refused the kernel.
+        `more` follows the arguments of the constructor, with the same number and types in every call. Raises
+        MissingExtra if Triton is needed and not installed, and DestinationError if the driver refused the kernel.
         """
         if num_programs is None:
             num_programs = self._num_programs
@@ -138,7 +118,7 @@ class Launch:
             # Use the number of the device, as in `device_context`.
             stream = torch.cuda.current_stream(self._device.index)
             if not _thread.has_context:
-                # This call of torch makes the device's context current in a thread that has no context yet.
+                # This makes the device's context current in a thread that has no context yet.
                 stream.query()
                 _thread.has_context = True
             self._queued.run(more, stream.cuda_stream, num_programs)
@@ -147,8 +127,8 @@ class Launch:
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
         if can_use_copy and key not in _compiled:
-            # The next launch looks once for the copy of this process or of another rank, since a launch by Triton takes
-            # ten times as long.
+            # The next launch looks once for the copy of this process or of another rank, since Triton needs ten times
+            # as long.
             _compiled.add(key)
             _store(compiled, _path(*key))
             _kernels.pop(key, None)
@@ -162,12 +142,10 @@ _thread = _Thread()
 
 
 def _fits_copy(argument: torch.Tensor | int) -> bool:
-    """Return whether a copy was compiled for such an argument."""
     return argument.data_ptr() % _ALIGNMENT == 0 if isinstance(argument, torch.Tensor) else argument < _INT32_STOP
 
 
 def _imported(module: str) -> Any:
-    """Import the module of a kernel. Raises MissingExtra if Triton is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -182,9 +160,8 @@ _Shape = tuple[str, str, object, int]
 
 @functools.cache
 def _path(shape: _Shape, device: torch.device) -> Path | None:
-    """Return the path of this kernel's copy, or None without a home directory."""
     module, name, _, _ = shape
-    # The key contains the text of the module, so that an edited kernel is a new one without a version number.
+    # An edited module is a new kernel without a version number.
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
@@ -195,7 +172,6 @@ def _path(shape: _Shape, device: torch.device) -> Path | None:
 
 @functools.cache
 def _text(module: str) -> bytes:
-    """Return the source of a module, which need not be importable."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).read_bytes()
@@ -208,7 +184,6 @@ _compiled: set[tuple[_Shape, torch.device]] = set()
 
 
 def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
-    """Return the stored copy of a kernel, loaded once, or None if no copy can be used."""
     key = shape, device
     kernel = _kernels.get(key)
     if kernel is None and key not in _kernels:
@@ -217,7 +192,6 @@ def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
 
 
 def _load(path: Path | None) -> _Kernel | None:
-    """Load a stored copy, or return None if it cannot be used."""
     if path is None:
         return None
     try:
@@ -234,15 +208,15 @@ def _load(path: Path | None) -> _Kernel | None:
     except OSError:
         return None
     except (*MALFORMED, DestinationError):
-        # Remove a damaged file, so that the kernel is compiled and stored again.
+        # Remove a corrupt file, so that the kernel is compiled and stored again.
         path.unlink(missing_ok=True)
         return None
 
 
 def _store(compiled: Any, path: Path | None) -> None:
-    """Store a copy for later launches if it can be launched without Triton. Ignore a full or read-only disk."""
+    """Store a copy if it can be launched without Triton. Ignore a full or read-only disk."""
     metadata = compiled.metadata
-    # Triton launches kernels that need more than a plain launch, such as scratch memory or clusters.
+    # Only Triton launches kernels that need scratch memory, clusters or other extras.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     is_plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
     ptx: str = compiled.asm["ptx"]
@@ -258,8 +232,7 @@ def _store(compiled: Any, path: Path | None) -> None:
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
-    # Write to a random name and rename it, so that the file is complete or absent. Two containers may share the cache
-    # and both have a process 1.
+    # The file must be complete or absent. Two containers may share the cache and both have a process 1.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -269,26 +242,24 @@ def _store(compiled: Any, path: Path | None) -> None:
 
 
 class _Kernel:
-    """A copy that is loaded into the current context. It stays loaded, since a process uses it again."""
-
     def __init__(self, copy: _StoredKernel) -> None:
         self.copy = copy
         self.function = ctypes.c_void_p()
         module = ctypes.c_void_p()
-        # This call of torch makes the device's context current in this thread.
+        # This makes the device's context current in this thread.
         torch.cuda.current_stream().query()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), copy.cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self.function), module, copy.symbol.encode()))
 
 
 class _Queued:
-    """Arguments of a loaded kernel in the form that the driver takes. The last `num_more` are set at each launch."""
+    """Arguments of a loaded kernel in the form of the driver. The last `num_more` are set at each launch."""
 
     def __init__(self, kernel: _Kernel, arguments: Sequence[torch.Tensor | int], num_more: int) -> None:
         self._function = kernel.function
         copy = kernel.copy
         values = list(map(_value, arguments))
-        # Triton's parameters follow. They are pointers to scratch memory, which these kernels do not use.
+        # Triton's parameters follow: pointers to scratch memory, which these kernels do not use.
         values += [0] * (len(copy.parameter_bits) - len(values))
         pairs = zip(values, copy.parameter_bits, strict=True)
         self._boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in pairs]
@@ -299,7 +270,6 @@ class _Queued:
         self._launcher = _launcher()
 
     def run(self, more: Sequence[torch.Tensor | int], stream: int, num_programs: int) -> None:
-        """Queue a launch on a stream. Raises DestinationError if the driver refuses it."""
         for box, argument in zip(self._boxed[self._more], more, strict=True):
             box.value = _value(argument)
         grid = (num_programs, *self._shape)
@@ -307,7 +277,6 @@ class _Queued:
 
 
 def _value(argument: torch.Tensor | int) -> int:
-    """Return an argument as the number that the driver takes."""
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
@@ -318,9 +287,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _launcher() -> Any:
-    """Return the driver's launch call."""
-    # Use PyDLL, which keeps the interpreter's lock. A launch takes microseconds, and getting the lock back can take
-    # milliseconds.
+    # PyDLL keeps the interpreter's lock. A launch takes microseconds, and getting the lock back can take milliseconds.
     return ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
 
 

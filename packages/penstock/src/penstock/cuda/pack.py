@@ -1,7 +1,7 @@
 """Copy rectangles of device memory by one kernel. Source and destination may both have gaps.
 
-A table holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The memory
-must be reachable from the device (its own or a peer's).
+A table entry holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The
+memory must be reachable from the device (its own or a peer's).
 """
 
 from __future__ import annotations
@@ -16,25 +16,20 @@ from penstock.types import I64
 
 TILE_BYTES = 16 << 10
 """Bytes per program. 128 threads with eight 16-byte loads each in flight hide the microsecond of NVLink."""
-
 WIDTHS = (16, 4, 1)
 """Bytes of a load. The kernel uses the widest one that divides all numbers of a rectangle."""
-
 _LONGEST_RUN = 1 << 30
-"""A longer run is copied as several runs, since units within a row are counted in 32 bits."""
+"""A longer run is copied as several runs, since offsets within a row are counted in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackTable:
-    """Rectangles laid out for the kernel, to be copied any number of times. `plan_pack` and `plan_copy` create it."""
+    """Rectangles laid out for the kernel, to be copied any number of times."""
 
     launches: tuple[Launch, ...]
 
     def run(self) -> None:
-        """Queue the copies on the device's current stream, which must be the planning stream or one that waits for it.
-
-        Only one thread at a time may call it.
-        """
+        """Queue the copies on the current stream, which must be the planning stream or wait for it. Not thread-safe."""
         for part in self.launches:
             part.run()
 
@@ -42,15 +37,14 @@ class PackTable:
 def plan_pack(
     dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
 ) -> PackTable:
-    """Plan to copy `nbytes` of each strip, starting at its packed byte `start`, into one contiguous piece; see
-    `plan_copy`."""
+    """Plan to copy `nbytes` of each strip, from its packed byte `start`, into a contiguous piece; see `plan_copy`."""
     return _plan(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
 
 
 def plan_copy(
     dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
 ) -> PackTable:
-    """Plan to copy rectangles.
+    """Plan to copy rectangles, without synchronisation, by up to three launches.
 
     Args:
         dst, src: addresses of the first run.
@@ -58,11 +52,8 @@ def plan_copy(
         num_rows: number of runs, at least 1.
         dst_pitch, src_pitch: bytes from the start of a run to the start of the next.
         device: device that runs the kernel. The CPU works only under Triton's interpreter.
-
-    Cost: tables of 72 bytes per rectangle, and 4 bytes per tile of 16 KiB, which are created on the device. Up to three
-    launches when run. No synchronisation.
     """
-    # Split each long run into several adjacent rectangles with the same rows.
+    # Split each long run into adjacent rectangles with the same rows.
     parts = -(-run_bytes // _LONGEST_RUN)
     at = np.repeat(np.arange(len(parts)), parts)
     skipped = (np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)) * _LONGEST_RUN
@@ -72,16 +63,9 @@ def plan_copy(
 
 
 def _plan(
-    dst: I64,
-    src: I64,
-    run_bytes: I64,
-    dst_pitch: I64,
-    src_pitch: I64,
-    start: I64,
-    nbytes: I64,
-    device: torch.device,
+    dst: I64, src: I64, run_bytes: I64, dst_pitch: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
 ) -> PackTable:
-    # A single run has no pitch. With 0 it does not prevent the widest loads.
+    # A single run has no pitch. With 0 the pitch does not prevent the widest loads.
     one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
@@ -97,9 +81,9 @@ def _plan(
         counts = -(-nbytes[mine] // (TILE_BYTES * width // 16))
         columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
         host = torch.from_numpy(np.ascontiguousarray(columns))
-        # Pin the table, since a copy from pageable memory would make the call wait for the device.
+        # A copy from pageable memory would make the call wait for the device.
         device_table = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-        # Create the tiles on the device, since one for each 16 KiB is many times larger than the table.
+        # One tile for each 16 KiB is many times larger than the table, so create the tiles on the device.
         rectangle = torch.arange(len(mine), dtype=torch.int32, device=device)
         tiles = torch.repeat_interleave(rectangle, device_table[8], output_size=int(counts.sum()))
         constants = {"TILE_BYTES": TILE_BYTES * width // 16, "WIDTH": width}

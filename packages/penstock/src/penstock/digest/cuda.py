@@ -1,10 +1,7 @@
-"""XXH3-64 digests of leaves and strips in device memory at memory speed, with the same bits as on the CPU.
+"""XXH3-64 digests of leaves and strips in device memory at memory speed, bit-identical to those of the CPU.
 
-    leaves ---------------------------------------------------> leaf digests
-    contiguous strips ----------------------------------------> leaves in place --.
-    strips with gaps --packed into scratch, a slab at a time--> leaves of it -----'--> leaf digests --> strip digests
-
-The kernels are in `digest.xxh3_triton`, and the references on the CPU in `digest.leaf` and `digest.strip`.
+Leaves and contiguous strips are digested in place. Strips with gaps are packed into scratch, a slab at a time. The
+kernels are in `digest.xxh3_triton`, and the references on the CPU in `digest.leaf` and `digest.strip`.
 """
 
 from __future__ import annotations
@@ -30,25 +27,21 @@ _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Shapes of the launches, which do not change the digests.
-
-    Source of the defaults: benchmarks/results/h100_202611/digest.md, by `benchmarks/bench_digest.py --sweep`.
-    """
+    """Shapes of the launches, which do not change the digests. Source: benchmarks/results/h100_202611/digest.md."""
 
     tile_blocks: int = 8
     """1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
     tile_warps: int = 1
     """Warps of such a program. With 8 blocks a warp, each thread keeps sixteen 16-byte loads in flight."""
     run_stripes: int = 8
-    """Stripes of 64 bytes that one load reads from a block of an aligned leaf. Eight are 512 contiguous
-    bytes per warp."""
+    """Stripes of 64 bytes that one load reads from a block of an aligned leaf: 512 contiguous bytes per warp."""
     finish_leaves: int = 4
     """Leaves that a program of the serial pass chains. Four leaves with 8 lanes fill its one warp."""
     finish_unroll: int = 16
     """Blocks whose sums the serial pass loads ahead."""
     slab_blocks: int = 1024 * 1024
-    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. It is as fast as slabs of 256 MiB, whose
-    sums fit the L2 cache (50 MB), and needs a quarter of the launches."""
+    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. Slabs of 256 MiB, whose sums fit the L2
+    cache (50 MB), are not faster and need four times the launches."""
     short_warps: int = 4
     """Warps of a program of the short kernel, which handles one leaf per thread."""
 
@@ -68,16 +61,12 @@ class _Slab:
 
     @property
     def num_tiles(self) -> int:
-        """Return the number of programs of the parallel pass."""
         return (self.stop_leaf - self.first_leaf) * self.tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafTable:
-    """Leaves laid out for the kernels. They can be digested each time their memory is refilled.
-
-    Ownership: holds a small device table. The caller must keep the memory of the leaves until every digest is done.
-    """
+    """Leaves laid out for the kernels, whose memory the caller must keep until every digest is done."""
 
     device: torch.device
     num_leaves: int
@@ -94,22 +83,17 @@ class LeafTable:
         It is asynchronous on the device's current stream, which must be the planning stream or one that waits for it.
 
         Args:
-            out: [num_leaves] int64 on the table's device, contiguous, or with as many rows as were planned. None means
-                to allocate it.
+            out: [num_leaves] int64 on the table's device, contiguous, or with as many rows as were planned.
             sums: scratch, uint64 [at least num_sums, 8], which earlier and later digests of the stream may share.
 
         Returns:
             [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
-
-        Cost: two launches for each slab and one for short leaves. Scratch of 1/16 of a slab, at most 64 MiB unless a
-        single leaf needs more. No synchronisation.
         """
         if out is None:
             out = torch.empty(self.num_leaves, dtype=torch.int64, device=self.device)
         if self.num_leaves == 0:
             return out
-        # All slabs share one scratch. The launches of a stream run in order, so the sums of a slab are used before the
-        # next slab overwrites them.
+        # All slabs share one scratch, since the launches of a stream run in order.
         if sums is None:
             sums = _scratch(self.num_sums, self.device)
         with device_context(self.device):
@@ -123,29 +107,21 @@ class LeafTable:
 def plan_leaves(
     addresses: I64, nbytes: I64, device: torch.device, *, into: I64 | None = None, tuning: Tuning = DEFAULT_TUNING
 ) -> LeafTable:
-    """Lay out leaves for the kernels.
+    """Lay out leaves for the kernels, without synchronisation. Raises ValueError for malformed columns.
 
     Args:
         addresses: [num_leaves] address of each leaf in the memory of `device`. An alignment of 16 is fastest.
         nbytes: [num_leaves] bytes of each leaf, at least 1.
         device: CUDA device. The CPU works only under Triton's interpreter.
         into: [num_leaves] row of the result for each leaf, if `digest` is given a result. None means their order.
-        tuning: shapes of the launches, for benchmarks.
-
-    Raises:
-        ValueError: the columns differ in length, or a leaf is empty.
-
-    Cost: numpy over the leaves, and one copy of 24 bytes per leaf from pinned memory on the current stream. No
-    synchronisation.
     """
     _require_columns(addresses, nbytes)
     num_leaves = len(nbytes)
     rows = np.arange(num_leaves) if into is None else into
-    # Group the leaves, since a launch follows one path. Aligned leaves load 16 bytes at once, and short leaves have
-    # separate algorithms.
+    # A launch follows one path. Aligned leaves load 16 bytes at once, and short leaves have separate algorithms.
     kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
     tiles = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
-    # Also sort by length if lengths differ much, since all leaves of a slab get the same number of tiles.
+    # All leaves of a slab get the same number of tiles, so also sort by length if lengths differ much.
     if kind.any() or num_leaves * tiles.max(initial=0) > 2 * tiles.sum():
         order = np.lexsort((tiles, kind))
         addresses, nbytes, rows = addresses[order], nbytes[order], rows[order]
@@ -170,18 +146,9 @@ def plan_leaves(
 class OrderedLeaves:
     """Leaves laid out for the kernels in their order, so that ranges can be digested while other leaves are filled.
 
-    A range costs a few launches and no planning. If leaves of one range differ in kind or length, some programs find
-    nothing to do. Leaves that are digested all at once are faster with `plan_leaves`.
-
-    Args:
-        addresses, nbytes, device, tuning: see `plan_leaves`.
-
-    Raises:
-        ValueError: the columns differ in length, or a leaf is empty.
-
-    Cost: numpy over the leaves, and one copy of 24 bytes per leaf from pinned memory on the current stream. Scratch of
-    1/16 of the longest slab, at most 64 MiB unless a single leaf needs more. Ownership: holds its tables and the
-    scratch. The caller must keep the memory of the leaves until every digest is done.
+    A range costs a few launches and no planning. Leaves that are digested all at once are faster with `plan_leaves`,
+    which explains the arguments and errors. The scratch is 1/16 of the longest slab, at most 64 MiB unless a single
+    leaf needs more. The caller must keep the memory of the leaves until every digest is done.
     """
 
     def __init__(self, addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -199,12 +166,9 @@ class OrderedLeaves:
         self._sums = _scratch(num_tiles * tuning.tile_blocks, device)
 
     def digest(self, first: int, stop: int, *, out: torch.Tensor) -> None:
-        """Digest the current bytes of the leaves `[first, stop)`. Only one thread at a time may call it.
+        """Digest the leaves `[first, stop)` into their rows of `out`, [num_leaves] int64. Not thread-safe.
 
         It is asynchronous on the current stream, which must always be the same or wait for the previous one.
-
-        Args:
-            out: [num_leaves] int64 on the device. The rows of these leaves are written.
         """
         with device_context(self.device):
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
@@ -227,12 +191,10 @@ def _has(leaves: I64, first: int, stop: int) -> bool:
 
 
 def _scratch(num_sums: int, device: torch.device) -> torch.Tensor:
-    """Return memory for the sums of this number of blocks."""
     return torch.empty((num_sums, 8), dtype=torch.uint64, device=device)
 
 
 def _require_columns(addresses: I64, nbytes: I64) -> None:
-    """Raise ValueError unless these are columns of one table whose leaves all have bytes."""
     if addresses.shape != nbytes.shape or addresses.ndim != 1:
         raise ValueError(f"addresses {addresses.shape} and nbytes {nbytes.shape} are not columns of one table")
     if nbytes.size and int(nbytes.min()) < 1:
@@ -241,7 +203,7 @@ def _require_columns(addresses: I64, nbytes: I64) -> None:
 
 def _columns(addresses: I64, nbytes: I64, rows: I64, device: torch.device) -> torch.Tensor:
     """Return the kernels' table, int64 [3, num_leaves], whose copy to the device is queued."""
-    # Pin the table, since a copy from pageable memory would make the call wait for the device.
+    # A copy from pageable memory would make the call wait for the device.
     host = torch.empty((3, len(nbytes)), dtype=torch.int64, pin_memory=device.type == "cuda")
     host.numpy()[:] = addresses, nbytes, rows
     return host.to(device, non_blocking=True)
@@ -253,8 +215,6 @@ _SHORT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kernels:
-    """Launches over a table of leaves. Each takes a range of leaves and the buffers to which it writes."""
-
     tuning: Tuning
     add_blocks: tuple[Launch, Launch]
     """Parallel pass over leaves at any address, and over aligned leaves."""
@@ -262,19 +222,16 @@ class _Kernels:
     short: Launch
 
     def run_slab(self, slab: _Slab, sums: torch.Tensor, out: torch.Tensor) -> None:
-        """Queue both passes over the longer leaves of a slab."""
         self.add_blocks[slab.aligned].run(slab.first_leaf, slab.tiles, sums, num_programs=slab.num_tiles)
         num_programs = -(-(slab.stop_leaf - slab.first_leaf) // self.tuning.finish_leaves)
         self.finish.run(slab.first_leaf, slab.stop_leaf, slab.tiles, sums, out, num_programs=num_programs)
 
     def run_short(self, first_leaf: int, stop_leaf: int, out: torch.Tensor) -> None:
-        """Queue the pass over the short leaves in `[first_leaf, stop_leaf)`."""
         num_programs = -(-(stop_leaf - first_leaf) // (32 * self.tuning.short_warps))
         self.short.run(first_leaf, stop_leaf, out, num_programs=num_programs)
 
 
 def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
-    """Return the launches over a table, int64 [3, num_leaves] on the device with address, length and result row."""
     arguments = (columns, columns.shape[1], _constants(columns.device))
 
     def launch(name: str, constants: dict[str, int | str], num_warps: int = 1) -> Launch:
@@ -293,22 +250,17 @@ def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
 
 
 def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
-    """Cut leaves `[first_leaf, stop_leaf)` into slabs of at most `slab_tiles` tiles or one leaf.
-
-    Each leaf of a slab gets as many tiles as its longest leaf, so that a program finds its leaf by a division. A table
-    of tiles would be eight times as large as the table of leaves.
-    """
+    """Cut leaves into slabs of at most `slab_tiles` tiles or one leaf. Each leaf gets the tiles of the longest one."""
     slabs = []
     while first_leaf < stop_leaf:
-        # This is the maximum that can fit. It does fit if no leaf is longer than the first.
+        # This is the maximum that can fit, and it fits if no leaf is longer than the first.
         stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
         candidates = tiles[first_leaf:stop]
         max_tiles = int(candidates.max())
         if max_tiles > candidates[0]:
             longest = np.maximum.accumulate(candidates)
             fits = np.searchsorted(longest * np.arange(1, len(longest) + 1), slab_tiles, side="right")
-            # A leaf with more tiles than a slab gets a separate slab, since the serial pass needs all sums of a leaf at
-            # once.
+            # The serial pass needs all sums of a leaf at once, so a leaf may exceed `slab_tiles`.
             stop = first_leaf + max(1, int(fits))
             max_tiles = int(longest[stop - first_leaf - 1])
         slabs.append(_Slab(first_leaf=first_leaf, stop_leaf=stop, tiles=max_tiles, aligned=aligned))
@@ -318,35 +270,23 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
 
 @functools.lru_cache(maxsize=64)
 def _constants(device: torch.device) -> torch.Tensor:
-    """Return the kernels' constants on a device, where they stay until the process ends."""
     # Allocate in a separate thread. While an engine with a sleep mode loads a model, allocations of the calling thread
-    # go to a pool whose memory is removed later. Constants in it would then be garbage and all digests wrong.
+    # go to a pool whose memory is removed later.
     with Threads(1, "penstock-constants") as pool:
         return pool.submit(lambda: torch.from_numpy(xxh3_constants.constants()).to(device)).result()
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
-    """Return the XXH3-64 of each leaf. For leaves that are digested more than once, use `plan_leaves`.
+    """Return the XXH3-64 of each leaf, [num_leaves] int64 on `device`, asynchronously on its current stream.
 
-    It is asynchronous on the device's current stream. The memory of the leaves must stay unchanged until the stream has
-    passed.
-
-    Returns:
-        [num_leaves] int64 on `device`: the uint64 bits, in the order of the rows.
-
-    Raises:
-        ValueError: the columns differ in length, or a leaf is empty.
+    The memory of the leaves must stay unchanged until the stream has passed.
     """
     return plan_leaves(addresses, nbytes, device).digest()
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the kernels for `device` or read them from Triton's cache, which takes seconds once per process.
-    Thread-safe.
-
-    Call it while the first reads are in progress, so that the first digest does not wait for the compiler.
-    """
-    # Digest one leaf for each kernel: aligned, unaligned and short.
+    """Compile the kernels for `device` or read them from a cache, which takes seconds once per process. Thread-safe."""
+    # Digest an aligned, an unaligned and a short leaf.
     data = torch.zeros(2048, dtype=torch.uint8, device=device)
     at = data.data_ptr()
     plan_leaves(np.array([at, at + 1, at]), np.array([1024, 1024, 4]), device).digest()
@@ -358,10 +298,7 @@ SCRATCH_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels by `plan_strips`. They can be digested each time their memory is refilled.
-
-    Ownership: holds its tables and results on the device (0.02 % of the bytes) and the given scratch.
-    """
+    """Strips laid out for the kernels. Their digests on the device have 0.02 % of the bytes."""
 
     leaves: torch.Tensor
     """Digests of every strip, then of the leaves of strips with several leaves."""
@@ -373,17 +310,11 @@ class StripTable:
     scratch: torch.Tensor
 
     def digest(self) -> torch.Tensor:
-        """Digest the current bytes of every strip.
+        """Return [num_strips] int64 on the device: the digests' uint64 bits, which the next call overwrites.
 
         It is asynchronous on the device's current stream, which must be the planning stream.
-
-        Returns:
-            [num_strips] int64 on the device, the uint64 bits. The next call overwrites them.
-
-        Cost: reads the bytes once, and writes and reads strips with gaps once more. A few launches per slab, no
-        synchronisation.
         """
-        # Allocate the scratch once. Each call of torch releases the GIL, and getting it back takes up to a millisecond.
+        # Each call of torch releases the GIL, and getting it back takes up to a millisecond.
         tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
         sums = _scratch(max(table.num_sums for table in tables), self.leaves.device)
         self.whole.digest(out=self.leaves, sums=sums)
@@ -401,37 +332,26 @@ def plan_strips(
 
     Args:
         address: address from which the offsets of the strips count. They must have been checked.
-        device: device of the memory. The CPU works only under Triton's interpreter.
-        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it must be used in
-            turns.
-        leaf_bytes: bytes of a leaf. Both ends of a sync use the default.
-
-    Cost: numpy over strips and leaves, never over runs.
+        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it take turns.
+        leaf_bytes: bytes of a leaf. Holder and reader of a sync use the default.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)
     first = np.cumsum(counts) - counts
     strip = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(len(strip)) - first[strip]) * leaf_bytes
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
-    # The digest of a strip with one leaf is that of the leaf, so it goes directly to the strip's row.
+    # The digest of a strip with one leaf goes directly to the row of the strip.
     is_one_of_many = counts[strip] > 1
     row = np.where(is_one_of_many, len(strips) + np.cumsum(is_one_of_many) - 1, strip)
     leaves = torch.empty(len(strips) + int(is_one_of_many.sum()), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
-    # Pack slab by slab, since scratch for all strips with gaps would be as large as the weights.
+    # Scratch for all strips with gaps would be as large as the weights.
     slabs = []
     for batch, at in _row_slabs(gapped, nbytes[gapped], scratch):
         batch_strips = strips[strip[batch]]
-        pack = plan_pack(
-            at,
-            address + batch_strips.at,
-            batch_strips.run_bytes,
-            batch_strips.pitch,
-            start[batch],
-            nbytes[batch],
-            device,
-        )
+        columns = address + batch_strips.at, batch_strips.run_bytes, batch_strips.pitch, start[batch], nbytes[batch]
+        pack = plan_pack(at, *columns, device)
         slabs.append((pack, plan_leaves(at, nbytes[batch], device, into=row[batch])))
     return StripTable(
         leaves=leaves,
@@ -444,7 +364,6 @@ def plan_strips(
 
 
 def _row_slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
-    """Return batches of leaves that fit the scratch, and the address of each leaf in it."""
     # Align to 16, where the kernels are fastest.
     padded = -(-nbytes // 16) * 16
     stop = np.cumsum(padded)

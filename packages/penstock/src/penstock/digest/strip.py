@@ -1,11 +1,8 @@
 """Digests of strips, which are equal runs of bytes at a pitch, such as a tensor's shard in memory.
 
-    strip, as if packed --> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
-                                                                   more: XXH3-64 of their digests, as <u8 in order
-
-Digests are computed as if the strip were packed, because the two ends of a read have the same runs at different
-pitches. An end whose strip is contiguous then has few and large leaves, and copies nothing. `digest.cuda` gives the
-same digests on a device.
+A digest is computed as if the strip were packed, because holder and reader have the same runs at different pitches. The
+digest of a strip with one leaf is that leaf's XXH3-64. With more leaves it is the XXH3-64 of their digests, as
+little-endian uint64.
 """
 
 from __future__ import annotations
@@ -66,16 +63,15 @@ class Strips:
         return packed
 
     def check(self, nbytes: int) -> None:
-        """Raise PlanError with the first fault unless all strips are inside memory of `nbytes`. A peer
-        may send them."""
+        """Raise PlanError unless all strips are inside memory of `nbytes`."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
             raise PlanError("the columns of a table of strips differ in length")
         room = nbytes - self.at - self.run_bytes
         wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
         wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
-        # Divide, since the product of a hostile pitch and number of rows could overflow. Overlaps are refused, since
-        # with a pitch of 0 a few bytes of memory would be a strip of any length and days of work.
+        # Divide, since the product of a hostile pitch and number of rows could overflow. With a pitch of 0 a few bytes
+        # of memory would be a strip of any length and days of work.
         wrong |= (self.num_rows > 1) & (
             (self.pitch < self.run_bytes) | (self.num_rows - 1 > room // np.maximum(self.pitch, 1))
         )
@@ -93,23 +89,17 @@ def memory_at(address: int, nbytes: int) -> Bytes:
 
 
 def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
-    """Return the digest of each strip in host memory.
+    """Return the digest of each strip in host memory. Offsets must have been checked.
 
-    Args:
-        memory: memory in which the offsets of the strips count. They must have been checked.
-        leaf_bytes: bytes of a leaf. Both ends of a sync use the default.
-
-    Cost: a contiguous strip is not copied. Other strips are packed leaf by leaf, without Python for each run.
+    Contiguous strips are not copied.
     """
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
-    # Allocate the buffers once, for the longest strip.
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
     packed = strips.is_packed().tolist()
     buffer = np.empty(leaf_bytes, np.uint8)
     columns = (column.tolist() for column in (*strips.columns, counts))
     for i, (at, run, rows, pitch, count) in enumerate(zip(*columns, strict=True)):
-        # Digest a contiguous strip in place.
         if packed[i]:
             leaf_digests(memory[at : at + run * rows].data, leaf_bytes, leaves)
         else:
@@ -122,7 +112,7 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
 
 
 def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
-    """Copy strips of host memory to `out`, one after the other, without Python for each run."""
+    """Copy strips of host memory to `out`, one after the other."""
     done = 0
     for at, run, rows, pitch in zip(*(column.tolist() for column in strips.columns), strict=True):
         _pack(memory[at:], run, pitch, 0, out[done : done + run * rows])

@@ -1,10 +1,6 @@
-"""The client's end of an HTTP/1.1 connection: a request, and its reply received straight into the caller's memory.
+"""The client of an HTTP/1.1 connection: a request, and its response received straight into the caller's memory.
 
-    ClientConnection --request--> HttpReply --readinto--> the caller's memory
-                                            --read------> bytes
-
-`pool` keeps connections for objects, `control` for hubs and members, `transport.http_reader` for the memory of peers. A
-body with a Content-Length goes from the kernel into the caller's view without a copy, except for up to 8 KiB that
+A body with a Content-Length goes from the kernel into the caller's view without a copy, except for up to 8 KiB that
 arrive with the head. Chunked bodies, which object stores behind proxies send, are copied once.
 """
 
@@ -25,22 +21,20 @@ from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 _PIECE_BYTES = 64 << 10
-"""Bytes received at once from a body without a length. Reason: they are lost if the next part fails."""
+"""Bytes received at once from a body without a length. They are lost if the next part fails."""
 _MAX_OVERHEAD_BYTES = 64 << 10
-"""Maximum bytes between two bytes of a chunked body, such as chunk heads. Reason: HTTP itself sets no limit."""
+"""Maximum bytes between two bytes of a chunked body, such as chunk heads. HTTP itself sets no limit."""
 
 
 class TooLong(MalformedMessage):
-    """An answer is longer than the caller accepts."""
+    """A response is longer than the caller accepts."""
 
 
 class HttpReply:
-    """An answer. Call `readinto` until it returns 0, or `read` once.
+    """A response. Call `readinto` until it returns 0, or `read` once.
 
-    Attributes:
-        status: 200 to 999, because interim answers are skipped.
-        headers: names in lower case. Values of a repeated field are joined by commas.
-        length: bytes of the body still to be read. None if only the end of the body shows its length.
+    `headers` has names in lower case, and values of a repeated field joined by commas. `length` counts the remaining
+    bytes of the body. It is None if only the end of the body shows its length.
     """
 
     def __init__(
@@ -58,19 +52,15 @@ class HttpReply:
         self.length = head.content_length if has_body else 0
         self._wire = wire
         self._keeps_alive = head.keeps_alive
-        # Only a chunked body still needs the parser.
         self._parser = parser if has_body and head.is_chunked else None
         self._deadline = deadline
         self._pace_s = pace_s
         self._rest = memoryview(b"")
 
     def readinto(self, view: memoryview) -> int:
-        """Receive some bytes of the body into `view`. Return their number, or 0 at the end of the body or connection.
+        """Receive some bytes of the body into `view`. Return their number, or 0 at the end.
 
-        Raises:
-            TimeoutError: no byte arrived within the connection's pace.
-            MalformedMessage: a chunk is malformed.
-            OSError: the connection failed.
+        Raises MalformedMessage, OSError.
         """
         if self.length is None:
             piece = self._rest or self._piece(MessageDeadline(self._pace_s))
@@ -87,12 +77,9 @@ class HttpReply:
         return count
 
     def read(self, limit: int) -> bytes:
-        """Return the whole body. The deadline of the request limits the time, and received bytes extend it.
+        """Return the whole body by the request's deadline, which received bytes extend.
 
-        Raises:
-            TooLong: the body is longer than `limit` bytes.
-            MalformedMessage: the connection ended too early.
-            TimeoutError, OSError: see `readinto`.
+        Raises TooLong above `limit` bytes.
         """
         pieces: list[memoryview | bytes] = []
         total = 0 if self.length is None else self.length
@@ -101,22 +88,19 @@ class HttpReply:
             try:
                 return self._wire.receive_body(total, self._deadline.left_s())
             except ConnectionAbortedError as error:
-                raise MalformedMessage("the connection ended inside an answer") from error
+                raise MalformedMessage("the connection was closed inside a response") from error
         while total <= limit:
             piece = self._piece(self._deadline)
             if not piece:
                 if self._parser is not None and not self._parser.is_done:
-                    raise MalformedMessage("the connection ended inside an answer")
+                    raise MalformedMessage("the connection was closed inside a response")
                 return b"".join(pieces)
             pieces.append(piece)
             total += len(piece)
-        raise TooLong(f"the answer has more than {limit} bytes")
+        raise TooLong(f"the response has more than {limit} bytes")
 
     def read_some(self, limit: int, *, wait_s: float) -> bytes:
-        """Return up to `limit` bytes of the body that arrive within `wait_s`. Never raises OSError.
-
-        If the body was not read to its end, the connection cannot be used again.
-        """
+        """Return up to `limit` bytes of the body that arrive within `wait_s`. Never raises OSError."""
         received, until_s = b"", time.monotonic() + wait_s
         with contextlib.suppress(OSError, MalformedMessage):
             while len(received) < limit and self.length != 0 and (left_s := until_s - time.monotonic()) > 0:
@@ -134,7 +118,6 @@ class HttpReply:
         return received[:limit]
 
     def _piece(self, deadline: MessageDeadline) -> memoryview:
-        """Receive some bytes of a body without a length before the deadline. Empty at its end."""
         num_overhead = 0
         while self._parser is None or not self._parser.is_done:
             self._wire.set_pace(deadline.left_s())
@@ -152,23 +135,16 @@ class HttpReply:
 
     @property
     def is_reusable(self) -> bool:
-        """True if the whole answer was read, nothing followed it, and the server keeps the connection."""
-        if self._parser is None:
-            is_read = self.length == 0
-        else:
-            is_read = self._parser.is_done and not self._parser.has_more and not self._rest
+        """True if the whole response was read, nothing followed it, and the server keeps the connection."""
+        parser = self._parser
+        is_read = self.length == 0 if parser is None else parser.is_done and not parser.has_more and not self._rest
         return is_read and self._keeps_alive and not self._wire.has_unread
 
 
 class ClientConnection:
-    """A connection to one server. It serves one request at a time, and the next after the whole reply was read.
+    """A connection to one server. It serves one request at a time, and the next after the whole response was read.
 
-    Args:
-        sock: a connected socket. The connection owns it from now on.
-        pace_s: seconds that `HttpReply.readinto` waits for a byte.
-
-    Attributes:
-        wire: the connection, for bodies with their own framing.
+    The connection owns `sock` from now on. `pace_s` limits the seconds that `HttpReply.readinto` waits for a byte.
     """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
@@ -176,15 +152,9 @@ class ClientConnection:
         self.pace_s = pace_s
 
     def request(
-        self,
-        method: str,
-        target: str,
-        fields: Iterable[tuple[str, str]],
-        body: bytes | None = None,
-        *,
-        wait_s: float,
+        self, method: str, target: str, fields: Iterable[tuple[str, str]], body: bytes | None = None, *, wait_s: float
     ) -> HttpReply:
-        """Send a request and receive the head of its answer.
+        """Send a request and receive the head of its response.
 
         Args:
             target: path and query, percent-encoded. For a proxy, the whole URL.
@@ -193,10 +163,9 @@ class ClientConnection:
 
         Raises:
             ConfigError: a field or the target contains a line break.
-            ConnectionResetError: the server closed the connection without an answer.
-            MalformedMessage: the server did not send an answer.
-            TimeoutError: the deadline passed.
-            OSError: the connection failed.
+            ConnectionResetError: the server closed the connection without a response.
+            MalformedMessage: the response is malformed.
+            TimeoutError, OSError: the deadline passed, or the connection failed.
         """
         if body is not None:
             fields = [*fields, ("Content-Length", str(len(body)))]
@@ -207,8 +176,8 @@ class ClientConnection:
             deadline.add_bytes(len(body))
         self.wire.set_pace(deadline.left_s())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server with too many connections answers before it reads the request, and closes. The answer is still
-            # in the socket's buffer. Without an answer, receiving fails in the same way.
+            # A server with too many connections responds and closes before it reads the request. Its response is still
+            # in the socket's buffer.
             self.wire.send_all(message)
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300
@@ -216,7 +185,7 @@ class ClientConnection:
         return HttpReply(self.wire, head, parser, has_body=has_body, deadline=deadline, pace_s=self.pace_s)
 
     def close(self) -> None:
-        """Close the socket. Idempotent. If another thread uses the connection, call `wire.cut` instead."""
+        """Close the socket. If another thread uses the connection, call `wire.cut` instead."""
         self.wire.close()
 
 
@@ -225,15 +194,9 @@ def open_tcp(
 ) -> socket.socket:
     """Connect over TCP to the first address of `host` that accepts. Each address gets `timeout_s`.
 
-    Args:
-        check: raises if an address must not be connected to. The name is looked up once, so the checked address is
-            the one that is used.
-
-    Raises:
-        OSError: no address could be connected to.
-        Cancelled: the call was cancelled, see `waits`.
+    `check` raises if an address must not be connected to. The name is resolved only once. Raises OSError.
     """
-    # Looking up a name may take seconds and cannot be interrupted.
+    # Resolving a name may take seconds and cannot be interrupted.
     is_name = not host.replace(".", "").isdigit() and ":" not in host
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
@@ -257,14 +220,7 @@ def open_tcp(
 
 
 def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None = None) -> socket.socket:
-    """Connect by TCP within `timeout_s`, with TLS if `trust` is set.
-
-    Args:
-        trust: the client's TLS context. None uses plain TCP.
-
-    Raises:
-        OSError: the server could not be connected to, `host` is invalid, or TLS failed (ssl.SSLError).
-    """
+    """Connect by TCP within `timeout_s`, with TLS if `trust` is set. Raises OSError, also for TLS (ssl.SSLError)."""
     deadline = time.monotonic() + timeout_s
     try:
         sock = open_tcp(host, port, timeout_s)

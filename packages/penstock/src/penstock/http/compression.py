@@ -1,16 +1,10 @@
 """Lossless compression of weights on a link: a codec that separates byte planes, and the decision whether to use it.
 
-A frame groups bytes of the same significance, and compresses with zstd the planes that are worth it:
+A frame groups bytes of the same significance, and compresses with zstd the planes that are worth it. A BF16 weight has
+about 2.7 bits of information in the byte with its exponent, and 8 in the other. The width follows from the histograms
+of each block, so callers need not know the dtype.
 
-    block: e0 m0 e1 m1 ...  --width 2-->  m0 m1 ... (as they are)  |  e0 e1 ... (zstd)
-
-A BF16 weight has about 2.7 bits of information in the byte with its exponent, and 8 in the other. The width follows
-from the histograms of each block, so callers need not know the dtype.
-
-A link is measured without compression first. Compression is tried if it is promising, and kept if it was faster:
-
-    raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> faster than raw? --yes--> coded
-                                     `--no--> raw                                         `--no--> raw; measured again
+A link is measured without compression first. Compression is tried if it is promising, and kept if it was faster.
 """
 
 from __future__ import annotations
@@ -31,25 +25,23 @@ from penstock.types import GB, MIB
 U8 = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = MIB
-"""Maximum size of a block: 6 ms on a 1 Gb/s link once it is compressed, and the additional memory at each end."""
+"""Maximum size of a block: 6 ms on a 1 Gb/s link once it is compressed, and the additional memory of each peer."""
 WIDTHS = (1, 2, 4)
 """Bytes of an element: 1 for FP8 and integers, 2 for BF16 and FP16, 4 for FP32."""
 _HEAD = struct.Struct("<II")
-"""Size of the block and width. The stored size of each plane follows. A plane is stored compressed if that is
-shorter."""
+"""Size of the block and width. The stored size of each plane follows."""
 MAX_FRAME_BYTES = _HEAD.size + 4 * WIDTHS[-1] + BLOCK_BYTES
 _PIECES = 4
 _PIECE_BYTES = 8 << 10
-"""Number and size of the samples from which a block's width is estimated. Reason: the error is at most 0.1 bit per
-element, in a tenth of the time of compressing."""
+"""Number and size of the samples from which a block's width is estimated. The error is at most 0.1 bit per element."""
 _WORTH = 0.92
 """A plane is compressed if its entropy is below this fraction of its size."""
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=19, target_length=0
 )
-"""As small as entropy coding alone. Matches among exponents are chance, and searching them costs speed and size.
-Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s and 2.80 bits. Level 1 has 0.11 GB/s and 2.99 bits."""
+"""As small as entropy coding alone, because matches among exponents are chance. Source: benchmarks/results/cpu2_202611/
+compress.md: 0.9 GB/s and 2.80 bits. Level 1 has 0.11 GB/s and 2.99 bits."""
 
 
 class Planes:
@@ -72,13 +64,8 @@ class Planes:
         return [memoryview(head), *stored, block[count * width :].data]
 
     def decode(self, frame: memoryview, into: U8) -> None:
-        """Decode a frame into memory of exactly the block's size.
-
-        Raises:
-            FormatError: the frame is malformed or its block has a different size. Nothing was written.
-        """
-        # The frame comes from a peer, so check its numbers before allocating memory, and decode all planes before
-        # writing to the destination.
+        """Decode a frame into memory of exactly the size of its block. A FormatError means that nothing was written."""
+        # The frame comes from a peer, so check its numbers before allocating memory.
         nbytes, sizes, at = _head(frame)
         if nbytes != len(into):
             raise FormatError(f"the frame has a block of {nbytes} bytes instead of {len(into)}")
@@ -96,12 +83,12 @@ class Planes:
         if len(stored) == count:
             return np.frombuffer(stored, np.uint8)
         try:
-            # The decoder allocates the stated size, so check it first.
+            # The decoder allocates the stated size.
             if zstandard.frame_content_size(stored) != count:
                 raise FormatError("the size of a plane does not match its block")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise FormatError(f"a plane is damaged: {error}") from error
+            raise FormatError(f"a plane is corrupt: {error}") from error
         if len(plain) != count:
             raise FormatError("a plane has a different size than it states")
         return np.frombuffer(plain, np.uint8)
@@ -159,23 +146,20 @@ TIMED_BYTES = 32 * MIB
 """Bytes over which a rate is measured: 0.27 s on a 1 Gb/s link, 14 ms on 20 Gb/s."""
 PIECE_BYTES = MIB
 REQUEST_BYTES = 8 * MIB
-"""Bytes of one receiving call and of one request during a measurement. Reason: the interval has precise ends, and a
-trial ends soon."""
+"""Bytes of one receiving call and of one request during a measurement. The interval then has precise ends."""
 SAMPLE_BYTES = MIB // 4
 NUM_SAMPLES = 8
 """Number of samples that are compressed and decompressed locally. They take 2 ms in total."""
 MARGIN = 1.1
-"""Minimum predicted gain for a trial. Reason: a smaller gain is not worth the processor time."""
+"""Minimum predicted gain for a trial. A smaller gain is not worth the processor time."""
 KEPT = 1.05
 """Minimum measured gain to keep compression."""
 AGAIN_S = 60.0
-"""Seconds until a link is measured again, for 56 MiB uncompressed. Reason: the link may have changed."""
+"""Seconds until a link is measured again, for 56 MiB uncompressed, because the link may have changed."""
 
 
 @dataclass(slots=True)
 class _Sampled:
-    """Totals over the compressed samples."""
-
     count: int = 0
     nbytes: int = 0
     coded_bytes: int = 0
@@ -193,16 +177,12 @@ class _Sampled:
 
 
 class CompressionChoice:
-    """The decision for one link, shared by all connections to a peer.
-
-    Args:
-        always: True always compresses, False never, and None decides by measurement.
-    """
+    """The decision for one link, shared by all connections to a peer. `always=None` decides by measurement."""
 
     def __init__(self, always: bool | None = None) -> None:
         self._always = always
         self._lock = threading.Lock()
-        # Number of requests in flight without and with compression.
+        # Requests in flight without and with compression.
         self._active = [0, 0]
         self._at = self._decided_at = time.monotonic()
         self._num_bytes = 0
@@ -222,10 +202,10 @@ class CompressionChoice:
             self._sampled = _Sampled()
 
     def begin(self) -> bool:
-        """Count a request that is about to be sent. Return whether to compress its answer. Call `end` afterwards."""
+        """Count a request that is about to be sent. Return whether to compress its response. Call `end` afterwards."""
         with self._lock:
             now = time.monotonic()
-            # Pauses between requests must not count, so restart the clock.
+            # Pauses between requests must not count.
             if not any(self._active):
                 self._at = now
             if self._always is None and not self._is_open and now - self._decided_at > AGAIN_S:
@@ -234,7 +214,7 @@ class CompressionChoice:
             return self.is_coded
 
     def end(self, is_coded: bool) -> None:
-        """Count a request as ended, with or without an answer."""
+        """Count a request as done or failed."""
         with self._lock:
             self._active[is_coded] -= 1
 
@@ -251,15 +231,14 @@ class CompressionChoice:
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
         """Compress a sample of raw bytes, to measure the codec's ratio and speed."""
-        # Release the lock while the codec runs, so that other connections can receive.
+        # The lock is not held while the codec runs, so that other connections can receive.
         with self._lock:
             is_wanted = self._is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
             if not is_wanted or len(piece) < SAMPLE_BYTES:
                 return
             self._sampled.count += 1
         block = np.frombuffer(piece[:SAMPLE_BYTES], np.uint8)
-        # Measure the processor time of this thread. The trial with compressed requests shows whether other work
-        # competes for the processors.
+        # Measure the processor time of this thread. The trial shows whether other work competes for the processors.
         started = time.thread_time()
         frame = memoryview(b"".join(planes.encode(block)))
         encoded = time.thread_time()
@@ -279,12 +258,11 @@ class CompressionChoice:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
             is_watched = self._always is None and (self._is_open or is_coded)
-            # Do not measure while requests of both kinds are in flight.
+            # Requests of the other kind in flight would spoil the measurement.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
                 return
             self._seen += nbytes
-            # The first bytes after a switch were sent before it, see `SKIP_BYTES`.
             if self._seen > SKIP_BYTES:
                 self._timed += nbytes
                 self._busy_s += now - self._at
@@ -293,7 +271,6 @@ class CompressionChoice:
                 self._measured(self._timed / max(self._busy_s, 1e-9))
 
     def _measured(self, rate: float) -> None:
-        """Decide by the rate measured for the current mode, raw or compressed."""
         sampled = self._sampled
         if not self.is_coded:
             self._raw = rate
@@ -305,12 +282,11 @@ class CompressionChoice:
             else:
                 self._decide(is_coded=False, why=self._why)
         elif rate < self._raw * KEPT:
-            measured = f"compressed {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}"
-            self._decide(is_coded=False, why=measured)
+            self._decide(is_coded=False, why=f"compressed {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
         else:
             if self._is_open:
                 self._decide(is_coded=True, why=f"{rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
-            # Keep measuring, because other work may take the processors later and make compression slow.
+            # Other work may occupy the processors later and make compression slow.
             self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:

@@ -1,6 +1,5 @@
-"""HTTP/1.1 over a connected socket, at either end: heads, short bodies, and bytes straight from and into memory.
+"""HTTP/1.1 over a connected socket: heads, short bodies, and bytes straight from and into memory.
 
-`head` has the grammar, `client` the requests and replies, `server` the loop of a server. Time is limited in two ways.
 The *pace* limits a single call, so a body of gigabytes only has to make progress. A *deadline* limits a head or a short
 message as a whole, however many calls it takes.
 """
@@ -20,33 +19,30 @@ from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 MAX_VIEWS = 256
-"""Views passed to one system call. Reason: the kernel refuses more than 1,024 (IOV_MAX)."""
+"""Views passed to one system call. The kernel refuses more than 1,024 (IOV_MAX)."""
 _HEAD_PIECE_BYTES = 8 << 10
-"""Bytes requested from the kernel for a head. Copying the body bytes among them costs at most 1 us."""
+"""Bytes requested from the kernel for a head. Copying body bytes among them costs at most 1 us."""
 _BODY_PIECE_BYTES = 256 << 10
-"""Bytes requested from the kernel for a short body. Reason: memory grows with received bytes, not announced ones."""
+"""Bytes requested from the kernel for a short body. Memory grows with received bytes, not announced ones."""
 _MAX_INTERIM = 8
-"""Maximum number of 1xx answers before the final one. Reason: servers send one or two."""
+"""Maximum number of 1xx responses before the final one. Servers send one or two."""
 
 
 class HttpConnection:
     """A connected socket for HTTP/1.1 messages. One thread uses it at a time, but any thread may call `cut`.
 
-    Calls raise TimeoutError if nothing moves within the pace, and OSError if the connection fails.
-
-    Args:
-        sock: a connected socket, TLS or not, TCP or Unix. The connection owns it from now on.
-        pace_s: see `set_pace`.
+    Calls raise TimeoutError if nothing moves within the pace, and OSError if the connection fails. The connection owns
+    the socket, which may be TLS or not, TCP or Unix.
     """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        # Bytes received after a head. The next receiving call returns them first.
+        # Bytes received after a head, which the next receiving call returns first.
         self._ahead = b""
         # Deadline of the last head, which its body shares.
         self._deadline = MessageDeadline(pace_s)
-        # Disable Nagle's algorithm, which would delay small requests until an ACK.
+        # Nagle's algorithm would delay small requests until an ACK.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pace_s = -1.0
@@ -54,7 +50,7 @@ class HttpConnection:
 
     def set_pace(self, pace_s: float) -> None:
         """Set how long a call may wait for its first byte. A present pace up to 5 % longer is kept."""
-        # Keeping it saves three system calls for each piece of a read and for most messages.
+        # This saves three system calls for each piece of a read and for most messages.
         if pace_s <= self._pace_s <= 1.05 * pace_s:
             return
         pace_s = max(pace_s, 0.001)
@@ -62,22 +58,16 @@ class HttpConnection:
         if self._is_tls:
             self._sock.settimeout(pace_s)
             return
-        # Use the kernel's timeout. Python's would make the socket non-blocking, and no call could fill a view.
+        # Python's timeout would make the socket non-blocking, and no call could fill a view.
         limit = struct.pack("ll", int(pace_s), int(pace_s % 1 * 1e6))
         self._sock.settimeout(None)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def receive_request(self, wait_s: float, *, first_s: float, max_bytes: int) -> RequestHead | None:
-        """Receive the head of a request. Return None if the other end closes the connection instead.
+        """Receive the head of a request within `wait_s` from its first byte, for which it waits `first_s`.
 
-        Args:
-            wait_s: seconds for the whole head, from its first byte.
-            first_s: seconds to wait for the first byte.
-
-        Raises:
-            MalformedMessage: the bytes are not a request.
-            TimeoutError, OSError: see `HttpConnection`.
+        Return None if the client closes the connection instead. Raises MalformedMessage.
         """
         if not self._ahead:
             self.set_pace(first_s)
@@ -87,30 +77,27 @@ class HttpConnection:
         return parser.request() if is_whole else None
 
     def receive_response(self, wait_s: float) -> tuple[ResponseHead, MessageParser]:
-        """Receive the head of an answer, skipping interim answers. Return it with its parser, which reads chunks.
+        """Receive the head of a response, skipping interim ones. Return it with its parser, which reads chunks.
 
-        Raises:
-            ConnectionResetError: the other end closed the connection before the first byte of an answer.
-            MalformedMessage: the bytes are not an answer.
-            TimeoutError, OSError: see `HttpConnection`.
+        Raises ConnectionResetError if the server closed the connection before the first byte, or MalformedMessage.
         """
         deadline = MessageDeadline(wait_s)
         for _ in range(_MAX_INTERIM):
             parser = MessageParser(is_request=False, max_bytes=MAX_HEAD_BYTES)
             if not self._receive_head(parser, deadline):
                 if parser.has_begun:
-                    raise ConnectionAbortedError("the connection ended inside a message head")
-                raise ConnectionResetError("the other end closed the connection without an answer")
+                    raise ConnectionAbortedError("the connection was closed inside a message head")
+                raise ConnectionResetError("the server closed the connection without a response")
             response = parser.response()
             if response.status < 100:
-                raise MalformedMessage(f"the answer has status {response.status}")
+                raise MalformedMessage(f"the response has status {response.status}")
             if response.status >= 200:
                 return response, parser
-        raise MalformedMessage(f"the server sent {_MAX_INTERIM} interim answers in a row")
+        raise MalformedMessage(f"the server sent {_MAX_INTERIM} consecutive interim responses")
 
     def _receive_head(self, parser: MessageParser, deadline: MessageDeadline) -> bool:
-        """Feed a head to its parser. Return False if the connection ended before its end."""
-        # Use one deadline for the whole head, because the peer may send single bytes.
+        """Feed a head to its parser. Return False if the connection was closed too early."""
+        # The peer may send single bytes, so one deadline limits the whole head.
         self._deadline = deadline
         received, self._ahead = self._ahead, b""
         while True:
@@ -126,35 +113,30 @@ class HttpConnection:
     def receive_body(self, nbytes: int, wait_s: float | None = None) -> bytes:
         """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` of it.
 
-        Args:
-            wait_s: seconds. None uses the remaining time of the message's head.
-
-        Raises:
-            ConnectionAbortedError: the connection ended too early.
-            TimeoutError, OSError: see `HttpConnection`.
+        If `wait_s` is None, use the remaining time of the message's head. Raises ConnectionAbortedError at an early
+        end.
         """
         received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
         if len(received) == nbytes:
             return received
-        # Allocate only for bytes that have arrived, and join the pieces once at the end.
         pieces, left = [received], nbytes - len(received)
         deadline = self._deadline if wait_s is None else MessageDeadline(wait_s)
         while left:
             self.set_pace(deadline.left_s())
             piece = self._receive(min(left, _BODY_PIECE_BYTES))
             if not piece:
-                raise ConnectionAbortedError("the connection ended inside a message body")
+                raise ConnectionAbortedError("the connection was closed inside a message body")
             pieces.append(piece)
             left -= len(piece)
             deadline.add_bytes(len(piece))
         return b"".join(pieces)
 
     def fill(self, view: memoryview) -> None:
-        """Receive until the view is full. OSError if the connection ends earlier."""
+        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed earlier."""
         while view:
             count = self.receive_into([view])
             if not count:
-                raise ConnectionAbortedError("the connection ended before all bytes arrived")
+                raise ConnectionAbortedError("the connection was closed before all bytes arrived")
             view = view[count:]
 
     def send_all(self, data: bytes) -> None:
@@ -164,8 +146,8 @@ class HttpConnection:
             return
         view, deadline = memoryview(data), None
         while True:
-            # Do not wait in `send`: on a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader
-            # would hold the thread. Most messages fit into the first call.
+            # On a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader would hold the thread
+            # in `send`.
             with contextlib.suppress(BlockingIOError):
                 view = view[self._sock.send(view, socket.MSG_DONTWAIT) :]
             if not view:
@@ -185,9 +167,9 @@ class HttpConnection:
             raise TimeoutError("no byte could be sent in time") from error
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Receive into the front of these views. Return the number of bytes, or 0 at the end of the connection.
+        """Receive into the front of these views until all are full, or with TLS any bytes.
 
-        Without TLS, wait until all views are full or the pace has passed since the start of the call.
+        Return 0 at the end of the connection.
         """
         if self._ahead:
             count = min(len(self._ahead), len(views[0]))
@@ -197,8 +179,8 @@ class HttpConnection:
         try:
             if self._is_tls:
                 return self._sock.recv_into(views[0])
-            # MSG_WAITALL saves turns of the interpreter: 512 MiB of an object took 0.17 s of processor time instead of
-            # 0.23 at the same speed. Source: benchmarks/results/cpu2_202611/objects.md.
+            # MSG_WAITALL saves processor time: 0.17 s instead of 0.23 for 512 MiB of an object at the same speed.
+            # Source: benchmarks/results/cpu2_202611/objects.md.
             if len(views) == 1:
                 return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
             return self._sock.recvmsg_into(views[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]

@@ -1,9 +1,8 @@
 """Client of the control plane: small requests to a hub or to a member's server, each with one deadline.
 
-`hub.client` and `peer.client` have the messages. A request of 600 bytes over a Unix socket costs 20 us of processor
-time, compared with 68 us in the standard library's client (medians of 7 x 5,000 requests, alternating, 2 cores) and
-three to four times as much as that in httpx. httpx also limits only single reads, so a hub that sent single bytes held
-a fetch for 45 s.
+A request of 600 bytes over a Unix socket costs 20 us of processor time, compared with 68 us in the standard library's
+client (medians of 7 x 5,000 requests, 2 cores) and three to four times as much as that in httpx. httpx also limits only
+single reads, so a hub that sent single bytes held a fetch for 45 s.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Maximum size of an answer: the table of four million tensors."""
+"""Maximum size of a response: the table of four million tensors."""
 MAX_IDLE = 16
-"""Maximum number of idle connections in a pool. Additional ones are closed after their answer."""
+"""Maximum number of idle connections in a pool. Further ones are closed after their response."""
 IDLE_S = 30.0
-"""Seconds until an idle connection is no longer used. Reason: a hub closes one after a minute."""
+"""Seconds until an idle connection is no longer used. A hub closes it after a minute."""
 
 Connect = Callable[[float], socket.socket]
 """Returns a socket that is connected within the given seconds. Raises OSError."""
 
 
 class NoAnswer(TimeoutError):
-    """The other end accepted the connection but did not answer before the deadline."""
+    """The server accepted the connection but did not respond before the deadline."""
 
 
 class MalformedAnswer(OSError):
-    """The answer is not HTTP/1.1, or is too long."""
+    """The response is not HTTP/1.1, or is too long."""
 
 
 class PoolClosed(ConnectionAbortedError):
@@ -64,7 +63,7 @@ class ControlConnection(Closeable):
 
     def __init__(self, connect: Connect, host: str) -> None:
         self._connect = connect
-        # Without Accept-Encoding, a proxy might compress the answer.
+        # Without Accept-Encoding, a proxy might compress the response.
         self._fields = [("Host", host), ("Accept-Encoding", "identity")]
         self._client: ClientConnection | None = None
         self._idle_since_s = 0.0
@@ -78,18 +77,15 @@ class ControlConnection(Closeable):
         *,
         timeout_s: float,
     ) -> tuple[int, bytes]:
-        """Send a request and return the status and body of its answer.
-
-        An exception closes the connection. The next request opens a new one.
+        """Send a request and return the status and body of its response. An exception closes the connection.
 
         Args:
             timeout_s: seconds for the whole request, plus one for each `MIN_BYTES_PER_S` sent or received.
 
         Raises:
             NoAnswer: the deadline passed after the connection was opened.
-            TimeoutError: the connection could not be opened in time.
-            MalformedAnswer: the answer is malformed.
-            OSError: the connection failed.
+            MalformedAnswer: the response is malformed.
+            OSError: the connection failed, or TimeoutError if it could not be opened in time.
         """
         deadline = time.monotonic() + timeout_s
         if body is None and method in {"POST", "PUT"}:
@@ -106,12 +102,11 @@ class ControlConnection(Closeable):
             except TimeoutError as error:
                 if is_of_handler(error):
                     raise
-                raise NoAnswer(f"the server did not answer within {timeout_s:g} s") from error
+                raise NoAnswer(f"the server did not respond within {timeout_s:g} s") from error
             except MalformedMessage as error:
-                raise MalformedAnswer(f"the answer is malformed: {error.message}") from error
+                raise MalformedAnswer(f"the response is malformed: {error.message}") from error
             except OSError as error:
-                # Never reuse a socket that another thread closed, because its number may belong to another connection
-                # by now. `close` is therefore reported as a failure, and the request is not repeated.
+                # The number of a closed socket may belong to another connection by now, so the request is not retried.
                 if client.wire.is_closed:
                     raise ConnectionAbortedError("another thread closed the connection") from error
                 raise
@@ -126,12 +121,12 @@ class ControlConnection(Closeable):
 
     @property
     def is_open(self) -> bool:
-        """True if the next request uses an open connection. The other end may have closed it."""
+        """True if the next request uses an open connection. The server may have closed it."""
         return self._client is not None
 
     @property
     def is_reusable(self) -> bool:
-        """True if the connection was used recently and the other end has not closed it."""
+        """True if the connection was used recently and the server has not closed it."""
         client = self._client
         is_recent = time.monotonic() - self._idle_since_s <= IDLE_S
         return client is not None and is_recent and client.wire.is_silent
@@ -143,18 +138,14 @@ class ControlConnection(Closeable):
             client.wire.cut()
 
     def close(self) -> None:
-        """Close the connection. Idempotent. A later request opens a new one."""
+        """Close the connection. A later request opens a new one. Idempotent."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
 
 class ControlPool(Closeable):
-    """Connections to one address, for any number of threads.
-
-    Args:
-        host: the `Host` header.
-    """
+    """Connections to one address, for any number of threads. `host` is the `Host` header."""
 
     def __init__(self, connect: Connect, host: str) -> None:
         self._connect = connect
@@ -166,18 +157,14 @@ class ControlPool(Closeable):
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[ControlConnection]:
-        """Lend an idle or new connection for the block. Afterwards the pool keeps it if it can be reused.
-
-        Raises:
-            PoolClosed: the pool was closed.
-        """
+        """Lend an idle or new connection for the block. Raises PoolClosed after `close`."""
         stale: list[ControlConnection] = []
         with self._lock:
             if not self._is_open:
                 raise PoolClosed("the pool was closed")
             lent = None
             while self._idle and lent is None:
-                # Take the connection used last, so that surplus connections of a burst become old and are closed.
+                # Prefer the connection used last, so that surplus connections of a burst become old and are closed.
                 candidate = self._idle.pop()
                 if candidate.is_reusable:
                     lent = candidate
@@ -192,7 +179,6 @@ class ControlPool(Closeable):
         finally:
             with self._lock:
                 self._busy.discard(lent)
-                # Whether the other end has closed it is checked when it is lent again.
                 keeps = self._is_open and len(self._idle) < MAX_IDLE and lent.is_open
                 if keeps:
                     self._idle.append(lent)
@@ -200,10 +186,7 @@ class ControlPool(Closeable):
                 lent.close()
 
     def close(self) -> None:
-        """Close every connection. Idempotent.
-
-        Requests in progress raise OSError. A request that is still connecting ends by its deadline.
-        """
+        """Close every connection. Requests in progress raise OSError, but connecting is not interrupted. Idempotent."""
         with self._lock:
             self._is_open = False
             idle, self._idle = self._idle, []

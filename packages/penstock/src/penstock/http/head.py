@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import httptools
 
 from penstock.errors import ConfigError, FormatError
 
 MAX_HEAD_BYTES = 64 << 10
-"""Default maximum size of a head. Reason: redirects of model hubs to signed URLs take up to 10 KiB with cookies."""
+"""Default maximum size of a head. Redirects of model hubs to signed URLs take up to 10 KiB with cookies."""
 MAX_FIELDS = 100
-"""Maximum number of header fields. Reason: common servers send 10 to 30. The standard library has the same limit."""
+"""Maximum number of header fields. Common servers send 10 to 30. The standard library has the same limit."""
 
 
 class MalformedMessage(FormatError):
-    """The other end sent something that is not HTTP/1.1, is too long, or is ambiguous."""
+    """The peer sent something that is not HTTP/1.1, is too long, or is ambiguous."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Head:
-    """The head of a message.
+    """The head of a message. `version` is "1.0" or "1.1".
 
-    Attributes:
-        version: "1.0" or "1.1".
-        headers: names in lower case. Values of a repeated field are joined by commas.
-        content_length: size of the body in bytes. None if the head does not state it.
-        is_chunked: whether the body is chunked.
+    `headers` has names in lower case, and values of a repeated field joined by commas. `content_length` is None if the
+    head does not state it.
     """
 
     version: str
@@ -56,13 +54,20 @@ class RequestHead(Head):
 
 @dataclass(slots=True, kw_only=True)
 class ResponseHead(Head):
-    """The head of an answer."""
+    """The head of a response."""
 
     status: int
 
 
+class _HeadFields(TypedDict):
+    version: str
+    headers: dict[str, str]
+    content_length: int | None
+    is_chunked: bool
+
+
 class _Events:
-    """Callbacks of the parser. Without a reference back to the parser, no cycle needs the garbage collector."""
+    """Callbacks of the parser. They have no reference to the parser, so no cycle needs the garbage collector."""
 
     __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
 
@@ -91,7 +96,7 @@ class _Events:
         self.is_in_body = True
 
     def on_body(self, piece: bytes) -> None:
-        # Later bytes belong to an answer that nobody asked for.
+        # Later bytes belong to a response that was not requested.
         if not self.is_done:
             self.body.append(piece)
 
@@ -100,11 +105,7 @@ class _Events:
 
 
 class MessageParser:
-    """The parser of one message: call `feed_head` until it returns bytes, then `request` or `response`.
-
-    Args:
-        is_request: whether to expect a request, otherwise an answer.
-    """
+    """The parser of one message: call `feed_head` until it returns bytes, then `request` or `response`."""
 
     def __init__(self, *, is_request: bool, max_bytes: int = MAX_HEAD_BYTES) -> None:
         self._events = _Events()
@@ -119,15 +120,11 @@ class MessageParser:
         return bool(self._received)
 
     def feed_head(self, data: bytes) -> bytes | None:
-        """Add received bytes. Return the bytes after the head once it is complete, otherwise None.
-
-        Raises:
-            MalformedMessage: the bytes cannot become a valid head.
-        """
+        """Add received bytes. Return the bytes after the head once it is complete. Raises MalformedMessage."""
         received = self._received + data
         end = received.find(b"\r\n\r\n", max(0, len(self._received) - 3))
-        # Parse whole lines as they arrive, so that other protocols are refused at the first line. Do not parse past the
-        # empty line, because the caller has memory for the body.
+        # Parse whole lines as they arrive, so that other protocols are refused at the first line. Stop at the empty
+        # line, because the caller has memory for the body.
         stop = received.rfind(b"\n") + 1 if end < 0 else end + 4
         if (len(received) if end < 0 else stop) > self._max_bytes:
             raise MalformedMessage(f"the message head has more than {self._max_bytes} bytes")
@@ -139,7 +136,7 @@ class MessageParser:
         return None if end < 0 else received[stop:]
 
     def feed_body(self, data: bytes) -> list[bytes]:
-        """Add received bytes of a chunked body, and return the body bytes in them. MalformedMessage."""
+        """Add received bytes of a chunked body, and return the body bytes in them. Raises MalformedMessage."""
         self._feed(data)
         body, self._events.body = self._events.body, []
         return body
@@ -158,41 +155,26 @@ class MessageParser:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # A request may offer another protocol, which a server need not accept. Penstock's requests offer none.
+            # A request may offer another protocol, which a server need not accept.
             if isinstance(self._parser, httptools.HttpResponseParser):
-                raise MalformedMessage("the answer is in a protocol other than HTTP/1.1") from None
+                raise MalformedMessage("the response is in a protocol other than HTTP/1.1") from None
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, MalformedMessage):
                 raise error.__context__ from None
             raise MalformedMessage(f"the message is not HTTP/1.1: {error}") from None
 
     def request(self) -> RequestHead:
-        """Return the head of a request. MalformedMessage."""
+        """Return the head of a request. Raises MalformedMessage."""
         assert isinstance(self._parser, httptools.HttpRequestParser)
-        version, headers, content_length, is_chunked = self._common()
-        return RequestHead(
-            version=version,
-            headers=headers,
-            content_length=content_length,
-            is_chunked=is_chunked,
-            method=self._parser.get_method().decode("ascii"),
-            target=self._events.target.decode("latin-1"),
-        )
+        method, target = self._parser.get_method().decode("ascii"), self._events.target.decode("latin-1")
+        return RequestHead(**self._common(), method=method, target=target)
 
     def response(self) -> ResponseHead:
-        """Return the head of an answer. MalformedMessage."""
+        """Return the head of a response. Raises MalformedMessage."""
         assert isinstance(self._parser, httptools.HttpResponseParser)
-        version, headers, content_length, is_chunked = self._common()
-        return ResponseHead(
-            version=version,
-            headers=headers,
-            content_length=content_length,
-            is_chunked=is_chunked,
-            status=self._parser.get_status_code(),
-        )
+        return ResponseHead(**self._common(), status=self._parser.get_status_code())
 
-    def _common(self) -> tuple[str, dict[str, str], int | None, bool]:
-        """Return version, headers, body length, and whether the body is chunked."""
+    def _common(self) -> _HeadFields:
         num_lines = self._received.count(b"\r\n")
         # Parsers disagree whether a lone CR or LF, or a folded line, ends a line.
         if self._received.count(b"\n") != num_lines or self._received.count(b"\r") != num_lines:
@@ -218,25 +200,17 @@ class MessageParser:
         if coding is not None:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
                 raise MalformedMessage("the head states the end of the body in two ways or in an unknown way")
-            return version, headers, None, True
-        if length is None:
-            return version, headers, None, False
+            return _HeadFields(version=version, headers=headers, content_length=None, is_chunked=True)
         # Limit to 18 digits, so that a sum of two lengths fits 64 bits.
-        if not (length.isascii() and length.isdigit()) or len(length) > 18:
+        if length is not None and not ((length.isascii() and length.isdigit()) and len(length) <= 18):
             raise MalformedMessage("the Content-Length is not a number")
-        return version, headers, int(length), False
+        content_length = None if length is None else int(length)
+        return _HeadFields(version=version, headers=headers, content_length=content_length, is_chunked=False)
 
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:
-    """Encode a request's head.
-
-    Args:
-        target: path and query, percent-encoded. For a proxy, the whole URL.
-
-    Raises:
-        ConfigError: a part contains a line break or an invalid character.
-    """
-    # A space would end the target, and the rest would be read as the version.
+    """Encode a request's head. Raises ConfigError if a part contains a line break or an invalid character."""
+    # A space would end the target, and the remainder would be read as the version.
     if not (target.isascii() and target.isprintable()) or " " in target or not target:
         raise ConfigError(f"{target[:80]!r} cannot be a request target", hint="percent-encode the path and query")
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]

@@ -1,11 +1,8 @@
 """Network settings from the environment: proxies, hosts reached without a proxy, and certificates.
 
 The variables are those that curl, requests, boto3 and huggingface_hub read. They do not apply to Penstock's own hubs
-and members, which are always reached directly. obstore gets the same settings from `storage.object_stores`.
-
-    proxy         `HTTP_PROXY`, `HTTPS_PROXY` by the URL's scheme, else `ALL_PROXY`; lower case takes precedence
-    no proxy      `NO_PROXY`: `*`, a host with its subdomains, the end of an address, `host:port`, a network
-    certificates  the system's, `PENSTOCK_CA_FILE`, `REQUESTS_CA_BUNDLE`, else `CURL_CA_BUNDLE`
+and members, which are always reached directly. `HTTP_PROXY` or `HTTPS_PROXY` is used by the URL's scheme, else
+`ALL_PROXY`. `NO_PROXY` has `*`, hosts with their subdomains, ends of addresses, `host:port` and networks.
 """
 
 from __future__ import annotations
@@ -33,12 +30,9 @@ NOBODY = "*,0.0.0.0/0,::/0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
-    """An HTTP proxy.
+    """An HTTP proxy. `url` is that from the environment, with user and password.
 
-    Attributes:
-        host, port: its address.
-        authorization: value of `Proxy-Authorization`, or "" without a user.
-        url: the proxy's URL from the environment, with user and password.
+    `authorization` is the value of `Proxy-Authorization`, or "" without a user.
     """
 
     host: str
@@ -53,13 +47,9 @@ class Proxy:
 
 
 def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Proxy | None:
-    """Return the proxy for a URL, or None if the URL is reached directly.
+    """Return the proxy for a URL, or None if the URL is reached directly. `environ=None` means this process's.
 
-    Args:
-        environ: the environment. None uses this process's.
-
-    Raises:
-        ConfigError: the proxy has no valid address, or uses SOCKS or TLS.
+    Raises ConfigError if the proxy has no valid address, or uses SOCKS or TLS.
     """
     found = network_environment(environ)
     name, named = found.proxies.get(url.scheme) or found.proxies.get("all") or ("", "")
@@ -98,7 +88,6 @@ def _parse(name: str, named: str) -> Proxy:
 
 
 def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
-    """Return whether `NO_PROXY` excludes a URL's host."""
     host = (url.hostname or "").rstrip(".").lower()
     port = url.port or (443 if url.scheme == "https" else 80)
     address = _address(host)
@@ -117,36 +106,26 @@ def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
             with contextlib.suppress(ValueError):
                 if address in ipaddress.ip_network(name, strict=False):
                     return True
-        # Compare an address as text too, as other libraries do.
+        # Other libraries compare an address as text too.
         if name and (host == name or host.endswith(f".{name}")):
             return True
     return False
 
 
 def _has_port(entry: str) -> bool:
-    # An IPv6 address contains colons. A port follows only after brackets.
+    # An IPv6 address contains colons, so its port follows brackets.
     return re.fullmatch(r"(\[[^\]]*\]|[^:]*):\d+", entry.rpartition("://")[2]) is not None
 
 
-_LOCAL_SERVICES = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            "169.254.0.0/16",
-            "fe80::/10",
-            # Metadata services: AWS instances and pods, Google, Azure, Oracle, Alibaba.
-            "fd00:ec2::/32",
-            "fd20:ce::254/128",
-            "168.63.129.16/32",
-            "192.0.0.192/32",
-            "100.100.100.200/32",
-        ),
+# Link-local addresses, and metadata services of AWS instances and pods, Google, Azure, Oracle and Alibaba, which reveal
+# credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds.
+_LOCAL_SERVICES = [
+    ipaddress.ip_network(network)
+    for network in (
+        *("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "fd20:ce::254/128", "168.63.129.16/32"),
+        *("192.0.0.192/32", "100.100.100.200/32"),
     )
-)
-"""Addresses that are local to this machine: link-local ones, and metadata services of clouds, which reveal its
-credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds."""
-
-
+]
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _NAT64_LOCAL = ipaddress.IPv6Network("64:ff9b:1::/48")
 _COMPATIBLE = ipaddress.IPv6Network("::/96")
@@ -222,7 +201,7 @@ def bundles(settings: Settings, environ: Mapping[str, str] | None = None) -> tup
 
 
 def read_bundle(bundle: Bundle) -> bytes:
-    """Return a bundle's certificates as PEM. ConfigError if they cannot be read."""
+    """Return a bundle's certificates as PEM. Raises ConfigError if they cannot be read."""
     try:
         files = sorted(bundle.path.iterdir()) if bundle.path.is_dir() else [bundle.path]
         pem = b"\n".join(file.read_bytes() for file in files if file.is_file())

@@ -1,6 +1,6 @@
 """`GET /v1/phases` returns the startup record of a process as JSON or as server-sent events, `GET /v1/ready` a status.
 
-The servers that use these handlers decide who may ask.
+The servers that use these handlers authorise the requests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.net.shares import Shares
 from penstock.phases import Boot, boot_record
 
 STREAM_S = 50.0
-"""Seconds of one stream, as in the hub (`hub.page`). An event source then connects again."""
+"""Seconds of one stream, as in the hub (`hub.page`). An event source then reconnects."""
 MAX_STREAMS = 16
-"""Maximum number of streams at once. Each occupies a thread."""
+"""Maximum number of concurrent streams. Each occupies a thread."""
 _TURN_S = 1.0
 """Seconds between two events during a phase, because moved bytes do not wake a waiter."""
 _QUIET_S = 10.0
@@ -28,26 +28,22 @@ _encode = msgspec.json.Encoder().encode
 
 
 def wants_stream(query: Mapping[str, object], accept: str) -> bool:
-    """Return whether a request asks for events, by `?stream` or like a browser's event source."""
+    """Return whether a request is for events, by `?stream` or like an event source of a browser."""
     return "stream" in query or "text/event-stream" in accept
 
 
 def boot_of_process() -> Boot:
-    """Return the startup record of this process. Before the first phase, it is empty."""
+    """Return the startup record of this process, which is empty before the first phase."""
     return boot_record().snapshot() or Boot(started_at=0.0)
 
 
 def answer_ready(exchange: ServerExchange) -> None:
-    """Answer `GET /v1/ready` with 200 once the process is ready, else 503. Probes need no token."""
+    """Reply to `GET /v1/ready` with 200 once the process is ready, else 503. Probes need no token."""
     exchange.answer(HTTPStatus.OK if boot_of_process().ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class PhasesHandler:
-    """The handler of `GET /v1/phases` for one server.
-
-    Args:
-        describe: returns the message for a startup record, with additions of the server.
-    """
+    """The handler of `GET /v1/phases` for one server. `describe` returns the message for a startup record."""
 
     def __init__(self, describe: Callable[[Boot], object]) -> None:
         self._describe = describe
@@ -55,12 +51,9 @@ class PhasesHandler:
         self._numbers = itertools.count()
 
     def answer(self, exchange: ServerExchange, query: Mapping[str, object], caller: str) -> None:
-        """Answer a request in its thread. A stream lasts `STREAM_S`, or until the client closes it.
+        """Reply in the thread of the request. A stream lasts `STREAM_S`, or until the client closes it.
 
-        A stream ends earlier if another caller needs a place and has fewer streams than this caller.
-
-        Raises:
-            RequestRefused: there are `MAX_STREAMS` streams, and no other caller has more of them than this caller.
+        Raises RequestRefused if there are `MAX_STREAMS` streams, and no other caller has more of them than this caller.
         """
         if not wants_stream(query, exchange.head.headers.get("accept", "")):
             body = _encode(self._describe(boot_of_process()))
@@ -79,11 +72,11 @@ class PhasesHandler:
         end_s = time.monotonic() + STREAM_S
         exchange.begin_stream(STREAM_S, "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n")
         while time.monotonic() < end_s and stream in self._streams:
-            # Read the serial before the snapshot, so that a change between the two ends the wait.
+            # Read the serial first, so that a change before the snapshot ends the wait.
             serial = record.serial
             boot = boot_of_process()
             body = _encode(self._describe(boot))
-            # A comment keeps proxies from closing the connection, and detects a client that has gone.
+            # A comment keeps proxies from closing the connection, and detects a client that is gone.
             exchange.wire.send_all(b":\n\n" if body == sent else b"data: " + body + b"\n\n")
             sent = body
             record.wait(serial, _TURN_S if boot.state == "starting" else _QUIET_S)

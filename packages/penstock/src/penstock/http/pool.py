@@ -20,26 +20,17 @@ from penstock.lifecycle import release_after_fork
 from penstock.net.listener import cut
 
 _IDLE_CONNECTIONS = 64
-"""Maximum number of idle connections for each server. Reason: no load reads with more."""
-
+"""Maximum number of idle connections for each server. No load reads with more."""
 _IDLE_S = 15.0
-"""Seconds until an idle connection is closed. Reason: common servers close one after 5 to 75 s."""
-
+"""Seconds until an idle connection is closed. Common servers close it after 5 to 75 s."""
 _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
 """Characters in a URL's path and query that are not percent-encoded. Source: RFC 3986, 3.3."""
 
 
 class PooledConnection(ClientConnection):
-    """A connection to a server, or to the proxy that forwards to it.
+    """A connection to a server, or to the proxy that forwards to it and reads the whole URL.
 
-    Args:
-        silence_s: seconds that a head, or each read of the body, may be silent.
-        forwarded_by: a proxy that reads the requests, which then name the whole URL. None without such a proxy.
-
-    Attributes:
-        was_used: whether the connection has served a request before. The server may have closed it since.
-        idle_since_s: time of its return to the pool.
-        is_redirected: see `Pool.get`.
+    `silence_s` limits a head and each read of the body. The server may have closed a connection that `was_used`.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:
@@ -72,7 +63,7 @@ class PooledConnection(ClientConnection):
         super().close()
 
     def get(self, url: SplitResult, headers: Mapping[str, str]) -> HttpReply:
-        """Send a GET and receive the head of its answer. See `ClientConnection.request`."""
+        """Send a GET and receive the head of its response. See `ClientConnection.request`."""
         target = quote(url.path or "/", safe=_TARGET_SAFE)
         if url.query:
             target += "?" + quote(url.query, safe=_TARGET_SAFE)
@@ -80,7 +71,7 @@ class PooledConnection(ClientConnection):
         if self._forwarded_by is not None:
             target = f"http://{_authority(url)}{target}"
             fields += self._forwarded_by.headers
-        # Ranges of a compressed answer would not match ranges of the object.
+        # Ranges of a compressed response would not match ranges of the object.
         fields += [("Accept-Encoding", "identity"), ("Accept", "*/*"), *headers.items()]
         reply = self.request("GET", target, fields, wait_s=self.pace_s)
         self.was_used = True
@@ -90,9 +81,7 @@ class PooledConnection(ClientConnection):
 class Pool:
     """Idle connections to any number of servers. Thread-safe. A forked child starts without connections.
 
-    Args:
-        trusted: certificates trusted in addition to the system's.
-        silence_s: seconds that a connect, a head or a read may be silent.
+    `trusted` certificates extend the system's. `silence_s` limits a connect, a head or a read.
     """
 
     def __init__(self, *, trusted: tuple[Bundle, ...] = (), silence_s: float) -> None:
@@ -105,14 +94,9 @@ class Pool:
         _pools.add(self)
 
     def get(self, url: SplitResult, *, fresh: bool = False, is_redirected: bool = False) -> PooledConnection:
-        """Return an idle connection to `url`'s server, or a new one.
+        """Return an idle connection to `url`'s server, or a new one. Raises OSError or ConfigError.
 
-        Args:
-            is_redirected: whether a server chose the host. Services of this machine's network are then refused.
-
-        Raises:
-            SourceUnavailable: the redirect was refused before anything was sent.
-            OSError, ConfigError: the server cannot be connected to.
+        If a server chose the host (`is_redirected`), services of this machine's network raise SourceUnavailable.
         """
         dropped = []
         with self._lock:
@@ -121,7 +105,6 @@ class Pool:
             reusable = None
             while idle and reusable is None:
                 candidate = idle.pop()
-                # After unread bytes or the end, the connection could not serve another request.
                 is_old = now_s - candidate.idle_since_s > _IDLE_S
                 if fresh or is_old or not candidate.wire.is_silent:
                     dropped.append(candidate)
@@ -134,7 +117,7 @@ class Pool:
         return connection
 
     def put(self, url: SplitResult, connection: PooledConnection, reply: HttpReply | None) -> None:
-        """Take a connection back after `reply`, and close it unless it can be used again."""
+        """Return a connection after `reply`, and close it unless it can be used again."""
         connection.end()
         if reply is not None and reply.is_reusable:
             connection.idle_since_s = time.monotonic()
@@ -167,8 +150,8 @@ class Pool:
             connection.close()
 
     def after_fork(self) -> None:
-        """In a forked child, close the copies of the parent's connections. The parent's stay open."""
-        # Another thread of the parent may have held the lock, and does not exist here to release it.
+        """In a forked child, close the copies of the parent's connections."""
+        # Another thread of the parent may have held the lock at the fork.
         self._lock = threading.Lock()
         with contextlib.suppress(OSError):
             self.clear()
@@ -189,7 +172,6 @@ class Pool:
         if is_redirected:
             require_public(url.hostname, url.hostname)
             if proxy is None:
-                # Check each address of the name before connecting to it.
                 connect = partial(connect, check=partial(require_public, host=url.hostname))
         sock = descriptors.opened(connect, _authority(url))
         try:
@@ -221,13 +203,12 @@ class Pool:
 
 
 def _authority(url: SplitResult) -> str:
-    """Return host and port of a URL."""
     return url.netloc.rpartition("@")[2]
 
 
 def _open_tunnel(sock: socket.socket, proxy: Proxy, authority: str, *, wait_s: float) -> None:
-    """Ask a proxy for a tunnel. OSError if it refuses, ConfigError if it refuses the user."""
-    # Do not close the connection object, because TLS uses its socket.
+    """Request a tunnel from a proxy. Raises OSError if it refuses, and ConfigError if it refuses the user."""
+    # TLS uses the socket, so do not close the connection object.
     fields = [("Host", authority), *proxy.headers]
     reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, fields, wait_s=wait_s)
     if reply.status == 407:

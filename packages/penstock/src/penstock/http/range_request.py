@@ -1,9 +1,5 @@
 """Conditional range requests: one exchange checked against the object first seen, and pauses between attempts.
 
-    RangeExchange --checked--> bytes
-             `--RequestFailed--> Patience --pause--> another RangeExchange
-                                     `--too many failures, too long silence--> SourceUnavailable, SourceStalled
-
 `storage.http` and `storage.objects` contain the loops over attempts. `RequestFailed` means that another attempt may
 succeed, and other errors are final. `Patience` counts failures and silence since the last byte, and never the total
 time, because a slow source is not broken.
@@ -42,24 +38,19 @@ from penstock.interrupts import is_of_handler
 from penstock.totals import Total
 
 retried_requests = Total()
-"""Number of requests that this process sent again after they failed or were refused for now."""
-
+"""Number of requests that this process retried."""
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
-
 _LONGEST_PAUSE_S = 5.0
-"""Maximum seconds of one pause. Reason: five retries reach 1.6 s, and this limits larger counts."""
-
+"""Maximum seconds of one pause. Five retries reach 1.6 s, and this limits larger counts."""
 ATTEMPTS_PER_STALL = 3
-"""A silent connection is replaced after this fraction of `stall_s`, so that one bad connection is no stalled source."""
+"""A silent connection is replaced after this fraction of `stall_s`, so that it does not make the source stalled."""
 
 
 class Arrivals:
     """Arrivals of bytes from a source, counted over all its readers. A source that serves any of them is alive.
 
-    Attributes:
-        count: number of answers that brought bytes.
-        last_s: time of the last of these answers, by the readers' clock.
+    `count` is the number of responses that brought bytes, and `last_s` the time of the last, by the readers' clock.
     """
 
     def __init__(self) -> None:
@@ -68,14 +59,11 @@ class Arrivals:
 
 
 class Patience:
-    """Retries left for one range of a source. Each received byte restores all of them.
+    """Remaining retries for one range of a source. Each received byte restores all of them.
 
-    Bytes of other ranges also reset the failures: with many requests under way, a server that refuses every second
-    request refuses some range several times in a row. Silence is counted for this range alone.
-
-    Args:
-        settings: `retries` and `stall_s` limit the failures and the seconds of silence without a byte.
-        arrivals: shared by all ranges of the source. None if this is the only range.
+    Bytes of other ranges also reset the failures. With many concurrent requests, a server that refuses every second
+    request refuses some range several times in a row. Silence is counted for this range alone. `arrivals` is shared by
+    all ranges.
     """
 
     def __init__(
@@ -120,16 +108,14 @@ class Patience:
         Args:
             byte_range: the missing bytes `[start, stop)`, or None if the request was not for a range.
             silent: whether the failure was a timeout.
-            wait_s: seconds that the server asked to wait. This counts as no failure, and the request is repeated until
-                the source sends no byte for `stall_s`.
+            wait_s: seconds that the server asked to wait. This is not a failure, and the request is retried until the
+                source sends no byte for `stall_s`.
 
         Raises:
-            SourceStalled: there was silence for `stall_s`, or too many timeouts in a row.
-            SourceUnavailable: there were too many failures in a row, or the server asked to wait for `stall_s`.
-            Cancelled, KeyboardInterrupt: the call was cancelled, see `waits`.
+            SourceStalled: there was silence for `stall_s`, or too many consecutive timeouts.
+            SourceUnavailable: there were too many consecutive failures, or the server asked to wait for `stall_s`.
         """
-        # If the call was cancelled, its connection was closed on purpose.
-        # A connection that was cut because the call was left is no failure of the source.
+        # A cancelled call aborts its connection, which is not a failure of the source.
         waits.require_wanted()
         # Bytes of other ranges prove that the source works, so count only failures since then.
         if self._arrivals.count != self._num_seen:
@@ -153,7 +139,7 @@ class Patience:
         # Without jitter, ranges that failed together would all be requested again at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * waits.jitter(0.5, 1.0)
         if wait_s is not None:
-            # Use the source's last byte: a server that limits requests serves the ranges in turns.
+            # A server that limits requests serves the ranges in turns, so use the source's last byte.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
                 message = f"for {self._stall_s:.1f} s the server asked to wait and sent no byte ({why})"
@@ -165,26 +151,21 @@ class Patience:
 
 
 _MAX_REDIRECTS = 5
-"""Maximum redirects for one range. Reason: model hubs need 1 or 2, and a loop should end soon."""
-
+"""Maximum redirects for one range. Model hubs need 1 or 2."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses worth another attempt. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
-
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
-"""Codes in HTTP 400 answers for wrong credentials. Source: the S3 API's list of error responses."""
-
+"""Codes in HTTP 400 responses for wrong credentials. Source: the S3 API's list of error responses."""
 _ERROR_BODY_BYTES = 16 << 10
-"""Maximum bytes of an error's body that are searched for its code. Reason: those of S3 are under 1 KiB."""
-
+"""Maximum bytes of an error's body that are searched for its code. Bodies of S3 are under 1 KiB."""
 _ERROR_BODY_S = 2.0
-"""Maximum seconds for an error's body. Reason: the status is known, and the body usually arrives with the head."""
+"""Maximum seconds for an error's body. The status is known, and the body usually arrives with the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validators:
-    """The headers that identify one state of an object, and its size."""
+    """The size of an object, and the headers that identify one state of it."""
 
     etag: str = ""
     """As sent, with quotes and weakness mark."""
@@ -205,7 +186,7 @@ class Validators:
         return self.etag or self.last_modified
 
     def differs(self, headers: Mapping[str, str]) -> str | None:
-        """Return how an answer's headers differ from these validators, or None if they match."""
+        """Return how a response's headers differ from these validators, or None if they match."""
         etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
@@ -213,11 +194,11 @@ class Validators:
         if self.last_modified and modified:
             same = modified == self.last_modified
             return None if same else f"its modification date changed from {self.last_modified} to {modified}"
-        return "answers no longer have an ETag or Last-Modified" if self.identity else None
+        return "responses no longer have an ETag or Last-Modified" if self.identity else None
 
 
 class Origin(Protocol):
-    """The place of an object: its current URL and the headers to send."""
+    """The location of an object: its current URL and the headers to send."""
 
     def url(self) -> SplitResult:
         """Return the URL to read from, after signing and redirects."""
@@ -236,7 +217,7 @@ class Origin(Protocol):
 
 
 class RequestFailed(Exception):
-    """A failed attempt that may be repeated. `Patience.failed` explains the attributes."""
+    """A failed attempt that may be retried. `Patience.failed` explains the attributes."""
 
     def __init__(
         self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
@@ -253,16 +234,15 @@ class RequestFailed(Exception):
 
 
 class RangeExchange:
-    """A context manager for a request and its answer, after redirects. Its end returns the connection to the pool.
+    """A request and its response, after redirects. Leaving the block returns the connection to the pool.
 
     Args:
-        byte_range: the bytes to request, `[start, stop)`. With None, read the whole answer by `read_whole`.
-        seen: validators of the first answer. None for the first request.
+        byte_range: the bytes to request, `[start, stop)`. With None, read the whole response by `read_whole`.
+        seen: validators of the first response. None for the first request.
         to_the_end: request all bytes from `start`, so that the connection can go on past `stop`.
 
     Attributes:
-        reply: the answer, once the block is entered.
-        stop: end of the bytes in the answer, after `check`. The server may have shortened the range.
+        stop: end of the bytes in the response, after `check`. The server may have shortened the range.
         code: the error code from a refusal's body, or "".
     """
 
@@ -307,12 +287,11 @@ class RangeExchange:
         raise SourceUnavailable(f"the server sent more than {_MAX_REDIRECTS} redirects", uri=self._uri)
 
     def _read_code(self) -> None:
-        """Read a refusal's short body for its code, and so that the connection can be used again."""
+        """Read a refusal's short body for its code, and so that the connection can be reused."""
         try:
-            # The status decides. Do not wait for a body that is slow or incomplete.
             body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
         except BaseException:
-            # `__exit__` is not called then.
+            # `__exit__` is not called after an exception here.
             self._connection.close()
             raise
         code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body)
@@ -322,7 +301,7 @@ class RangeExchange:
         self._pool.put(self._url, self._connection, None if kind else self.reply)
 
     def _send(self) -> None:
-        """Send the request. Repeat it at once if it used an idle connection that the server had closed."""
+        """Send the request. Retry once if it used an idle connection that the server had closed."""
         headers = {**self._headers, **self._origin.headers(self._url)}
         for fresh in (False, True):
             with _typed_errors(self._uri):
@@ -335,7 +314,6 @@ class RangeExchange:
                 return
             except BaseException as error:
                 self._connection.close()
-                # A server may close an idle connection at any time. This is no failure of the object.
                 is_stale = isinstance(error, RequestFailed) and isinstance(
                     error.cause, ConnectionError | MalformedMessage
                 )
@@ -347,7 +325,7 @@ class RangeExchange:
         return self.reply.status in {400, 401, 403, 404, 410} and self._origin.renew(self._url, self.reply.status)
 
     def check(self) -> None:
-        """Raise unless the answer has bytes of the requested range from the object first seen. Set `stop`."""
+        """Raise unless the response has bytes of the requested range from the object first seen. Set `stop`."""
         status, headers = self.reply.status, self.reply.headers
         start, stop = self._range
         if status not in {200, 206}:
@@ -358,7 +336,7 @@ class RangeExchange:
         differs = self._seen.differs(headers)
         if differs:
             raise self._changed(differs)
-        # A server that ignores `Range` answers 200 with the whole object, which is fine for a range at its start.
+        # A server that ignores `Range` responds 200 with the whole object, which contains a range at its start.
         if status == 200:
             if self.reply.length not in {None, self._seen.nbytes}:
                 raise self._changed(f"its size changed from {self._seen.nbytes} to {self.reply.length} bytes")
@@ -369,13 +347,13 @@ class RangeExchange:
         if total not in {None, self._seen.nbytes}:
             raise self._changed(f"its size changed from {self._seen.nbytes} to {total} bytes")
         if first != start or not start <= last < self._limit:
-            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, but the answer has {first}-{last}")
+            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, but the response has {first}-{last}")
         if self.reply.length not in {None, last + 1 - first}:
-            raise self._protocol(f"the answer for {last + 1 - first} bytes has {self.reply.length}")
+            raise self._protocol(f"the response for {last + 1 - first} bytes has {self.reply.length}")
         self.stop = min(last + 1, stop)
 
     def first_seen(self) -> Validators:
-        """Return the object's validators and size from the first answer. Raises as `check`."""
+        """Return the object's validators and size from the first response. Raises like `check`."""
         headers = self.reply.headers
         nbytes: int | None
         if self.reply.status == 416 and headers.get("content-range", "").replace(" ", "") == "bytes*/0":
@@ -388,7 +366,7 @@ class RangeExchange:
         return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
 
     def read_whole(self, limit: int) -> bytes:
-        """Return the body of an answer. Raises as `check`. FormatError if it exceeds `limit` bytes."""
+        """Return the body of a response. Raises like `check`, and FormatError if it exceeds `limit` bytes."""
         if self.reply.status not in {200, 206}:
             raise self._error()
         self._require_plain()
@@ -408,18 +386,18 @@ class RangeExchange:
             )
 
     def readinto(self, view: memoryview) -> int:
-        """Receive at least one byte of the body into `view`. Return the number of bytes. RequestFailed at the end."""
+        """Receive at least one byte into `view`. Return the number of bytes. Raises RequestFailed at the end."""
         with _typed_errors(self._uri):
             received = self.reply.readinto(view)
         if not received:
-            raise RequestFailed("the connection closed before the end of the answer")
+            raise RequestFailed("the connection was closed before the end of the response")
         return received
 
     def _content_range(self) -> tuple[int, int, int | None]:
         text = self.reply.headers.get("content-range", "")
         match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
         if not match:
-            raise self._protocol(f"the answer's Content-Range is {text[:80]!r}")
+            raise self._protocol(f"the response's Content-Range is {text[:80]!r}")
         return int(match[1]), int(match[2]), None if match[3] == "*" else int(match[3])
 
     def _changed(self, how: str) -> SourceChanged:
@@ -429,7 +407,7 @@ class RangeExchange:
         return SourceUnavailable(what, uri=self._uri, byte_range=self._range, hint="the server or a proxy is at fault")
 
     def _error(self) -> Exception:
-        """Return the error for the answer's status. `RequestFailed` if another attempt may help."""
+        """Return the error for the status, which is `RequestFailed` if another attempt may help."""
         status = self.reply.status
         if status == 407:
             return wrong_proxy_user()
@@ -474,17 +452,14 @@ def _typed_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except MalformedMessage as error:
-        # This FormatError is about one answer. The next answer may be valid.
+        # This FormatError is about one response. The next response may be valid.
         raise RequestFailed(error.message[:200], cause=error) from error
     except PenstockError:
-        # Keep typed errors: NotFound and PermissionDenied are also OSErrors.
+        # NotFound and PermissionDenied are also OSErrors.
         raise
     except ssl.SSLCertVerificationError as error:
-        raise SourceUnavailable(
-            f"the server's certificate cannot be verified: {error.verify_message}",
-            uri=uri,
-            hint=CERTIFICATE_HINT,
-        ) from error
+        message = f"the server's certificate cannot be verified: {error.verify_message}"
+        raise SourceUnavailable(message, uri=uri, hint=CERTIFICATE_HINT) from error
     except OSError as error:
         if is_of_handler(error):
             raise

@@ -1,9 +1,7 @@
-"""Messages of the data port: a request for runs of a region, and the framing of the answer.
+"""Messages of the data port: a request for runs of a region, and the framing of the response.
 
-    POST /v1/regions/GENERATION           ReadRequest, msgpack -> 200, Content-Length: bytes of the runs, the trailer
-      Accept-Encoding: penstock-planes    -> 200, Content-Encoding the same: a chunk for each frame, the trailer
-
-`region_server` and `transport.http_reader` exchange them. `compression` has the frames.
+A reader sends `POST /v1/regions/GENERATION` with a ReadRequest in msgpack. The response has the bytes of the runs and a
+trailer. With `Content-Encoding: penstock-planes` it is chunked, with a chunk for each frame of `compression`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ MAX_RUNS = 4096
 MAX_BODY_BYTES = 128 << 10
 """Maximum size of a request's body: the columns and 200 bytes."""
 PIECE_BYTES = 4 * MIB
-"""Bytes moved by one system call, so that a fence is noticed soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Bytes moved by one system call, so that a fence is detected soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
 CODING = "penstock-planes"
 """Content coding that a reader may accept and a server may use."""
 TRAILER = struct.Struct("<8sQ")
-"""`TRAILER_WORD` and the generation. Sent only if the generation is still valid after the last byte. Otherwise the
-bytes may belong to two generations."""
+"""`TRAILER_WORD` and the generation. Without a trailer the bytes may belong to two generations."""
 TRAILER_WORD = b"penstock"
 CHUNK_HEAD_BYTES = 10
-"""Size of a chunk's head: eight hexadecimal digits and CR LF. Reason: with a fixed size, one call receives a chunk and
-the next head."""
+"""Size of a chunk's head: eight hexadecimal digits and CR LF. One call receives a chunk and the next head."""
 _CHUNK_HEAD = re.compile(rb"[0-9a-f]{8}\r\n")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -42,12 +38,8 @@ _Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for runs of a region, with a key that proves that the reader has its descriptor.
 
-    Attributes:
-        endpoint: id of the server.
-        key: key of the region, or a key lent to this reader.
-        nbytes: size of the region in the descriptor.
-        src: offsets of the runs in bytes, little-endian int64.
-        length: sizes of the runs in bytes, little-endian int64.
+    `src` and `length` are offsets and sizes of the runs in bytes, little-endian int64. `nbytes` is the size of the
+    region.
     """
 
     endpoint: Annotated[str, msgspec.Meta(max_length=128)]
@@ -57,7 +49,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     length: _Columns
 
     def runs(self) -> tuple[I64, I64]:
-        """Return offsets and sizes. FormatError unless all runs are inside the region."""
+        """Return offsets and sizes. Raises FormatError unless all runs are inside the region."""
         # The columns come from a peer, and these checks protect memory outside the region. The last check subtracts,
         # because a sum of two large int64 could overflow.
         if len(self.src) != len(self.length) or len(self.src) % 8:
@@ -78,7 +70,7 @@ def chunk_head(nbytes: int) -> bytes:
 
 
 def chunk_bytes(head: memoryview, limit: int) -> int:
-    """Return the size of a chunk from its head. FormatError if the head is malformed or the size exceeds `limit`."""
+    """Return the size of a chunk from its head. Raises FormatError if it is malformed or exceeds `limit`."""
     nbytes = int(bytes(head[:8]), 16) if _CHUNK_HEAD.fullmatch(head) else -1
     if not 0 <= nbytes <= limit:
         raise FormatError("a chunk is malformed or too long")

@@ -1,11 +1,8 @@
-"""The holder's end of the `http` transport: serves regions of this process's memory to readers that have a key.
+"""The server of the `http` transport, which sends regions of this process's memory to readers that have a key.
 
-    POST /v1/regions/GENERATION   ReadRequest -> 200: the bytes of the runs, then a trailer
-                                  410: this generation has ended, or the key is not valid for it
-                                  404, 413, 400: another path, too many bytes, a malformed request
-
-The trailer is sent only if the generation is still valid after the last byte. Readers discard bytes without it.
-`transport.http_reader` is the reader's end.
+It responds 410 if the generation is over or the key is not valid for it, 404 for another path, and 413 or 400 for a
+request that is too large or malformed. The trailer is sent only if the generation is still valid after the last byte,
+and readers discard bytes without it.
 """
 
 from __future__ import annotations
@@ -39,22 +36,18 @@ from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.totals import Total
 
 served_bytes = Total()
-"""Bytes that this process served in complete answers, counted before compression."""
-
+"""Bytes that this process served in complete responses, counted before compression."""
 MAX_ANSWER_BYTES = 1 << 30
-"""Maximum size of an answer. Reason: it limits the cost of a request. Penstock's readers request up to 64 MiB."""
+"""Maximum size of a response, which limits the cost of a request. Penstock's readers request up to 64 MiB."""
 
 _DECODER = msgspec.msgpack.Decoder(ReadRequest)
 
 
 @dataclass(slots=True, eq=False)
 class ServedRegion:
-    """Memory that may be read while `generation` is current, with its own key or a lent key.
+    """Memory that may be read while `generation` is current, with its own key or a key that is `lent` to a borrower.
 
-    Attributes:
-        is_valid: returns whether the memory is still at the view's address. It keeps the memory alive.
-        in_progress: connections with an answer in progress, and the key of each request.
-        lent: keys by borrower.
+    `is_valid` returns whether the memory is still at the view's address. `in_progress` has the key of each response.
     """
 
     generation: int
@@ -65,17 +58,14 @@ class ServedRegion:
     lent: dict[str, bytes] = field(default_factory=dict)
 
     def opens(self, key: bytes) -> bool:
-        """Return whether this is a valid key of the region. All wrong keys take the same time."""
+        """Return whether this is a valid key of the region, in a time that does not depend on the key."""
         return any(hmac.compare_digest(key, valid) for valid in (self.key, *list(self.lent.values())))
 
 
 class RegionServer:
     """Regions and their HTTP server, which runs from `start` to `close`.
 
-    Args:
-        bound: a bound socket. The server owns it from now on.
-        endpoint: random id of this server, which each request must name.
-        tls: server-side context. None uses plain TCP.
+    Each request must name the random `endpoint`.
     """
 
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
@@ -94,7 +84,7 @@ class RegionServer:
         )
 
     def start(self) -> None:
-        """Serve readers in new threads. DestinationError if no thread can be started."""
+        """Serve readers in new threads. Raises DestinationError if no thread can be started."""
         self._http.start()
 
     @property
@@ -112,21 +102,21 @@ class RegionServer:
 
     def lend(self, region: ServedRegion, borrower: str) -> bytes:
         """Return a key to this generation for one borrower."""
-        # Return the same key again: a reader that repeats a lost request must not end its other reads.
+        # A reader that retries a lost request must not end its other reads.
         with self._lock:
             return region.lent.setdefault(borrower, secrets.token_bytes(16))
 
     def take_back(self, region: ServedRegion, borrower: str) -> None:
-        """Refuse a borrower's key from now on, and cut answers in progress for it."""
+        """Refuse a borrower's key from now on, and abort responses in progress for it."""
         with self._lock:
             key = region.lent.pop(borrower, None)
             in_progress = [wire for wire, used_key in region.in_progress.items() if used_key == key]
-        # Cut without the lock, which the thread of each answer takes at its end.
+        # The thread of each response needs the lock at its end.
         for wire in in_progress:
             wire.cut()
 
     def hide(self, region: ServedRegion) -> None:
-        """End a generation and cut its answers in progress. Later requests for it get 410."""
+        """End a generation and abort its responses in progress. Later requests for it get 410."""
         with self._lock:
             self._regions.pop(region.generation, None)
             in_progress = list(region.in_progress)
@@ -134,10 +124,10 @@ class RegionServer:
             wire.cut()
 
     def close(self) -> None:
-        """Stop accepting, and cut all answers without waiting for their threads. Idempotent."""
+        """Stop accepting, and abort all responses without waiting for their threads. Idempotent."""
         with self._lock:
             self._is_open = False
-            # Clear first, so that an answer in progress stops at its next piece.
+            # A response in progress stops at its next piece.
             self._regions.clear()
         self._http.close()
 
@@ -148,19 +138,18 @@ class RegionServer:
         self._is_open = False
 
     def _answer(self, exchange: ServerExchange) -> None:
-        """Answer a request for runs of a region."""
         generation, request = _parse(exchange)
         src, length = request.runs()
-        # Sum Python integers, because a sum of many int64 could overflow.
+        # A sum of many int64 could overflow.
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         wire = exchange.wire
         with self._lock:
             region = self._regions.get(generation)
-            # Answer the same for an unknown generation and a wrong key, so that a stranger learns nothing.
+            # Respond the same for an unknown generation and a wrong key, so that a stranger learns nothing.
             if region is None or not self._is_allowed(region, request):
-                # Keep the connection, on which the reader asks for the next generation.
+                # Keep the connection, on which the reader requests the next generation.
                 raise RequestRefused(HTTPStatus.GONE, closes=False)
             region.in_progress[wire] = request.key
         # The key proves a lease.
@@ -182,7 +171,7 @@ class RegionServer:
         wire = exchange.wire
         exchange.begin_answer(total, f"Content-Length: {total + TRAILER.size}\r\n")
         while views:
-            # Check for each piece, so that a fence ends the answer early.
+            # A fence aborts the response at the next piece.
             self._check_allowed(region, key)
             advance(views, wire.send(front(views, PIECE_BYTES)))
         wire.send_all(self._trailer(region, key))
@@ -190,8 +179,7 @@ class RegionServer:
     def _send_coded(
         self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
     ) -> None:
-        """Send the runs as frames of `Planes`, one per chunk, and the trailer as the last chunk."""
-        # Make a codec for each answer: this takes 20 us, and one block takes 800.
+        # A codec for each response takes 20 us, and one block takes 800.
         wire, planes = exchange.wire, Planes()
         exchange.begin_answer(total, f"Transfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n")
         while views:
@@ -209,13 +197,11 @@ class RegionServer:
         wire.send_all(chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n")
 
     def _trailer(self, region: ServedRegion, key: bytes) -> bytes:
-        """Return the proof that all bytes before it belong to this generation."""
         # A holder fences before it changes memory, so a generation that is still valid covers every byte sent.
         self._check_allowed(region, key)
         return TRAILER.pack(TRAILER_WORD, region.generation)
 
     def _check_allowed(self, region: ServedRegion, key: bytes) -> None:
-        """Raise ConnectionAbortedError, which ends the connection, if the region may no longer be read."""
         if self._regions.get(region.generation) is not region or not region.opens(key):
             raise ConnectionAbortedError("the generation or the lease has ended")
         # Reading memory that torch has freed would crash this process.
@@ -228,7 +214,6 @@ class RegionServer:
 
 
 def _parse(exchange: ServerExchange) -> tuple[int, ReadRequest]:
-    """Return the generation and the read request in a message. Raises RequestRefused or FormatError."""
     number = exchange.head.target.removeprefix("/v1/regions/")
     is_number = number != exchange.head.target and number.isascii() and number.isdigit() and len(number) < 20
     if exchange.head.method != "POST" or not is_number:

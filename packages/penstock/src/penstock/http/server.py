@@ -1,11 +1,7 @@
 """HTTP/1.1 server of a fleet member: one thread per connection, one request at a time, every wait limited.
 
-    admission -> TLS -> head -> handler: authority, body -> answer -+-> end
-                         ^------------------------------------------+
-
-`region_server` and `peer.server` are the handlers. A client that does not send or read holds one thread until a
-deadline of `ConnectionLimits`, and only memory for a head and for the body that its authority allows. The hub has
-thousands of clients and is an ASGI server instead. `peer.server` explains the cost of ASGI for a member.
+A client that does not send or read holds one thread until a deadline of `ConnectionLimits`, and only memory for a head
+and for the body that its authority allows. The hub has thousands of clients and is an ASGI server instead.
 """
 
 from __future__ import annotations
@@ -27,16 +23,12 @@ from penstock.net.listener import ThreadedListener
 LIMITS = ConnectionLimits()
 """Limits of each listening socket, far above the number of readers of one member."""
 _JOINED_BYTES = 64 << 10
-"""Longest body sent in one call with its head. Reason: copying it is cheaper than a second call and packet."""
+"""Longest body sent in one call with its head. Copying it is cheaper than a second call and packet."""
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class RequestRefused(Exception):
-    """Raised by a handler to answer with a status and without a body.
-
-    Attributes:
-        closes: whether the connection ends after the answer.
-    """
+    """Raised by a handler to respond with a status and without a body. `closes` also closes the connection."""
 
     def __init__(self, status: int, *, closes: bool = True) -> None:
         super().__init__(f"refused with status {status}")
@@ -45,12 +37,10 @@ class RequestRefused(Exception):
 
 
 class ServerExchange:
-    """A request and its answer, used by the thread of the connection until the handler returns.
+    """A request and its response, used by the thread of the connection until the handler returns.
 
-    Attributes:
-        head: method, target and header fields of the request.
-        wire: the connection. After `begin_answer`, the handler sends the body over it.
-        closes: whether the connection ends after the answer. A handler may set it.
+    After `begin_answer`, the handler sends the body over `wire`. It may set `closes` to close the connection
+    afterwards.
     """
 
     __slots__ = ("_has_begun", "_peer", "_place", "_unread_bytes", "closes", "head", "wire")
@@ -66,7 +56,7 @@ class ServerExchange:
 
     @property
     def body_bytes(self) -> int:
-        """Length of the unread body as announced."""
+        """Announced length of the unread body."""
         return self._unread_bytes
 
     def prove(self) -> None:
@@ -74,20 +64,18 @@ class ServerExchange:
         self._place.prove(self._peer or "unix")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """Receive the body. Before the call, check that the caller may send so long a body.
+        """Receive the body. Before the call, check that the caller may send a body of this length.
 
-        Raises:
-            RequestRefused: the body is longer than `max_bytes`.
-            TimeoutError, OSError: the body did not arrive in time, or the connection ended.
+        Raises RequestRefused above `max_bytes`, or OSError if the body does not arrive in time.
         """
         nbytes = self._unread_bytes
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
-        # Send this only now, so that a client does not send a body that would be refused.
+        # A client must not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # If the body does not arrive, the OSError ends the connection, so the count does not matter.
+        # If the body does not arrive, the OSError closes the connection.
         self._unread_bytes = 0
         return self.wire.receive_body(nbytes)
 
@@ -102,7 +90,7 @@ class ServerExchange:
         return not self._peer
 
     def answer(self, status: int, body: bytes = b"", fields: str = "") -> None:
-        """Send a complete answer. `fields` are additional header lines, each with its CR LF."""
+        """Send a complete response. `fields` are additional header lines, each with its CR LF."""
         seconds, head = self._begin(status, len(body), f"Content-Length: {len(body)}\r\n{fields}")
         self.wire.set_pace(seconds)
         if len(body) <= _JOINED_BYTES:
@@ -112,38 +100,36 @@ class ServerExchange:
             self.wire.send_all(body)
 
     def begin_answer(self, nbytes: int, fields: str) -> None:
-        """Send the head of a successful answer. The handler then sends the body over `wire`.
+        """Send the head of a successful response, whose body the handler sends over `wire`.
 
-        Args:
-            nbytes: length of the content, which sets the deadline for all of it.
-            fields: header lines that define the end of the body, each with its CR LF.
+        `nbytes` sets the deadline for all of it. `fields` are header lines that define the end of the body, each with
+        its CR LF.
         """
         _, head = self._begin(HTTPStatus.OK, nbytes, fields)
-        # The deadline of a large answer is minutes away. The pace detects much sooner that a client reads nothing.
+        # The deadline of a large response is minutes away. The pace detects much sooner that a client reads nothing.
         self.wire.set_pace(self._place.limits.answer_s)
         self.wire.send_all(head)
 
     def begin_stream(self, lasts_s: float, fields: str) -> None:
-        """Send the head of an answer that ends with the connection. The handler sends the body for `lasts_s`."""
+        """Send the head of a response that ends with the connection. The handler sends the body for `lasts_s`."""
         self.closes = True
         self.begin_answer(0, fields)
-        # The handler ends the stream in time. The pace of each call detects a client that reads nothing.
+        # The pace of each call detects a client that reads nothing.
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
-        """Set the deadline for the client to read the answer. Return the seconds until it, and the head."""
+        """Set the deadline for the client to read the response. Return the seconds until it, and the head."""
         self._has_begun = True
         if self._unread_bytes:
-            # The rest of the body would be read as the next request.
+            # The unread body would be read as the next request.
             self.closes = True
         seconds = self._place.limits.answer_s + nbytes / MIN_BYTES_PER_S
         self._place.begin(seconds)
         return seconds, _head(status, fields, closes=self.closes)
 
     def refuse(self, refused: RequestRefused) -> None:
-        """Answer with the status of a refusal. If an answer has begun, end the connection."""
+        """Respond with the status of a refusal. After the head of a response, close the connection instead."""
         if self._has_begun:
-            # The client would read a status as part of the answer.
             self.closes = True
             return
         self.closes = self.closes or refused.closes
@@ -156,12 +142,11 @@ def _head(status: int, fields: str, *, closes: bool) -> bytes:
 
 
 def _empty_answer(status: int) -> bytes:
-    """Return an answer without a body that ends the connection."""
     return _head(status, "Content-Length: 0\r\n", closes=True)
 
 
 def _answer_wait_s(limits: ConnectionLimits) -> float:
-    """Return the maximum time until an answer. A handler may wait for news, so it includes `idle_s`."""
+    # A handler may wait for news, which takes at most `idle_s`.
     return limits.idle_s + limits.answer_s
 
 
@@ -170,11 +155,9 @@ class HttpServer:
 
     Args:
         bound: a bound socket. The server owns it from now on.
-        handle: called for each request in the thread of its connection. It answers, or raises RequestRefused, or
-            FormatError for a malformed request. An OSError ends the connection.
-        name: name of the listener in the log.
-        full_status: status of the answer if there are too many connections.
-        tls: server-side context. None uses plain TCP.
+        handle: called for each request in the thread of its connection. It responds, or raises RequestRefused, or
+            FormatError for a malformed request. An OSError closes the connection.
+        full_status: status of the response if there are too many connections.
     """
 
     def __init__(
@@ -202,7 +185,7 @@ class HttpServer:
         _servers.add(self)
 
     def start(self) -> None:
-        """Serve connections in new threads. DestinationError if no thread can be started."""
+        """Serve connections in new threads. Raises DestinationError if no thread can be started."""
         self._listener.start()
 
     @property
@@ -216,18 +199,18 @@ class HttpServer:
         return self._listener.admission.num_open
 
     def close(self) -> None:
-        """Stop accepting, and cut all connections, without waiting for their threads. Idempotent."""
+        """Stop accepting, and abort all connections without waiting for their threads. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
         self._listener.close()
-        # Otherwise a stopped client would keep a thread, and the memory of the handler, alive.
+        # A stopped client would keep a thread, and the memory of the handler, alive.
         self._listener.admission.cut_all()
 
     def forget(self) -> None:
-        """In a forked child, close the copies of the parent's sockets. The parent's connections continue."""
+        """In a forked child, close the copies of the parent's sockets."""
         self._is_open = False
-        # Do this first, because it renews the lock that closing a connection needs.
+        # This renews the lock that closing a connection needs.
         self._listener.forget()
         for wire in list(self._wires):
             wire.close()
@@ -236,16 +219,16 @@ class HttpServer:
         wire = HttpConnection(sock, pace_s=place.limits.head_s)
         self._wires.add(wire)
         try:
-            # Check `_is_open` too: `cut_all` may miss a connection during its TLS handshake.
+            # `cut_all` may miss a connection during its TLS handshake.
             while self._is_open and self._serve_request(wire, place, peer):
                 place.end()
         finally:
             self._wires.discard(wire)
 
     def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
-        """Receive and answer one request. Return True if the connection stays open."""
+        """Serve one request. Return whether the connection stays open."""
         limits = place.limits
-        # Members keep connections for later requests. A stranger must send its first request soon.
+        # A stranger must send its first request soon.
         first_s = limits.idle_s if place.is_proven else limits.head_s
         try:
             head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)
@@ -254,13 +237,12 @@ class HttpServer:
             return False
         if head is None:
             return False
-        # The head has arrived, so set a new deadline, which gives the handler time to wait for news. Reading a body or
-        # sending the answer sets later ones.
         place.begin(_answer_wait_s(limits))
         exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
-                # Its length could be checked only while it arrives, and no client of Penstock sends chunked bodies.
+                # The length of a chunked body could be checked only while it arrives, and no client of Penstock sends
+                # one.
                 raise FormatError("the request body has no Content-Length")
             self._handle(exchange)
         except RequestRefused as refused:

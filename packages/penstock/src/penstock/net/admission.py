@@ -1,11 +1,8 @@
-"""Admission control of a listener: limits, and the choice of connections to cut if they are too many or too slow.
+"""Admission control of a listener: limits, and the choice of connections to close if they are too many or too slow.
 
-    accepted -> unproven --prove--> proven -> released
-                   |  deadline, or the oldest of too many       deadline, or the longest idle of its principal
-                   +-> cut                                      +-> cut
-
-A connection's server calls `prove`, `begin`, `end` and `release`, from any thread. The listener calls `admit` and
-`sweep` from one thread. `cut` only shuts a socket down. Its server then sees the end, closes it, and frees the place.
+A connection is unproven until its peer authenticates. Its server calls `prove`, `begin`, `end` and `release`, from any
+thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so that its server
+detects the end and closes it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass
 from penstock.logs import log_named
 
 MIN_BYTES_PER_S = 1 << 20
-"""Slowest accepted rate of a message. Each MiB extends its deadline by 1 s. Reason: 8 Mb/s is a poor link."""
+"""Slowest accepted rate of a message. Each MiB extends its deadline by 1 s, because 8 Mb/s is a poor link."""
 _KEPT_DESCRIPTORS = 128
 """File descriptors reserved for files, libraries and a store. Source: an idle hub has 40 open."""
 _MAX_CONNECTIONS = 1 << 16
@@ -35,19 +32,16 @@ class ConnectionLimits:
 
     Attributes:
         total: maximum number of connections. A member serves each in a thread, so this also limits threads.
-        unproven: maximum number of unproven connections, as part of `total`. If it is reached, the oldest is cut, or
-            the new one is refused if all are younger than `grace_s`. Proven connections are never cut in favour of an
-            unproven one.
-        unproven_per_address: maximum number from one address (or one /64 of IPv6), so that a host cannot take all
-            places.
-        per_principal: maximum number of proven connections of a token, member or user. The longest idle one is cut.
+        unproven: maximum number of unproven connections, as part of `total`. If it is reached, the oldest is closed, or
+            the new one is refused if all are younger than `grace_s`. Proven connections are never closed for them.
+        unproven_per_address: maximum number from one address (or one /64 of IPv6), so that no host can use all.
+        per_principal: maximum number of proven connections of a token, member or user. The longest idle one is closed.
         head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads
             get the same time, counted from their first byte.
         head_bytes: maximum size of a head. Penstock's are below 1 KiB, and proxies add a few hundred bytes.
-        grace_s: minimum age in seconds of an unproven connection that is cut in favour of a newer one. This limits
-            admissions per second. A refusal costs a tenth of an admission.
-        idle_s: seconds without a request until a proven connection is cut.
-        answer_s: seconds for the peer to read an answer, plus one for each `MIN_BYTES_PER_S`.
+        grace_s: minimum age in seconds of an unproven connection that is closed for a newer one.
+        idle_s: seconds without a request until a proven connection is closed.
+        answer_s: seconds for the peer to read a response, plus one for each `MIN_BYTES_PER_S`.
     """
 
     total: int = 512
@@ -64,8 +58,8 @@ class ConnectionLimits:
     def for_descriptors(cls, num_descriptors: int, *, idle_s: float = 60.0, answer_s: float = 30.0) -> ConnectionLimits:
         """Return the limits for a process that may open this many file descriptors."""
         total = max(16, min(num_descriptors - _KEPT_DESCRIPTORS, _MAX_CONNECTIONS))
-        # Keeping an unproven connection until its deadline costs memory once. Cutting it early costs CPU time each time
-        # the peer reconnects.
+        # An unproven connection costs memory until its deadline. Closing it early costs CPU time each time the peer
+        # reconnects.
         unproven = min(total // 2, _MAX_UNPROVEN)
         return cls(
             total=total,
@@ -89,12 +83,8 @@ _log = log_named("penstock.net")
 class Connection:
     """An admitted connection. Its server moves its deadline, and `Admission` cuts it after the deadline.
 
-    Attributes:
-        admitted: time of admission, on the monotonic clock.
-        address: the network that the connection counts against while it is unproven.
-        principal: the authenticated peer. None before authentication.
-        deadline: time at which the connection is cut, on the monotonic clock.
-        cut: ends the connection at once, from any thread. A server may replace it.
+    Times are of the monotonic clock. An unproven connection counts for the network `address`, and a proven one for its
+    `principal`. A server may replace `cut`.
     """
 
     __slots__ = (
@@ -117,7 +107,7 @@ class Connection:
         self.cut = cut
         self._admission = admission
         self._is_busy = False
-        # The thread that decides to cut sets this under the admission's lock, so that a connection is cut once.
+        # Set under the admission's lock by the thread that decides to cut, so that a connection is cut once.
         self._is_cut = False
 
     def expect(self, seconds: float) -> None:
@@ -139,34 +129,30 @@ class Connection:
         return self._admission._prove(self, principal)
 
     def begin(self, seconds: float) -> None:
-        """Mark the connection as busy. The answer to its request must be sent within `seconds`."""
+        """Mark the connection as busy. The response must be sent within `seconds`."""
         self._is_busy = True
         self.expect(seconds)
 
     def end(self) -> None:
-        """Mark the connection as idle after an answer. The next request may take `idle_s` to arrive."""
+        """Mark the connection as idle after a response."""
         self._is_busy = False
         self.expect(self._admission.limits.idle_s if self.is_proven else self._admission.limits.head_s)
         self._admission._used(self)
 
     def release(self) -> None:
-        """Free the connection's place after its socket was closed. Idempotent."""
+        """Remove the connection from the admission after its socket was closed. Idempotent."""
         self._admission._release(self)
 
 
 class Admission:
-    """The open connections of a listener. Thread-safe.
-
-    Args:
-        name: name of the listener, for the log.
-    """
+    """The open connections of a listener. Thread-safe. `name` is for the log."""
 
     def __init__(self, limits: ConnectionLimits, *, name: str) -> None:
         self.limits = limits
         self._name = name
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
-        # Ordered sets find the victim in constant time, because a flood needs it for each connection. Oldest first.
+        # A flood needs a victim for each connection, and ordered sets find it in constant time. Oldest first.
         self._unproven: OrderedDict[Connection, None] = OrderedDict()
         self._by_address: dict[str, OrderedDict[Connection, None]] = {}
         # Longest unused first.
@@ -183,27 +169,21 @@ class Admission:
         return len(self._open)
 
     def admit(self, address: str, cut: Callable[[], None]) -> Connection | None:
-        """Admit a new connection, cutting an older one if needed. Return None to refuse it.
-
-        Args:
-            address: the peer's host. The limit per address applies to its network.
-            cut: ends the connection. It is called from any thread.
-        """
+        """Admit a new connection of this host, cutting an older one if needed. Return None to refuse it."""
         limits = self.limits
         connection = Connection(self, network_of(address), cut)
         victim = None
         with self._lock:
             mine = self._by_address.get(connection.address)
             if mine is not None and len(mine) >= limits.unproven_per_address:
-                # Choose a victim from the same address, so that a host displaces only its own connections.
+                # A host displaces only its own connections.
                 victim = next(iter(mine))
             elif self._unproven and (len(self._unproven) >= limits.unproven or len(self._open) >= limits.total):
                 victim = next(iter(self._unproven))
             elif len(self._open) >= limits.total:
-                # Proven connections occupy all places.
                 connection._is_cut = True
             if victim is not None and victim.admitted + limits.grace_s > connection.admitted:
-                # In a flood, connections would otherwise displace each other before any can authenticate.
+                # In a flood, connections would displace each other before any can authenticate.
                 victim = None
                 connection._is_cut = True
             if victim is not None:
@@ -213,7 +193,7 @@ class Admission:
                 self._open.add(connection)
                 self._unproven[connection] = None
                 self._by_address.setdefault(connection.address, OrderedDict())[connection] = None
-        # Call `cut` without the lock, because it belongs to the server and may take other locks.
+        # `cut` belongs to the server and may acquire other locks.
         if victim is not None:
             victim.cut()
             self.report("an unauthenticated connection was closed in favour of a newer one")
@@ -223,15 +203,11 @@ class Admission:
         return connection
 
     def sweep(self, most: int | None = None) -> None:
-        """Cut connections past their deadline. Call this at least about once a second.
-
-        Args:
-            most: maximum number of connections to cut now. The next call cuts others. None sets no limit.
-        """
+        """Cut connections past their deadline, at most `most`. Call this at least about once a second."""
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
-            # A process that was stopped or short of CPU did not read what the peers sent. Add the pause to their
-            # deadlines.
+            # A process that was stopped or short of CPU did not read what the peers sent, so extend their deadlines by
+            # the pause.
             paused_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
             self._swept_at = now
             with self._lock:
@@ -262,7 +238,7 @@ class Admission:
             conn.cut()
 
     def make_room(self) -> None:
-        """Cut some of the oldest unproven connections, because the process is out of file descriptors."""
+        """Cut the oldest unproven connections, because the process is out of file descriptors."""
         with self._lock:
             victims = [conn for conn, _ in zip(self._unproven, range(16), strict=False)]
             for conn in victims:
@@ -294,12 +270,12 @@ class Admission:
             return True
         victim = None
         with self._lock:
-            # A connection that was released in the meantime would be counted forever.
+            # A connection that was already released would be counted forever.
             if connection not in self._open:
                 return False
             mine = self._by_principal.setdefault(principal, OrderedDict())
             if len(mine) >= self.limits.per_principal:
-                # Cut the longest idle one. A busy connection is sending an answer.
+                # A busy connection is sending a response.
                 victim = next((conn for conn in mine if not conn._is_busy and not conn._is_cut), None)
                 if victim is None:
                     return False
@@ -328,7 +304,7 @@ class Admission:
             self._forget_proven(connection)
 
     def _forget_unproven(self, connection: Connection) -> None:
-        # `self` marks an absent key, because the values are None.
+        # The values are None, so `self` marks an absent key.
         if self._unproven.pop(connection, self) is self:
             return
         mine = self._by_address[connection.address]

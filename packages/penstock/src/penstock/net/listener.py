@@ -1,8 +1,4 @@
-"""Listening sockets with admission control, and accept loops that survive a shortage of descriptors or threads.
-
-GuardedListener.accept: admitted, or refused and closed -+-> ThreadedListener: a thread for each (members)
-                                                         +-> Acceptor: an asyncio protocol for each (hub)
-"""
+"""Listening sockets with admission control, and accept loops that survive a shortage of descriptors or threads."""
 
 from __future__ import annotations
 
@@ -25,26 +21,21 @@ from penstock.net.unix_sockets import is_same_user, peer_uid
 from penstock.waits import start_thread
 
 BACKLOG = 2048
-"""Length of the kernel's accept queue, because a thousand members may connect at once. The kernel limits it to
-net.core.somaxconn."""
+"""Length of the kernel's accept queue, because a thousand members may connect at once."""
 CLOSE_S = 5.0
-"""Maximum wait for the accepting thread to end. It needs less than 1 ms on an idle machine."""
+"""Maximum seconds to wait for the accepting thread. It needs less than 1 ms on an idle machine."""
 _REFUSED_A_TURN = 64
-"""Maximum number of refusals in one `accept`, so that the caller's loop goes on. Each costs about 20 us."""
+"""Maximum number of refusals in one `accept`, so that the caller's loop continues. Each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def bound_socket(address: str | tuple[str, int]) -> socket.socket:
-    """Return a stream socket bound to a path, or to a host and port. Port 0 chooses a free port.
-
-    Raises:
-        OSError, OverflowError: the address cannot be bound.
-    """
+    """Return a stream socket bound to a path, or to a host and port, of which 0 is a free one. Raises OSError."""
     if isinstance(address, str):
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
         bound = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        # A restarted member can listen at once, although its old connections are in TIME_WAIT.
+        # A restarted member can listen immediately, although its old connections are in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -55,18 +46,13 @@ def bound_socket(address: str | tuple[str, int]) -> socket.socket:
 
 
 class AdmittedSocket(socket.socket):
-    """An accepted socket. Closing it frees its place in the admission.
-
-    Attributes:
-        connection: its place in the admission.
-        peer: the peer's host. Empty for a Unix socket.
-    """
+    """An accepted socket. Closing it releases its connection in the admission. `peer` is empty for a Unix socket."""
 
     connection: Connection
     peer: str
 
     def close(self) -> None:
-        """Close the socket and free its place."""
+        """Close the socket and release its connection."""
         super().close()
         self.connection.release()
 
@@ -79,12 +65,8 @@ class AdmittedSocket(socket.socket):
 class GuardedListener(socket.socket):
     """A listening socket that accepts the connections that `Admission` permits. `accept` never blocks.
 
-    A Unix socket accepts only its own user. The listener takes over the descriptor of the bound socket.
-
-    Args:
-        bound: a bound stream socket, or a Unix socket of packets.
-        admission: limits, and the connections counted so far.
-        refusal: bytes sent to a refused connection before it is closed.
+    A Unix socket accepts only its own user. The listener owns the descriptor of `bound`. A refused connection is sent
+    `refusal` before it is closed.
     """
 
     def __init__(self, bound: socket.socket, admission: Admission, *, refusal: bytes = b"") -> None:
@@ -100,16 +82,14 @@ class GuardedListener(socket.socket):
         """Start to listen, or change the backlog of a listening socket."""
         super().listen(backlog)
         if self._spare < 0:
-            # A spare descriptor, closed to accept and drop a connection when none is left. Otherwise the connection
-            # would stay in the backlog and wake the loop again and again.
+            # Closed to accept and drop a connection when no descriptor is free. Otherwise the connection would stay in
+            # the backlog and wake the loop again and again.
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
-        """Accept the next connection that the admission permits.
+        """Accept the next permitted connection.
 
-        Raises:
-            BlockingIOError: no connection is waiting.
-            OSError: the listener is closed.
+        Raises BlockingIOError if none waits, OSError if the listener is closed.
         """
         for _ in range(_REFUSED_A_TURN):
             try:
@@ -125,13 +105,12 @@ class GuardedListener(socket.socket):
             if connection is not None:
                 self._by_descriptor[descriptor] = connection
                 return sock, address
-            # Do not answer another user at a Unix socket, who would learn that a process listens here.
+            # A reply would show another user of a Unix socket that a process listens here.
             if self._refusal and (sock.family != socket.AF_UNIX or is_same_user(sock)):
                 with contextlib.suppress(OSError):
-                    # The answer fits into an empty send buffer. Never wait for the peer.
                     sock.setblocking(False)
                     sock.send(self._refusal)
-            # Call socket.close, because AdmittedSocket.close would free a place.
+            # AdmittedSocket.close would release a connection.
             socket.socket.close(sock)
         raise BlockingIOError(errno.EAGAIN, f"{_REFUSED_A_TURN} connections were refused in this turn")
 
@@ -145,10 +124,9 @@ class GuardedListener(socket.socket):
             sock.peer = ""
         else:
             sock.peer = str(address[0])
-            # Otherwise the second packet of an answer would wait 40 ms for a delayed ACK. asyncio does not set this,
-            # because these sockets do not name their protocol.
+            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK. asyncio does not set this
+            # for these sockets.
             with contextlib.suppress(OSError):
-                # Some systems refuse this if the peer has gone.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", sock.cut)
         if connection is not None:
@@ -164,7 +142,6 @@ class GuardedListener(socket.socket):
         with contextlib.suppress(OSError):
             descriptor, _ = self._accept()  # type: ignore[attr-defined]
             os.close(descriptor)
-        # If another thread takes the descriptor first, the next shortage has no spare, and only tries to open one.
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -174,7 +151,7 @@ class GuardedListener(socket.socket):
             os.close(spare)
 
     def connection_of(self, descriptor: int) -> Connection:
-        """Return the admission's record of an accepted socket, by its file descriptor."""
+        """Return the admission's connection of an accepted socket, by its file descriptor."""
         return self._by_descriptor[descriptor]
 
     def close(self) -> None:
@@ -185,7 +162,7 @@ class GuardedListener(socket.socket):
 
 
 Serve = Callable[[socket.socket, Connection, str], None]
-"""Serves a connection until it ends. Takes the socket (with TLS if configured), its admission, and the peer's host."""
+"""Serves a connection until it is closed. Gets the socket (with TLS if configured), its admission, and the host."""
 
 
 class ThreadedListener:
@@ -193,9 +170,7 @@ class ThreadedListener:
 
     Args:
         bound: a bound socket. This object owns it from now on.
-        admission: limits, and the connections counted so far.
         serve: called in the connection's thread. Afterwards the socket is closed. An OSError ends only that connection.
-        tls: server-side TLS context. None uses plain TCP.
         refusal: see `GuardedListener`.
     """
 
@@ -219,7 +194,7 @@ class ThreadedListener:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Listen, and accept connections in a new thread. DestinationError if no thread can be started."""
+        """Listen, and accept connections in a new thread. Raises DestinationError if no thread can be started."""
         self._listener.listen()
         try:
             start_thread(self._thread)
@@ -246,7 +221,7 @@ class ThreadedListener:
             except OSError:
                 if not self._is_open:
                     return
-                # Either a connection ended before it was accepted, or the kernel is short of memory. The pause keeps
+                # The connection was closed before it was accepted, or the kernel is short of memory. The pause keeps
                 # this loop from spinning in the second case.
                 time.sleep(0.05)
                 continue
@@ -267,16 +242,15 @@ class ThreadedListener:
         try:
             if self._tls is not None:
                 sock.settimeout(self.admission.limits.head_s)
-                # Wrap before the handshake, so that a cut reaches the socket that owns the descriptor.
+                # A cut must reach the socket that owns the descriptor, so wrap before the handshake.
                 served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 connection.cut = lambda: cut(served)
                 served.do_handshake()
             self._serve(served, connection, peer)
         except PenstockError:
-            # This is an error of the handler, although some of these classes are OSErrors.
+            # Some errors of the handler are OSErrors too.
             raise
         except OSError:
-            # The connection broke or was cut.
             return
         finally:
             served.close()
@@ -290,15 +264,15 @@ class ThreadedListener:
         with contextlib.suppress(OSError):
             # This wakes the thread, even if a forked child has a copy of the socket.
             self._listener.shutdown(socket.SHUT_RDWR)
-        # The thread itself closes the socket. If it were closed here, its number might name another file before the
-        # thread's next `poll`, which would then wait for that file forever.
+        # The thread itself closes the socket. Closed here, its number might name another file before the thread's next
+        # `poll`, which would then wait forever.
         if self._thread.ident is None:
             self._listener.close()
         elif threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
     def forget(self) -> None:
-        """In a forked child, close the copy of the listening socket. The parent's stays open."""
+        """In a forked child, close the copy of the listening socket."""
         self._is_open = False
         self.admission.forget()
         self._listener.close()
@@ -314,7 +288,7 @@ def cut(sock: socket.socket) -> None:
 ACCEPTS_A_TURN = 10
 """Connections accepted before open ones are served again."""
 PAUSE_S = 0.01
-"""Pause after a full turn, for at most 1,000 connections per second. The kernel queues up to `BACKLOG` others."""
+"""Seconds of pause after a full turn, for at most 1,000 connections per second. The kernel queues others."""
 
 
 class Acceptor:
@@ -322,10 +296,6 @@ class Acceptor:
 
     `loop.create_server` accepts whenever the listener is readable. In a flood, each turn of the loop then begins with
     dozens of new connections, and requests on open connections wait for all of them.
-
-    Args:
-        listener: a listening socket. Its owner closes it.
-        context: server-side TLS context. None uses plain TCP.
     """
 
     def __init__(
@@ -357,7 +327,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:
-                # The kernel is short of memory, or the listener is closed. Try again after the pause.
+                # The kernel is short of memory, or the listener is closed.
                 break
             sock.setblocking(False)
             task = self._loop.create_task(self._connect(sock))
@@ -367,6 +337,6 @@ class Acceptor:
         self._loop.call_later(PAUSE_S, self.start)
 
     async def _connect(self, sock: socket.socket) -> None:
-        # Only the peer is affected by a failed TLS handshake, and it sees the failure itself.
+        # Only the peer is affected by a failed TLS handshake, and detects the failure itself.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self._context)

@@ -1,8 +1,7 @@
 """Fair shares of a limited resource: when it is used up, the caller that has the most gives way.
 
-One caller alone may use everything. A new caller gets places as long as another has more, so nobody can keep all
-places. Callers are identified by token, certificate, user or address. `Shares` returns the entries that must end, and
-its user ends them.
+One caller alone may use everything. A new caller gets entries as long as another caller has more. Callers are
+identified by token, certificate, user or address.
 """
 
 from __future__ import annotations
@@ -17,19 +16,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Shares(Generic[K]):
-    """The entries of a limited resource by caller. Thread-safe.
-
-    Args:
-        limit: maximum total weight.
-        ttl_s: seconds until an entry is dropped unless it is entered again.
-    """
+    """The entries of a limited resource by caller. Thread-safe. An entry expires after `ttl_s` unless it is renewed."""
 
     def __init__(self, limit: int, *, ttl_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        # Caller -> entry -> weight and time of the last `enter`, oldest first.
+        # For each caller and entry, the weight and the time of the last `enter`, oldest first.
         self._entries: dict[str, dict[K, tuple[int, float]]] = {}
         self._callers: dict[K, str] = {}
         self._totals: dict[str, int] = {}
@@ -50,10 +44,8 @@ class Shares(Generic[K]):
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
         """Enter or renew an entry. Return the entries that gave way, or None if the entry is refused.
 
-        Args:
-            entry: the entry. A known entry moves to this caller and gets this weight.
-            weight: part of the limit that the entry takes.
-            displaces_own: whether the caller's own entries may give way if no other caller has more.
+        A known entry moves to this caller and gets this weight. With `displaces_own`, entries of the caller may give
+        way if no other caller has more.
         """
         with self._lock:
             victims = self._victims(entry, caller, weight, displaces_own)
@@ -94,7 +86,7 @@ class Shares(Generic[K]):
         oldest: dict[str, Iterator[tuple[K, tuple[int, float]]]] = {}
         victims: list[K] = []
         while excess > 0:
-            # Among equals the caller itself is first: only a caller with more must give way.
+            # Among equals the caller itself is first, since only a caller with more must give way.
             greediest = max(totals, key=lambda name: (totals[name], name == caller))
             if greediest == caller and not displaces_own:
                 return None
@@ -109,7 +101,6 @@ class Shares(Generic[K]):
         return tuple(victims)
 
     def _excess(self, entry: K | None, weight: int) -> int:
-        """Return how far a new entry would exceed the limit."""
         held = 0
         if entry is not None and entry in self._callers:
             held = self._entries[self._callers[entry]][entry][0]

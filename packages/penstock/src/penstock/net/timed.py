@@ -1,7 +1,4 @@
-"""Deadlines for whole messages, so that a peer that sends single bytes cannot hold a thread.
-
-`admission` covers connections without a thread. Transfers of weights are limited by progress instead.
-"""
+"""Deadlines for whole messages, so that a peer that sends single bytes cannot hold a thread."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class MessageDeadline:
         self._at += nbytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Return the seconds left. TimeoutError after the deadline."""
+        """Return the remaining seconds. Raises TimeoutError after the deadline."""
         left = self._at - time.monotonic()
-        # Raise at exactly 0 too: a timeout of 0 would make a socket non-blocking and SO_RCVTIMEO endless.
+        # A timeout of 0 would make a socket non-blocking and SO_RCVTIMEO endless.
         if left <= 0:
             raise TimeoutError("the message was not complete before its deadline")
         return left

@@ -1,12 +1,8 @@
-"""Unix sockets of this user: credentials of the other end, connecting, and the runtime directory for sockets.
+"""Unix sockets of this user: credentials of the peer, connecting, and the runtime directory for sockets.
 
-Tokens and grants (`hub.auth`, `hub.grants`) protect the sockets that other hosts can reach.
-
-    RUNTIME/host-BOOT      id of the host, for all processes that use this directory during this boot
-    RUNTIME/p-XXXXXXXX/    sockets of one process, with the file `alive` locked while the process is alive
-
-Containers that mount the same runtime directory reach each other's sockets, because a socket with a path belongs to its
-file system. Process ids are never compared, because they mean nothing in another PID namespace.
+The runtime directory has a file `host-BOOT` with the id of the host, and for each process a directory `p-XXXXXXXX` with
+its sockets and the file `alive`, locked while the process is alive. Containers that mount the same directory reach each
+other's sockets. Process ids are never compared, because they mean nothing in another PID namespace.
 """
 
 from __future__ import annotations
@@ -38,36 +34,26 @@ _RETRY_S = 0.005
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return process id and user id at the other end of a connected Unix socket.
-
-    The process id is 0 if the process is in another PID namespace.
-    """
+    """Return process id (0 in another PID namespace) and user id of the peer of a connected Unix socket."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return the user id at the other end of a connected Unix socket."""
+    """Return the user id of the peer of a connected Unix socket."""
     return peer_credentials(sock)[1]
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Return whether the other end of a connected Unix socket is this process's user or root."""
-    # Root can read this process's memory anyway, so refusing root would protect nothing.
+    """Return whether the peer of a connected Unix socket has this process's user or is root."""
+    # Refusing root would protect nothing, since root can read the memory of any process.
     return peer_uid(sock) in {os.geteuid(), 0}
 
 
 def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """Connect to a Unix socket of this user.
+    """Connect to a Unix socket of this user. `address` is a path, or an abstract name that starts with NUL.
 
-    Args:
-        address: a path, or an abstract name that starts with NUL.
-        kind: stream, or SOCK_SEQPACKET.
-
-    Raises:
-        PermissionError: another user listens there. Nothing was sent.
-        TimeoutError: the listener's backlog stayed full.
-        OSError: no process listens there.
+    Raises PermissionError if another user listens there, TimeoutError if the backlog stayed full, or OSError.
     """
     deadline = time.monotonic() + timeout_s
     sock = descriptors.retried(lambda: socket.socket(socket.AF_UNIX, kind))
@@ -82,7 +68,7 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"cannot connect to {address!r}: its backlog stayed full") from None
                 time.sleep(_RETRY_S)
-        # Any user can take a path in a shared directory, or an abstract name, while its owner is away.
+        # Any user can bind a path in a shared directory, or an abstract name, while its owner is away.
         if not is_same_user(sock):
             message = f"user {peer_uid(sock)} listens at this socket, not user {os.geteuid()}"
             raise PermissionError(errno.EPERM, message, address)
@@ -93,23 +79,21 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
 
 
 _NAMES = frozenset({"peer.sock", "fds.sock", "data.sock", "door.sock"})
-"""Names of the sockets that processes announce to others: for the server, for descriptors and for data. The previous
-release calls the server's socket `door.sock`."""
+"""Names of the sockets that processes announce. `door.sock` is the server of the previous release."""
 
 
 def private_socket_fault(path: str) -> str:
     """Return why a Unix socket does not belong to a Penstock process of this user, or "" if it does.
 
-    Other users and other programs have sockets too, such as an SSH agent or a container engine. Without this check, a
-    member that claims to be on this host could direct requests to them. Only `RuntimeDir` makes directories with this
-    name and lock file.
+    Other programs have sockets too, such as an SSH agent or a container engine. Without this check, a member that
+    claims to be on this host could direct requests to them.
     """
     place = Path(path)
     if place.name not in _NAMES or not _DIRECTORY.fullmatch(place.parent.name):
         return "its name is not that of a member's socket"
-    # Accept root, which can replace any socket anyway and runs system services.
+    # Root can replace any socket anyway and runs system services.
     users = {os.geteuid(), 0}
-    # Use lstat, because a link could lead to any socket of this user.
+    # Use lstat, because a symlink could lead to any socket of this user.
     try:
         status, parent, lock = os.lstat(path), os.lstat(place.parent), os.lstat(place.parent / _LOCK)
     except OSError as error:
@@ -162,15 +146,14 @@ def private_directory(directory: Path | None = None) -> Path:
         ConfigError: the directory cannot be made or is open to others, or its path is too long for a socket or is not
             printable ASCII without spaces.
     """
-    # Make the path absolute, because the process may change its working directory.
+    # The process may change its working directory.
     directory = (directory or runtime_dir()).absolute()
     if not _ADDRESS.fullmatch(str(directory)):
-        # Members exchange the paths of their sockets, and an address allows no other characters.
         message = f"{str(directory)!r} has characters that a socket's address cannot have"
         raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a path of printable ASCII without spaces")
     if len(os.fsencode(directory)) + len(_LONGEST_NAME) > _MAX_PATH_BYTES:
         raise ConfigError(f"{directory} is too long for a path with a socket", hint="set PENSTOCK_RUNTIME_DIR")
-    # Use lstat, because a link could lead to another user's directory.
+    # Use lstat, because a symlink could lead to another user's directory.
     with runtime_files(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
@@ -205,14 +188,11 @@ def namespace_id() -> str:
 def host_id() -> str:
     """Return an id that is equal for processes that may share memory: the same boot and the same runtime directory.
 
-    The id of a peer is only a claim. A connection to the peer's socket proves it. Processes in the same PID namespace
-    always have equal ids, because they can see each other's sockets.
-
-    Raises:
-        ConfigError: see `private_directory`, or there is no /proc.
+    The id of a peer is only a claim, which a connection to its socket proves. Raises ConfigError without /proc, or like
+    `private_directory`.
     """
     boot = _boot_id()
-    # Use a file for each boot: the directory may be older, and several hosts may mount it.
+    # The directory may be older than this boot, and several hosts may mount it.
     directory = private_directory()
     path = directory / f"host-{boot}"
     with runtime_files(directory):
@@ -238,24 +218,17 @@ _LOCK = "alive"
 
 
 class RuntimeDir:
-    """A new private directory for sockets in the runtime directory, locked while this process is alive.
-
-    The kernel releases the lock when the process ends, so the lock shows whether the owner is alive.
-
-    Raises:
-        ConfigError: see `private_directory`, or nothing can be made in it.
-    """
+    """A new private directory for sockets in the runtime directory, locked while this process is alive."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
-        # Also at the interpreter's exit, for processes that close nothing.
         self._closer = weakref.finalize(self, _remove, path, fd)
         _directories.add(self)
 
     @classmethod
     def open(cls) -> RuntimeDir:
-        """Make a new directory and lock it."""
+        """Make a new directory and lock it. Raises ConfigError, see `private_directory`."""
         parent = private_directory()
         _sweep(parent)
         with runtime_files(parent):
@@ -264,16 +237,16 @@ class RuntimeDir:
             fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             directory = cls(path, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
-            # Rename the file after locking it, so that the sweep of another process never sees it unlocked.
+            # Another process must never see the file unlocked.
             new.rename(path / _LOCK)
         return directory
 
     def close(self) -> None:
-        """Remove the directory and release its lock. Idempotent. Does nothing in a forked child."""
+        """Remove the directory and release its lock. Does nothing in a forked child. Idempotent."""
         self._closer()
 
     def forget(self) -> None:
-        """In a forked child, leave the directory to the parent, and do not hold its lock."""
+        """In a forked child, leave the directory to the parent, and release its lock."""
         if self._closer.detach():
             os.close(self._fd)
 

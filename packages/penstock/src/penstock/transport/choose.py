@@ -194,16 +194,7 @@ def _routes() -> Iterator[_Route]:
 
 
 class PeerLinks(Closeable):
-    """Transports of one process, each opened once. Use it as a context manager.
-
-    Args:
-        makers: functions that open each transport, by name, nearest first. A transport whose function raises is left
-            out.
-
-    Attributes:
-        transports: open transports by name, nearest first.
-        refused: reason why this process does not have a transport, by name.
-    """
+    """Transports of one process by name, nearest first. `refused` has the reason for each that could not be opened."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
         self.transports: dict[str, Transport] = {}
@@ -238,14 +229,7 @@ class PeerLinks(Closeable):
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
     def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
-        """Register memory with every transport that can offer it to peers.
-
-        Args:
-            reach: use only transports with this reach. None means all.
-
-        Raises:
-            ConfigError: no transport can register it. The message has the reason for each.
-        """
+        """Register memory with every transport of this reach that can offer it. Raises ConfigError if none can."""
         handles: dict[str, Handle] = {}
         why = dict(self.refused)
         try:
@@ -269,11 +253,7 @@ class PeerLinks(Closeable):
     def register_into(
         self, memory: Memory, registered: Mapping[str, Handle], *, is_repeated: bool = False
     ) -> dict[str, Handle]:
-        """Return `registered` with handles of transports that can only fill the memory.
-
-        Args:
-            is_repeated: whether the same peers are read repeatedly, so that pinning their memory pays off.
-        """
+        """Return `registered` with handles of transports that can only fill the memory. Pin if `is_repeated`."""
         handles = dict(registered)
         for name, transport in self.transports.items():
             if name not in handles and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
@@ -288,11 +268,10 @@ class PeerLinks(Closeable):
 
         Args:
             ours: registrations of our region.
-            offered: encoded descriptors of the peer's region.
+            offered: encoded descriptors of the peer's region. They may raise FormatError.
 
         Raises:
             PlanError: no transport reaches the peer. The message has the reasons.
-            FormatError: a descriptor is malformed.
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
@@ -317,11 +296,7 @@ class PeerLinks(Closeable):
         )
 
     def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Map a peer's device memory for a device of ours, so that the first read does not wait for it.
-
-        Raises:
-            PenstockError: see `Transport.post_read`. A later `choose` reports the reason.
-        """
+        """Map a peer's device memory before the first read, which then does not wait. Raises like `post_read`."""
         transport = self.transports.get("cuda_ipc")
         if isinstance(transport, Reaching):
             for offered in regions:
@@ -355,13 +330,9 @@ def open_links(
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> PeerLinks:
-    """Open the transports of this process. `listen`, `tls` and `trust` are those of `TransportSetup`.
+    """Open the transports of this process. Raises ConfigError if `only` has an unknown name.
 
-    Args:
-        only: names of allowed transports. None means all that work here.
-
-    Raises:
-        ConfigError: `only` has an unknown name.
+    None allows all transports.
     """
     kinds = {kind.name: kind for kind in transport_kinds()}
     broken = broken_transports()

@@ -90,10 +90,7 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 class Shared:
     """Shared form of a local registration: the IPC handle of its allocation, or the pieces of its virtual memory.
 
-    Attributes:
-        handle: empty for virtual memory.
-        offset: offset of the memory in the allocation or in its first piece.
-        pieces: address and size of each piece.
+    `offset` is that of the memory in the allocation or in its first piece. `pieces` has address and size of each.
     """
 
     def __init__(
@@ -147,7 +144,6 @@ class Shared:
 
 
 def _pieces_of(driver: CudaDriver, base: int, memory: Memory) -> list[tuple[int, int]]:
-    """Return address and size of the pieces from `base`. Raises ConfigError if they cannot be shared."""
     # This export is only a test. Descriptors are created again for each peer that connects.
     fd = driver.export_fd(base)
     if fd is None:
@@ -176,14 +172,10 @@ class Mapped:
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    """Map a peer's memory for a device of ours. This takes milliseconds, so the caller should keep the mapping.
+    """Map a peer's memory for a device of ours. It takes milliseconds, so keep the mapping.
 
-    Raises:
-        ConfigError: the devices cannot reach each other's memory, or the memory only has a handle from another PID
-            namespace.
-        DestinationError: the driver refused, or no address space is left.
-        FormatError: the payload contradicts itself.
-        PeerLost, StaleDescriptor, SourceStalled: see `fd_server.receive_fds`.
+    Raises ConfigError if the devices cannot reach each other's memory, or if the memory only has a handle from another
+    PID namespace, DestinationError if the driver refused, or like `fd_server.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
@@ -286,7 +278,7 @@ _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _QueuedCopies:
-    """Copies laid out for one stream, which can be queued repeatedly. An event follows them."""
+    """Copies laid out for one stream, which can be queued repeatedly."""
 
     queue: Callable[[], None]
     stream: int
@@ -310,11 +302,7 @@ class CudaRead:
 
 
 class CudaIpcTransport:
-    """See `Transport`. Raises ConfigError if there is no CUDA driver or no memfd.
-
-    Args:
-        num_streams: streams between which the groups of a read alternate.
-    """
+    """See `Transport`. Raises ConfigError without a CUDA driver or memfds."""
 
     name = "cuda_ipc"
 
@@ -333,13 +321,7 @@ class CudaIpcTransport:
         self._mapping = threading.Lock()
 
     def register(self, memory: Memory) -> FencedHandle:
-        """See `Transport.register`. Waits for the work on the device's default stream, which may write this memory.
-
-        Raises:
-            Cancelled: the transport is closed.
-            ConfigError: it is not device memory, or of a kind that cannot be shared. The hint says what to set.
-            DestinationError: the kernels queued earlier did not finish in `SETTLE_S`.
-        """
+        """See `Transport.register`. Waits up to `SETTLE_S` for the default stream, which may write this memory."""
         device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared.of(self._driver, device, memory)
@@ -374,23 +356,14 @@ class CudaIpcTransport:
                 self._streams.of(device).give_event(event)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> CudaRead:
-        """See `Transport.post_read`. The first read from a peer's memory maps it, which takes milliseconds.
-
-        Raises:
-            ConfigError: also if our device cannot reach the peer's.
-            FormatError: the descriptor exceeds the memory that it names.
-            DestinationError: the driver refused.
-        """
+        """See `Transport.post_read`. The first read from a peer's memory maps it; see `map_peer`."""
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         rows = segments.joined()
         return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, *at))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
-        """See `Striding`. Raises like `post_read`.
-
-        Laying out the copies takes about 2 ms per GiB, once for each of the last `LAID_OUT` pairs of addresses.
-        """
+        """See `Striding`. Laying out the copies takes about 2 ms per GiB, once per pair of addresses."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 

@@ -50,11 +50,7 @@ Export = Callable[[int], Iterator[int]]
 
 
 class FdServer:
-    """Server of file descriptors, which listens from `start` to `close`.
-
-    Attributes:
-        path: path of the socket.
-    """
+    """Server of file descriptors, which listens from `start` to `close` at `path`."""
 
     def __init__(self, home: RuntimeDir, export: Export) -> None:
         self._export = export
@@ -67,16 +63,7 @@ class FdServer:
 
     @classmethod
     def start(cls, name: str, export: Export, *, abstract_name: str = "") -> FdServer:
-        """Listen in a new directory of this process.
-
-        Args:
-            name: name of the endpoint, for logs.
-            abstract_name: additional abstract socket address for readers of the previous release.
-
-        Raises:
-            ConfigError: see `RuntimeDir`.
-            DestinationError: the socket cannot be created.
-        """
+        """Listen in a new directory of this process. `abstract_name` is a second address, for the previous release."""
         server = cls(RuntimeDir.open(), export)
         try:
             for address in filter(None, (server.path, abstract_name and f"\0{abstract_name}")):
@@ -149,13 +136,11 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
 
 
 def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[int]:
-    """Yield the descriptors of a peer's generation. Each is closed when the next is requested.
+    """Yield `count` descriptors of a peer's generation. Each is closed when the next is requested.
 
     Args:
         path: path of the peer's socket, or the abstract address of a peer of the previous release.
-        generation: generation of a registration, or `PAGE` for the table of generations, which is one descriptor.
-        count: expected number of descriptors.
-        uri: name of the peer in errors.
+        generation: generation of a registration, or `PAGE` for the table of generations.
 
     Raises:
         ConfigError: the peer's descriptor has no socket.

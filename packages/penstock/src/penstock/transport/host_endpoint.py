@@ -77,11 +77,9 @@ _pages: weakref.WeakSet[GenerationTable] = release_after_fork(lambda page: page.
 
 
 class GenerationTable:
-    """The owner's side of a generation table, created by `create`. A forked child's copy does nothing.
+    """The owner's side of a generation table, created by `create`.
 
-    Attributes:
-        name: name of the endpoint. A restarted process has a new name.
-        is_mine: False after `close`, and in a forked child.
+    After `close` and in a forked child, `is_mine` is False.
     """
 
     def __init__(self, name: str, mapped: MappedMemfd, lock_fd: int) -> None:
@@ -201,13 +199,10 @@ class PeerGenerationTable:
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
-        """Map the page of the endpoint that created this descriptor.
+        """Map the page of the endpoint that created this descriptor. Raises like `fd_server.receive_fds`, or:
 
-        Raises:
-            ConfigError: it is on another host, or in a container with a different runtime directory.
-            PeerLost: the process is gone, or a different process has its socket.
-            PermissionDenied, StaleDescriptor, SourceStalled: see `fd_server.receive_fds`.
-            DestinationError: the page cannot be mapped.
+        ConfigError: the peer is on another host, or in a container with a different runtime directory.
+        PeerLost: the process is gone, or a different process has its socket.
         """
         uri = source.uri
         if address.host != host_id():
@@ -254,12 +249,7 @@ class PeerGenerationTable:
         return False
 
     def check(self, slot: int, source: Descriptor, checksum: int) -> None:
-        """Raise unless the descriptor is unaltered and current and its owner is alive.
-
-        Raises:
-            PeerLost: the owner is gone.
-            StaleDescriptor: the owner fenced or released the memory, or never created this descriptor.
-        """
+        """Raise PeerLost if the owner is gone, or StaleDescriptor unless the descriptor is unaltered and current."""
         uri = source.uri
         # Check the owner first. The page of a dead owner keeps its last generations, which would look valid.
         if not self.is_alive():
@@ -307,8 +297,7 @@ class IntoHandle:
 
 
 class FencedHandle(IntoHandle):
-    """See `Handle`. Its generation is in the endpoint's table. `keep` lives as long as the handle, and is sent to
-    readers."""
+    """See `Handle`. Its generation is in the endpoint's table. Readers receive `keep`."""
 
     def __init__(
         self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
@@ -386,8 +375,7 @@ _Mapped = TypeVar("_Mapped")
 class PeerMappings(Generic[_Mapped]):
     """Mappings of peers' memory, each kept from its first read until its registration is closed.
 
-    A mapping keeps memory from being freed that its holder released, so `sweep` must be called from time to time.
-    Memory is unmapped when its mapping is released and the last read that uses it is done.
+    Call `sweep` from time to time, since a mapping keeps memory from being freed that its holder released.
     """
 
     def __init__(self) -> None:
@@ -421,13 +409,10 @@ class Endpoint:
     """Registrations of a transport with their generation table, and the tables of the peers that it reads.
 
     Args:
-        transport: name of the transport.
-        page: the table of this endpoint.
         reads: name of the transport whose descriptors it accepts. Empty means `transport`.
         abstract_name: see `FdServer`.
 
     Attributes:
-        handles: open registrations.
         changing: lock for handles and peers' tables.
     """
 
@@ -455,7 +440,6 @@ class Endpoint:
             return self.page.address(slot, serial, self._server.path)
 
     def _export(self, generation: int) -> Iterator[int]:
-        """Yield the descriptors that a reader requested. Raises StaleDescriptor if the generation is over."""
         with self.changing:
             if self.page.is_mine and generation == PAGE:
                 # Hold the lock, since the descriptor of a closed page may belong to another file.
@@ -472,12 +456,7 @@ class Endpoint:
             raise StaleDescriptor(f"generation {generation} of the memory is no longer current")
 
     def register(self, memory: Memory, describe: Describe, keep: Exportable | None = None) -> FencedHandle:
-        """Return a handle with a slot of the table. It keeps `keep` alive.
-
-        Raises:
-            Cancelled: the endpoint is closed.
-            ConfigError: the table is full.
-        """
+        """Return a handle with a slot of the table. It keeps `keep` alive. Raises ConfigError if the table is full."""
         with self.changing:
             self.check_open()
             slot = self.page.take_slot()
@@ -496,8 +475,7 @@ class Endpoint:
             raise Cancelled("the transport is closed")
 
     def check_mine(self, into: Handle, source: Descriptor) -> IntoHandle:
-        """Return the open handle. Raises ConfigError if the handle or the descriptor belongs to a different transport,
-        and Cancelled if the handle or the endpoint is closed."""
+        """Return the open handle. Raises ConfigError for a foreign handle or descriptor, Cancelled if it is closed."""
         if not isinstance(into, IntoHandle) or into.endpoint is not self:
             raise ConfigError(f"{self.transport} got a foreign handle")
         self.check_theirs(source)

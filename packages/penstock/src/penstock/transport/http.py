@@ -161,19 +161,12 @@ class HttpTransport:
         num_connections: int = CONNECTIONS,
         compress: bool | None = None,
     ) -> HttpTransport:
-        """Start a server for readers.
+        """Start a server for readers. Raises ConfigError if the address is malformed or cannot be bound.
 
         Args:
             listen: `host:port` (port 0 selects a free one), or `unix:/path`. None means a Unix socket in a directory of
                 this process, since a loopback port would be open to every user of the host.
-            tls: server context with a certificate. None means no TLS.
-            trust: how readers here check a peer's certificate, and which one they present. None means as the system
-                does.
-            num_connections: maximum number of connections to one peer.
             compress: whether bytes are compressed. None means where measurements show it to be faster.
-
-        Raises:
-            ConfigError: the address is malformed or cannot be bound.
         """
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
@@ -278,7 +271,7 @@ class HttpTransport:
 
 
 def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
-    """Return a bound socket and its address for readers. Raises ConfigError if it cannot be bound."""
+    """Return a bound socket and its address for readers."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         return _bound(path, listen), RegionAddress(path=path, is_tls=is_tls)

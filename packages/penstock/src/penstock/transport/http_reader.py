@@ -116,12 +116,10 @@ class ResponsePart:
 
 
 class Read:
-    """See `PendingRead`. `cut_into_parts` creates its parts.
+    """See `PendingRead`. `cut_into_parts` creates its parts, of which `num_left` have not arrived.
 
-    Attributes:
-        num_left: number of parts that have not arrived.
-        changed: guards the fields. It is notified when the read ends and when a connection stops using the memory.
-        error: the first error. No part is requested after it.
+    `changed` guards the fields. It is notified when the read ends and when a connection stops using the memory. No part
+    is requested after the first `error`.
     """
 
     def __init__(self, *, generation: int, request: ReadRequest, uri: str, nbytes: int, owners: object) -> None:
@@ -211,19 +209,10 @@ def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[R
 
 
 class Peer:
-    """Connections to one address, and the parts that wait for a connection.
-
-    Attributes:
-        progress_at: time at which the last byte of any read arrived. A stall is silence of the peer, not of one read.
-        choice: decides whether the link is compressed.
-    """
+    """Connections to one address, and the parts that wait for a connection."""
 
     def __init__(
-        self,
-        address: RegionAddress,
-        trust: ssl.SSLContext | None,
-        num_connections: int,
-        choice: CompressionChoice,
+        self, address: RegionAddress, trust: ssl.SSLContext | None, num_connections: int, choice: CompressionChoice
     ) -> None:
         self.address = address
         self.trust = trust
@@ -289,8 +278,6 @@ class _Full(OSError):
 
 
 class _Carrier:
-    """Connection of one thread."""
-
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._connection: ClientConnection | None = None
@@ -392,11 +379,7 @@ class _Carrier:
         return trailer == TRAILER.pack(TRAILER_WORD, read.generation)
 
     def _receive_coded(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
-        """Receive the runs as compressed frames, one per chunk, then the trailer. Return False if the read has failed.
-
-        Raises:
-            FormatError: a chunk or a frame is malformed, or the peer sent more than was requested.
-        """
+        """Receive compressed frames, one per chunk, then the trailer. Return False if the read has failed."""
         # Receive a chunk together with the head of the next one, so that each chunk takes one call. Most links are
         # uncompressed and never need the buffer.
         self._coded = self._coded or memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))

@@ -52,11 +52,7 @@ MANY = 64
 
 
 class IntoDevice:
-    """Common code of both transports. Raises ConfigError if there is no CUDA driver.
-
-    Args:
-        source: name of the transport whose descriptors are accepted.
-    """
+    """Common code of both transports. `source` is the transport whose descriptors are accepted."""
 
     nap_s: ClassVar[float]
     """Seconds between two polls of a copy."""
@@ -87,14 +83,11 @@ class IntoDevice:
         self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
 
     def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
-        """Queue copies of memory that `keep` keeps alive on a stream of the device, and wait until they are done.
+        """Call `queue` with the device and a stream, and wait until its copies of memory that `keep` keeps alive are
+        done.
 
-        Args:
-            queue: called with the device and the stream, in the context of the device.
-
-        Raises:
-            DestinationError: the device failed, or copied nothing for `stall_s`. Both memories are then kept
-                permanently, and `mutated` is true.
+        Raises DestinationError if the device failed or copied nothing for `stall_s`. Both memories are then never
+        freed, and `mutated` is true.
         """
         driver, device = self._driver, ordinal(into.memory.device)
         deadline = time.monotonic() + stall_s
@@ -179,12 +172,7 @@ class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
 
 
 class StagedTransport(IntoDevice):
-    """See `Transport`. Reads into pinned staging buffers, and copies from there to the device.
-
-    Args:
-        name: a name in `DEVICE_TARGETS`.
-        inner: transport that reaches the peer. The caller still owns it.
-    """
+    """See `Transport`. Reads with `inner` into pinned staging buffers. The caller still owns `inner`."""
 
     nap_s = 0.00005
 
@@ -325,11 +313,7 @@ class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
 
 
 class PinnedTransport(IntoDevice):
-    """See `Transport`. Maps and pins peers' memory, so that a device's copy engine reads it directly.
-
-    Args:
-        shm: transport that maps peers' memory. The caller still owns it.
-    """
+    """See `Transport`. Maps and pins peers' memory with `shm`, so that a device's copy engine reads it directly."""
 
     name = "pinned_shm"
     nap_s = 0.0002

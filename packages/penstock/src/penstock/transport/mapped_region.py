@@ -45,11 +45,8 @@ class DeviceBytes:
 class MappedRegion:
     """A registration of a peer that is mapped here by `map_region`.
 
-    Attributes:
-        address, nbytes: its memory in this process.
-        device: `"cpu"`, or the device with this process's number.
-        owner: keeps it mapped. It is a buffer of the whole mapping, or the CUDA array interface of these bytes.
-        offset: offset of the bytes in `owner`.
+    `device` is `"cpu"`, or the device with this process's number. `owner` keeps the memory mapped. It is a buffer of
+    the whole mapping in which the bytes start at `offset`, or the CUDA array interface of the bytes.
     """
 
     def __init__(
@@ -68,17 +65,12 @@ class MappedRegion:
 
 
 def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDriver | None = None) -> MappedRegion:
-    """Map a registration of a peer on this host.
-
-    Args:
-        source: descriptor of `shm` or `cuda_ipc`.
-        device: number of the peer's device in this process, for `cuda_ipc`.
+    """Map a registration of a peer on this host. `device` is the peer's device with this process's number.
 
     Raises:
         ConfigError: the memory has a different host, runtime directory or transport, or is device memory of a different
             PID namespace without file descriptors.
-        PeerLost: the peer is gone.
-        StaleDescriptor: the peer fenced the memory.
+        PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
         FormatError: the descriptor is malformed, or exceeds the memory that it names.
         DestinationError, PermissionDenied: this system refused to map the memory.
     """

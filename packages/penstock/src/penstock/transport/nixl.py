@@ -185,15 +185,10 @@ class NixlTransport:
 
     @classmethod
     def open(cls, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> NixlTransport:
-        """Create an agent of NIXL, and serve reading peers in a new thread.
+        """Create an agent of NIXL, and serve reading peers in a new thread. Raises like `Agent.open`.
 
         Args:
-            backends: names of NIXL's back ends.
             tls: transports of UCX, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or the choice of UCX.
-
-        Raises:
-            MissingExtra: NIXL is not installed.
-            ConfigError: a back end does not start.
         """
         tls = Settings.read().nixl_tls if tls is None else tls
         endpoint = secrets.token_hex(8)
@@ -287,7 +282,6 @@ class NixlTransport:
             raise Cancelled("the transport is closed")
 
     def _serve(self) -> None:
-        """Serve reading peers and unregister released memory until the transport is closed."""
         busy_until = sweep_at = 0.0
         try:
             while not self._closing.is_set():

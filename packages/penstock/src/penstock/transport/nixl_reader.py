@@ -144,12 +144,7 @@ class Agent:
                     self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> PostedTransfer:
-        """Post a transfer of rows (address, bytes, device) into our memory. `kinds` are of our and the peer's memory.
-
-        Raises:
-            StaleDescriptor: the rows are in no registration of the peer's metadata.
-            PeerLost: cannot connect to the peer.
-        """
+        """Post a transfer of rows (address, bytes, device) into our memory. Raises StaleDescriptor or PeerLost."""
         with self._lock:
             agent = self._check_open()
             try:
@@ -436,7 +431,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _connected(self, job: NixlPost) -> Iterator[_Remote]:
-        """Yield the connected peer. Raises StaleDescriptor if the metadata belongs to a different endpoint."""
+        """Yield the connected peer."""
         name = job.source.endpoint
         with self._lock:
             # Agents are replaced, and each needs its registration.

@@ -260,12 +260,9 @@ from a silent peer would take a hundred times `stall_s`."""
 def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
     """Wait for all posted reads, so that none is in flight any more, even after a failure.
 
-    Args:
-        posting: posts a read in each iteration. An error ends the posting, and the earlier reads are waited for.
-
-    Returns:
-        The first failure, or a DestinationError if there is one, since bytes may still arrive. Also whether a byte of
-            our memory may have been written.
+    `posting` posts a read in each iteration. Its error ends the posting, and the earlier reads are waited for. Return
+    the first failure, or a DestinationError if there is one, since bytes may still arrive. Also return whether a byte
+    of our memory may have been written.
     """
     posted: list[tuple[Transport, PendingRead]] = []
     failed: PenstockError | None = None
@@ -296,11 +293,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class DeferredRead(ABC, Generic[*Ts]):
-    """A `PendingRead` that the first waiting thread carries out, once for all waiting threads.
-
-    Args:
-        work: arguments of `_carry`. They keep both memories alive until it is done.
-    """
+    """A `PendingRead` that the first waiting thread carries out. `work` keeps both memories alive until it is done."""
 
     def __init__(self, nbytes: int, *work: *Ts) -> None:
         self.nbytes = nbytes
