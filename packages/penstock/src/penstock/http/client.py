@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from penstock import descriptors, waits
-from penstock.http.connection import HttpConnection
+from penstock.http.connection import HttpConnection, MessageDeadline
 from penstock.http.head import MalformedMessage, MessageParser, ResponseHead, request_head
 from penstock.interrupts import is_of_handler
 from penstock.net.listener import cut
-from penstock.net.timed import MessageDeadline
 
 _PIECE_BYTES = 64 << 10
 """Bytes received at once from a body without a length. They are lost if the next part fails."""

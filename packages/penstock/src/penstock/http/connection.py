@@ -11,12 +11,12 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Sequence
 
 from penstock.http.head import MAX_HEAD_BYTES, MalformedMessage, MessageParser, RequestHead, ResponseHead
 from penstock.net.admission import MIN_BYTES_PER_S
 from penstock.net.listener import cut
-from penstock.net.timed import MessageDeadline
 
 MAX_VIEWS = 256
 """Views passed to one system call. The kernel refuses more than 1,024 (IOV_MAX)."""
@@ -26,6 +26,28 @@ _BODY_PIECE_BYTES = 256 << 10
 """Bytes requested from the kernel for a short body. Memory grows with received bytes, not announced ones."""
 _MAX_INTERIM = 8
 """Maximum number of 1xx responses before the final one. Servers send one or two."""
+
+
+class MessageDeadline:
+    """The deadline of a message: some seconds, plus one for each `MIN_BYTES_PER_S` received or sent.
+
+    A timeout for each read is not enough. One byte every five seconds held a fetch for 50 s with a `stall_s` of 6 s.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    def add_bytes(self, nbytes: int) -> None:
+        """Extend the deadline for bytes that were received or sent."""
+        self._at += nbytes / MIN_BYTES_PER_S
+
+    def left_s(self) -> float:
+        """Return the remaining seconds. Raises TimeoutError after the deadline."""
+        left = self._at - time.monotonic()
+        # A timeout of 0 would make a socket non-blocking and SO_RCVTIMEO endless.
+        if left <= 0:
+            raise TimeoutError("the message was not complete before its deadline")
+        return left
 
 
 class HttpConnection:

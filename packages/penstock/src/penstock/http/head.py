@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import httptools
 
@@ -57,13 +57,6 @@ class ResponseHead(Head):
     """The head of a response."""
 
     status: int
-
-
-class _HeadFields(TypedDict):
-    version: str
-    headers: dict[str, str]
-    content_length: int | None
-    is_chunked: bool
 
 
 class _Events:
@@ -174,7 +167,7 @@ class MessageParser:
         assert isinstance(self._parser, httptools.HttpResponseParser)
         return ResponseHead(**self._common(), status=self._parser.get_status_code())
 
-    def _common(self) -> _HeadFields:
+    def _common(self) -> dict[str, Any]:
         num_lines = self._received.count(b"\r\n")
         # Parsers disagree whether a lone CR or LF, or a folded line, ends a line.
         if self._received.count(b"\n") != num_lines or self._received.count(b"\r") != num_lines:
@@ -200,12 +193,12 @@ class MessageParser:
         if coding is not None:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
                 raise MalformedMessage("the head states the end of the body in two ways or in an unknown way")
-            return _HeadFields(version=version, headers=headers, content_length=None, is_chunked=True)
+            return {"version": version, "headers": headers, "content_length": None, "is_chunked": True}
         # Limit to 18 digits, so that a sum of two lengths fits 64 bits.
         if length is not None and not ((length.isascii() and length.isdigit()) and len(length) <= 18):
             raise MalformedMessage("the Content-Length is not a number")
         content_length = None if length is None else int(length)
-        return _HeadFields(version=version, headers=headers, content_length=content_length, is_chunked=False)
+        return {"version": version, "headers": headers, "content_length": content_length, "is_chunked": False}
 
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:

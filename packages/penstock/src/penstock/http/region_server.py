@@ -62,35 +62,19 @@ class ServedRegion:
         return any(hmac.compare_digest(key, valid) for valid in (self.key, *list(self.lent.values())))
 
 
-class RegionServer:
+class RegionServer(HttpServer):
     """Regions and their HTTP server, which runs from `start` to `close`.
 
     Each request must name the random `endpoint`.
     """
 
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
+        names = {"name": "data port", "thread_name": "penstock-http"}
+        super().__init__(bound, self._answer, **names, full_status=HTTPStatus.SERVICE_UNAVAILABLE, tls=tls)
         self.endpoint = endpoint
         self._regions: dict[int, ServedRegion] = {}
         self._lock = threading.Lock()
         self._generations = itertools.count(1)
-        self._is_open = True
-        self._http = HttpServer(
-            bound,
-            self._answer,
-            name="data port",
-            thread_name="penstock-http",
-            full_status=HTTPStatus.SERVICE_UNAVAILABLE,
-            tls=tls,
-        )
-
-    def start(self) -> None:
-        """Serve readers in new threads. Raises DestinationError if no thread can be started."""
-        self._http.start()
-
-    @property
-    def num_open(self) -> int:
-        """Number of open connections."""
-        return self._http.num_open
 
     def show(self, view: memoryview, is_valid: Callable[[], bool]) -> ServedRegion:
         """Start a generation of this memory."""
@@ -124,18 +108,16 @@ class RegionServer:
             wire.cut()
 
     def close(self) -> None:
-        """Stop accepting, and abort all responses without waiting for their threads. Idempotent."""
+        """See `HttpServer.close`."""
+        super().close()
         with self._lock:
-            self._is_open = False
-            # A response in progress stops at its next piece.
             self._regions.clear()
-        self._http.close()
 
     def forget(self) -> None:
-        """In a forked child, serve nothing. `HttpServer` closes the sockets."""
+        """See `HttpServer.forget`."""
         # Another thread of the parent may have held the lock at the fork.
         self._lock = threading.Lock()
-        self._is_open = False
+        super().forget()
 
     def _answer(self, exchange: ServerExchange) -> None:
         generation, request = _parse(exchange)

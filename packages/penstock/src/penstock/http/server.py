@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
 from weakref import WeakSet
 
 from penstock.errors import FormatError
@@ -150,7 +149,7 @@ def _answer_wait_s(limits: ConnectionLimits) -> float:
     return limits.idle_s + limits.answer_s
 
 
-class HttpServer:
+class HttpServer(ThreadedListener):
     """A listener whose connections are served by a handler, from `start` to `close`. Forked children close their copy.
 
     Args:
@@ -170,52 +169,28 @@ class HttpServer:
         full_status: int,
         tls: ssl.SSLContext | None,
     ) -> None:
+        # A TLS client expects a handshake first, so only close a refused connection.
+        refusal = _empty_answer(full_status) if tls is None else b""
+        admission = Admission(LIMITS, name=name)
+        super().__init__(bound, admission, self._serve_requests, name=thread_name, tls=tls, refusal=refusal)
         self._handle = handle
-        self._is_open = True
         self._wires: set[HttpConnection] = set()
-        self._listener = ThreadedListener(
-            bound,
-            Admission(LIMITS, name=name),
-            self._serve,
-            name=thread_name,
-            tls=tls,
-            # A TLS client expects a handshake first, so only close the connection.
-            refusal=_empty_answer(full_status) if tls is None else b"",
-        )
         _servers.add(self)
-
-    def start(self) -> None:
-        """Serve connections in new threads. Raises DestinationError if no thread can be started."""
-        self._listener.start()
-
-    @property
-    def address(self) -> Any:
-        """The address of the listening socket."""
-        return self._listener.address
-
-    @property
-    def num_open(self) -> int:
-        """Number of open connections."""
-        return self._listener.admission.num_open
 
     def close(self) -> None:
         """Stop accepting, and abort all connections without waiting for their threads. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._listener.close()
+        super().close()
         # A stopped client would keep a thread, and the memory of the handler, alive.
-        self._listener.admission.cut_all()
+        self.admission.cut_all()
 
     def forget(self) -> None:
         """In a forked child, close the copies of the parent's sockets."""
-        self._is_open = False
         # This renews the lock that closing a connection needs.
-        self._listener.forget()
+        super().forget()
         for wire in list(self._wires):
             wire.close()
 
-    def _serve(self, sock: socket.socket, place: Connection, peer: str) -> None:
+    def _serve_requests(self, sock: socket.socket, place: Connection, peer: str) -> None:
         wire = HttpConnection(sock, pace_s=place.limits.head_s)
         self._wires.add(wire)
         try:
@@ -252,4 +227,4 @@ class HttpServer:
         return not exchange.closes
 
 
-_servers: WeakSet[HttpServer] = release_after_fork(HttpServer.forget)
+_servers: WeakSet[HttpServer] = release_after_fork(lambda server: server.forget())

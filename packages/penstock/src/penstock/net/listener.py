@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -55,11 +56,6 @@ class AdmittedSocket(socket.socket):
         """Close the socket and release its connection."""
         super().close()
         self.connection.release()
-
-    def cut(self) -> None:
-        """End the connection at once, from any thread, even while other threads use it."""
-        with contextlib.suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)
 
 
 class GuardedListener(socket.socket):
@@ -128,7 +124,7 @@ class GuardedListener(socket.socket):
             # for these sockets.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = self.admission.admit(sock.peer or "unix", sock.cut)
+        connection = self.admission.admit(sock.peer or "unix", partial(cut, sock))
         if connection is not None:
             sock.connection = connection
             # The kernel has authenticated the peer of a Unix socket.
@@ -203,29 +199,21 @@ class ThreadedListener:
             raise
 
     def _run(self) -> None:
-        try:
-            self._accept_until_closed()
-        finally:
-            self._listener.close()
-
-    def _accept_until_closed(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        while self._is_open:
-            poll.poll(SWEEP_S * 1000 if self.admission.num_open else None)
-            self.admission.sweep()
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError:
-                if not self._is_open:
-                    return
-                # The connection was closed before it was accepted, or the kernel is short of memory. The pause keeps
-                # this loop from spinning in the second case.
-                time.sleep(0.05)
-                continue
-            self._start(sock)
+        with self._listener:
+            while self._is_open:
+                poll.poll(SWEEP_S * 1000 if self.admission.num_open else None)
+                self.admission.sweep()
+                try:
+                    self._start(self._listener.accept()[0])
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    # The connection was closed before it was accepted, or the kernel is short of memory. The pause
+                    # keeps this loop from spinning in the second case.
+                    if self._is_open:
+                        time.sleep(0.05)
 
     def _start(self, sock: AdmittedSocket) -> None:
         sock.setblocking(True)
@@ -244,7 +232,7 @@ class ThreadedListener:
                 sock.settimeout(self.admission.limits.head_s)
                 # A cut must reach the socket that owns the descriptor, so wrap before the handshake.
                 served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-                connection.cut = lambda: cut(served)
+                connection.cut = partial(cut, served)
                 served.do_handshake()
             self._serve(served, connection, peer)
         except PenstockError:

@@ -117,12 +117,6 @@ class HttpHandle:
             raise Cancelled("the registration is closed")
 
 
-class HttpRead(Read):
-    """See `PendingRead`."""
-
-    peer: Peer
-
-
 class HttpTransport:
     """See `Transport`. It only reaches host memory."""
 
@@ -193,7 +187,7 @@ class HttpTransport:
             self.handles.add(handle)
         return handle
 
-    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> HttpRead:
+    def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> Read:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
             raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
@@ -201,7 +195,7 @@ class HttpTransport:
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         payload = decode_payload(source, _DECODER)
-        read = HttpRead(
+        read = Read(
             generation=source.generation,
             request=ReadRequest(endpoint=source.endpoint, key=payload.key, nbytes=source.nbytes, src=b"", length=b""),
             uri=source.uri,
@@ -220,8 +214,8 @@ class HttpTransport:
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
         """See `Transport.wait`. Also raises PermissionDenied (the peer refuses our certificate) and FormatError."""
-        assert isinstance(pending, HttpRead)
-        pending.wait(pending.peer, stall_s)
+        assert isinstance(pending, Read)
+        pending.wait(stall_s)
 
     def way(self, source: Descriptor) -> tuple[str, str]:
         """See `Coding.way`."""
@@ -256,7 +250,6 @@ class HttpTransport:
         self.is_mine = False
         # Another thread of the parent may have held the lock during the fork.
         self.changing = threading.RLock()
-        self.server.forget()
 
     def _check_open(self) -> None:
         if not self.is_mine:

@@ -122,6 +122,8 @@ class Read:
     is requested after the first `error`.
     """
 
+    peer: Peer
+
     def __init__(self, *, generation: int, request: ReadRequest, uri: str, nbytes: int, owners: object) -> None:
         self.generation = generation
         self.request = request
@@ -173,12 +175,12 @@ class Read:
         for wire in receiving:
             wire.cut()
 
-    def wait(self, peer: Peer, stall_s: float) -> None:
+    def wait(self, stall_s: float) -> None:
         """See `Transport.wait`."""
         began = time.monotonic()
         with self.changed:
             while self.num_left and self.error is None:
-                left = max(began, peer.progress_at) + stall_s - time.monotonic()
+                left = max(began, self.peer.progress_at) + stall_s - time.monotonic()
                 if left <= 0:
                     break
                 self.changed.wait(left)
