@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import Settings
 from penstock.errors import SourceStalled, SourceUnavailable
-from penstock.http.range_request import Patience
+from penstock.http.range_request import Patience, RequestFailed
 
 
 class Clock:
@@ -34,7 +34,7 @@ def patience(clock: Clock, *, retries: int = 5, stall_s: float = 30.0) -> Patien
 def test_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
     one = patience(clock, retries=12)
     for _ in range(12):
-        one.failed("503", byte_range=(0, 1), cause=None)
+        one.pause(RequestFailed("503"), (0, 1))
     for number, pause_s in enumerate(clock.pauses_s):
         whole_s = min(5.0, 0.1 * 2**number)
         assert whole_s / 2 <= pause_s <= whole_s
@@ -42,10 +42,10 @@ def test_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
 
 def test_retries_end_after_configured_failures(clock: Clock) -> None:
     one, cause = patience(clock, retries=2), OSError("reset")
-    one.failed("reset", byte_range=(5, 9), cause=cause)
-    one.failed("reset", byte_range=(5, 9), cause=cause)
+    one.pause(RequestFailed("reset", cause=cause), (5, 9))
+    one.pause(RequestFailed("reset", cause=cause), (5, 9))
     with pytest.raises(SourceUnavailable, match="3 attempts") as caught:
-        one.failed("reset", byte_range=(5, 9), cause=cause)
+        one.pause(RequestFailed("reset", cause=cause), (5, 9))
     assert (caught.value.uri, caught.value.byte_range, caught.value.__cause__) == ("s3://b/k", (5, 9), cause)
 
 
@@ -53,26 +53,26 @@ def test_received_byte_resets_retries(clock: Clock) -> None:
     one = patience(clock, retries=1)
     for _ in range(50):
         one.progress()
-        one.failed("reset", byte_range=(0, 1), cause=None)
+        one.pause(RequestFailed("reset"), (0, 1))
     assert len(clock.pauses_s) == 50 and max(clock.pauses_s) <= 0.1, "each is the first failure, with its short pause"
     with pytest.raises(SourceUnavailable):
-        one.failed("reset", byte_range=(0, 1), cause=None)
+        one.pause(RequestFailed("reset"), (0, 1))
 
 
 def test_repeated_silence_raises_source_stalled(clock: Clock) -> None:
     one = patience(clock, retries=50)
     for _ in range(2):
         clock.now_s += 10
-        one.failed("timed out", byte_range=(0, 1), silent=True, cause=None)
+        one.pause(RequestFailed("timed out", silent=True), (0, 1))
     clock.now_s += 10
     with pytest.raises(SourceStalled, match="timed out"):
-        one.failed("timed out", byte_range=(0, 1), silent=True, cause=None)
+        one.pause(RequestFailed("timed out", silent=True), (0, 1))
 
 
 def test_retry_after_is_honoured_within_limits(clock: Clock) -> None:
     one = patience(clock, stall_s=7.0)
-    one.failed("429", byte_range=(0, 1), wait_s=2.0, cause=None)
-    one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)
+    one.pause(RequestFailed("429", wait_s=2.0), (0, 1))
+    one.pause(RequestFailed("429", wait_s=86_400.0), (0, 1))
     assert clock.pauses_s == [2.0, 5.0]
     with pytest.raises(SourceUnavailable, match="asked to wait"):
-        one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)
+        one.pause(RequestFailed("429", wait_s=86_400.0), (0, 1))

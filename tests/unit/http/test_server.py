@@ -213,7 +213,7 @@ def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
     while any(thread.name == THREAD for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a thread is left"
         time.sleep(0.01)
-    assert server.num_open == 0
+    assert server.admission.num_open == 0
 
 
 def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:

@@ -94,22 +94,8 @@ class Patience:
         self._arrivals.count += 1
         self._num_seen = self._arrivals.count
 
-    def failed(
-        self,
-        why: str,
-        *,
-        byte_range: tuple[int, int] | None,
-        silent: bool = False,
-        wait_s: float | None = None,
-        cause: Exception | None,
-    ) -> None:
-        """Count a failure, and pause before the next attempt.
-
-        Args:
-            byte_range: the missing bytes `[start, stop)`, or None if the request was not for a range.
-            silent: whether the failure was a timeout.
-            wait_s: seconds that the server asked to wait. This is not a failure, and the request is retried until the
-                source sends no byte for `stall_s`.
+    def pause(self, failed: RequestFailed, byte_range: tuple[int, int] | None) -> None:
+        """Count a failure of the missing bytes `[start, stop)`, and pause before the next attempt.
 
         Raises:
             SourceStalled: there was silence for `stall_s`, or too many consecutive timeouts.
@@ -120,32 +106,30 @@ class Patience:
         # Bytes of other ranges prove that the source works, so count only failures since then.
         if self._arrivals.count != self._num_seen:
             self._num_seen, self._failures = self._arrivals.count, 0
-        self._failures += wait_s is None
+        self._failures += failed.wait_s is None
         self._num_pauses += 1
         now_s = self._clock()
         silent_s = now_s - self._last_byte_s
         # Allow 1 %, because three silent attempts of a third of `stall_s` may end slightly early.
-        if silent and (silent_s >= 0.99 * self._stall_s or self._failures > self._retries):
-            raise SourceStalled(
-                f"no byte arrived for {silent_s:.1f} s ({why})",
-                uri=self._uri,
-                byte_range=byte_range,
-                hint="raise stall_s if the source is only slow",
-            ) from cause
+        if failed.silent and (silent_s >= 0.99 * self._stall_s or self._failures > self._retries):
+            message, hint = (
+                f"no byte arrived for {silent_s:.1f} s ({failed})",
+                "raise stall_s if the source is only slow",
+            )
+            raise SourceStalled(message, uri=self._uri, byte_range=byte_range, hint=hint) from failed.cause
         if self._failures > self._retries:
-            raise SourceUnavailable(
-                f"{self._failures} attempts made no progress, the last: {why}", uri=self._uri, byte_range=byte_range
-            ) from cause
+            message = f"{self._failures} attempts made no progress, the last: {failed}"
+            raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range) from failed.cause
         # Without jitter, ranges that failed together would all be requested again at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * waits.jitter(0.5, 1.0)
-        if wait_s is not None:
+        if failed.wait_s is not None:
             # A server that limits requests serves the ranges in turns, so use the source's last byte.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
-                message = f"for {self._stall_s:.1f} s the server asked to wait and sent no byte ({why})"
+                message = f"for {self._stall_s:.1f} s the server asked to wait and sent no byte ({failed})"
                 hint = "raise stall_s to wait longer"
-                raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range, hint=hint) from cause
-            pause_s = min(max(pause_s, wait_s), left_s)
+                raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range, hint=hint) from failed.cause
+            pause_s = min(max(pause_s, failed.wait_s), left_s)
         retried_requests.add()
         self._sleep(pause_s)
 
@@ -217,20 +201,19 @@ class Origin(Protocol):
 
 
 class RequestFailed(Exception):
-    """A failed attempt that may be retried. `Patience.failed` explains the attributes."""
+    """A failed attempt that may be retried; see `Patience.pause`.
+
+    `wait_s` counts the seconds that the server asked to wait, which is not a failure. The request is then retried until
+    the source sends no byte for `stall_s`. A timeout is `silent`.
+    """
 
     def __init__(
         self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
     ) -> None:
         super().__init__(why)
-        self.why = why
         self.silent = silent
         self.wait_s = wait_s
         self.cause = cause
-
-    def pause(self, patience: Patience, byte_range: tuple[int, int] | None) -> None:
-        """Pause before another attempt, or raise as `Patience.failed` does."""
-        patience.failed(self.why, byte_range=byte_range, silent=self.silent, wait_s=self.wait_s, cause=self.cause)
 
 
 class RangeExchange:

@@ -130,7 +130,8 @@ class RegionServer(HttpServer):
         with self._lock:
             region = self._regions.get(generation)
             # Respond the same for an unknown generation and a wrong key, so that a stranger learns nothing.
-            if region is None or not self._is_allowed(region, request):
+            is_same = region and request.endpoint == self.endpoint and request.nbytes == len(region.view)
+            if not region or not (region.opens(request.key) and is_same):
                 # Keep the connection, on which the reader requests the next generation.
                 raise RequestRefused(HTTPStatus.GONE, closes=False)
             region.in_progress[wire] = request.key
@@ -189,10 +190,6 @@ class RegionServer(HttpServer):
         # Reading memory that torch has freed would crash this process.
         if not region.is_valid():
             raise ConnectionAbortedError("the owner moved or freed the memory")
-
-    def _is_allowed(self, region: ServedRegion, request: ReadRequest) -> bool:
-        is_same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
-        return region.opens(request.key) and is_same
 
 
 def _parse(exchange: ServerExchange) -> tuple[int, ReadRequest]:

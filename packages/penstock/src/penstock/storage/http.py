@@ -193,7 +193,7 @@ class HttpSource:
                 if offset > before:
                     patience.progress()
                     renewed = False
-                failed.pause(patience, (offset, stop))
+                patience.pause(failed, (offset, stop))
         return "http"
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, se
                         exchange.readinto(memoryview(bytearray(1)))
                 return make(seen)
             except RequestFailed as failed:
-                failed.pause(patience, (0, 1))
+                patience.pause(failed, (0, 1))
     finally:
         # The source holds its own reference to the pool.
         pool.drop()
@@ -273,7 +273,7 @@ def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[in
                     is_refusal = 300 <= status < 500 and status not in {407, 408, 425, 429}
                     return status, headers, b"" if is_refusal else exchange.read_whole(limit)
             except RequestFailed as failed:
-                failed.pause(patience, None)
+                patience.pause(failed, None)
     finally:
         pool.drop()
 

@@ -23,7 +23,7 @@ from obstore.exceptions import BaseError
 from penstock import waits
 from penstock.config import Settings
 from penstock.errors import FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
-from penstock.http.range_request import Arrivals, Origin, Patience, Validators
+from penstock.http.range_request import Arrivals, Origin, Patience, RequestFailed, Validators
 from penstock.storage.http import HttpSource
 from penstock.storage.object_stores import (
     ObjectKey,
@@ -173,7 +173,7 @@ class StoreSource:
                 if offset > before:
                     patience.progress()
                 is_silent = isinstance(error, SourceStalled)
-                patience.failed(error.message, byte_range=(offset, stop), silent=is_silent, cause=error)
+                patience.pause(RequestFailed(error.message, silent=is_silent, cause=error), (offset, stop))
         return "obstore"
 
     def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:

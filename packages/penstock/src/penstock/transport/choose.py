@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from penstock.arguments import require_type
 from penstock.cuda.driver import CudaDriver
@@ -178,19 +178,11 @@ for _built_in in (
     register_transport(_built_in)
 
 
-class _Route(NamedTuple):
-    name: str
-    offered_as: str
-    """Transport whose descriptor the peer must offer."""
-    kind: TransportKind
-    """Kind of `offered_as`, which says what can be reached."""
-
-
-def _routes() -> Iterator[_Route]:
-    """Yield each transport, followed by those that use it to fill device memory, nearest first."""
+def _routes() -> Iterator[tuple[str, str, TransportKind]]:
+    """Yield the name of each transport, nearest first, with the transport whose descriptor the peer must offer."""
     for kind in transport_kinds():
-        yield _Route(kind.name, kind.name, kind)
-        yield from (_Route(name, inner, kind) for name, inner in DEVICE_TARGETS.items() if inner == kind.name)
+        yield kind.name, kind.name, kind
+        yield from ((name, inner, kind) for name, inner in DEVICE_TARGETS.items() if inner == kind.name)
 
 
 class PeerLinks(Closeable):

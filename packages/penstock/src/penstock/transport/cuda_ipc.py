@@ -57,7 +57,7 @@ from penstock.transport.protocol import (
     Transport,
     decode_payload,
 )
-from penstock.types import MIB, U64
+from penstock.types import MIB
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
@@ -472,7 +472,10 @@ class CudaIpcTransport:
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         for is_short in (True, False):
-            for dst, src, nbytes in _groups(rows[short == is_short], ours, base):
+            cut = rows[short == is_short].cut(GROUP_BYTES)
+            columns = cut.dst.astype(np.uint64) + np.uint64(ours), cut.src.astype(np.uint64) + np.uint64(base)
+            for group in gathered(cut.nbytes, GROUP_BYTES):
+                dst, src, nbytes = columns[0][group], columns[1][group], cut.nbytes[group].astype(np.uint64)
                 stream = pool.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
                 queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
@@ -560,14 +563,6 @@ class CudaIpcTransport:
             self._mapped.clear()
             self._laid_out.clear()
             self._streams.close()
-
-
-def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
-    """Yield the rows with addresses, in groups of about `GROUP_BYTES`. Long rows are cut."""
-    cut = rows.cut(GROUP_BYTES)
-    dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
-    for group in gathered(cut.nbytes, GROUP_BYTES):
-        yield dst[group], src[group], cut.nbytes[group].astype(np.uint64)
 
 
 _fits: type[Transport] = CudaIpcTransport
