@@ -192,7 +192,7 @@ class MessageParser:
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         if coding is not None:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
-                raise MalformedMessage("the head states the end of the body in two ways or in an unknown way")
+                raise MalformedMessage("the head has two or unknown definitions of the end of the body")
             return {"version": version, "headers": headers, "content_length": None, "is_chunked": True}
         # Limit to 18 digits, so that a sum of two lengths fits 64 bits.
         if length is not None and not ((length.isascii() and length.isdigit()) and len(length) <= 18):

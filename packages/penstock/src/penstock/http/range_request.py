@@ -99,7 +99,7 @@ class Patience:
 
         Raises:
             SourceStalled: there was silence for `stall_s`, or too many consecutive timeouts.
-            SourceUnavailable: there were too many consecutive failures, or the server asked to wait for `stall_s`.
+            SourceUnavailable: there were too many consecutive failures, or the server deferred for `stall_s`.
         """
         # A cancelled call aborts its connection, which is not a failure of the source.
         waits.require_wanted()
@@ -203,8 +203,8 @@ class Origin(Protocol):
 class RequestFailed(Exception):
     """A failed attempt that may be retried; see `Patience.pause`.
 
-    `wait_s` counts the seconds that the server asked to wait, which is not a failure. The request is then retried until
-    the source sends no byte for `stall_s`. A timeout is `silent`.
+    `wait_s` is the `Retry-After` of the server, which deferred the request. It is retried until the source sends no
+    byte for `stall_s`. A timeout is `silent`.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class RangeExchange:
         if total not in {None, self._seen.nbytes}:
             raise self._changed(f"its size changed from {self._seen.nbytes} to {total} bytes")
         if first != start or not start <= last < self._limit:
-            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, but the response has {first}-{last}")
+            raise self._protocol(f"requested bytes {start}-{self._limit - 1}, but the response has {first}-{last}")
         if self.reply.length not in {None, last + 1 - first}:
             raise self._protocol(f"the response for {last + 1 - first} bytes has {self.reply.length}")
         self.stop = min(last + 1, stop)

@@ -145,7 +145,7 @@ def _empty_answer(status: int) -> bytes:
 
 
 def _answer_wait_s(limits: ConnectionLimits) -> float:
-    # A handler may wait for news, which takes at most `idle_s`.
+    # A handler may wait up to `idle_s` for the state that a client polls.
     return limits.idle_s + limits.answer_s
 
 

@@ -81,10 +81,10 @@ _log = log_named("penstock.net")
 
 
 class Connection:
-    """An admitted connection. Its server moves its deadline, and `Admission` cuts it after the deadline.
+    """An admitted connection. Its server moves its deadline, after which `Admission` aborts it.
 
     Times are of the monotonic clock. An unproven connection counts for the network `address`, and a proven one for its
-    `principal`. A server may replace `cut`.
+    `principal`. A server may replace `cut`, which aborts the connection.
     """
 
     __slots__ = (
@@ -107,7 +107,7 @@ class Connection:
         self.cut = cut
         self._admission = admission
         self._is_busy = False
-        # Set under the admission's lock by the thread that decides to cut, so that a connection is cut once.
+        # Set under the admission's lock, so that only one thread aborts the connection.
         self._is_cut = False
 
     def expect(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class Admission:
         # Longest unused first.
         self._by_principal: dict[str, OrderedDict[Connection, None]] = {}
         self._swept_at = time.monotonic() - SWEEP_S
-        # Connections that the last check found past their deadline and that are not cut yet.
+        # Connections that were past their deadline at the last check and are not aborted yet.
         self._late: list[Connection] = []
         self._logged_at = -LOG_EVERY_S
         self._num_unlogged = 0
@@ -169,7 +169,7 @@ class Admission:
         return len(self._open)
 
     def admit(self, address: str, cut: Callable[[], None]) -> Connection | None:
-        """Admit a new connection of this host, cutting an older one if needed. Return None to refuse it."""
+        """Admit a new connection of this host, aborting an older one if needed. Return None to refuse it."""
         limits = self.limits
         connection = Connection(self, network_of(address), cut)
         victim = None
@@ -203,7 +203,7 @@ class Admission:
         return connection
 
     def sweep(self, most: int | None = None) -> None:
-        """Cut connections past their deadline, at most `most`. Call this at least about once a second."""
+        """Abort connections past their deadline, at most `most`. Call this at least about once a second."""
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
             # A process that was stopped or short of CPU did not read what the peers sent, so extend their deadlines by
@@ -228,7 +228,7 @@ class Admission:
             self.report("a connection sent no complete request in time")
 
     def cut_all(self) -> None:
-        """Cut every connection. Servers call this when they close."""
+        """Abort every connection. Servers call this when they close."""
         with self._lock:
             victims = [conn for conn in self._open if not conn._is_cut]
             for conn in victims:
@@ -238,7 +238,7 @@ class Admission:
             conn.cut()
 
     def make_room(self) -> None:
-        """Cut the oldest unproven connections, because the process is out of file descriptors."""
+        """Abort the oldest unproven connections, because the process is out of file descriptors."""
         with self._lock:
             victims = [conn for conn, _ in zip(self._unproven, range(16), strict=False)]
             for conn in victims:

@@ -230,7 +230,7 @@ class ThreadedListener:
         try:
             if self._tls is not None:
                 sock.settimeout(self.admission.limits.head_s)
-                # A cut must reach the socket that owns the descriptor, so wrap before the handshake.
+                # `cut` must reach the socket that owns the descriptor, so wrap before the handshake.
                 served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 connection.cut = partial(cut, served)
                 served.do_handshake()
@@ -267,7 +267,7 @@ class ThreadedListener:
 
 
 def cut(sock: socket.socket) -> None:
-    """End a connection at once, from any thread, even while other threads use it."""
+    """Abort a connection, from any thread, even while other threads use it."""
     with contextlib.suppress(OSError):
         # SSLSocket.shutdown would drop the TLS state, and a receiver in another thread would return ciphertext.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Fair shares of a limited resource: when it is used up, the caller that has the most gives way.
+"""Fair shares of a limited resource: when it is used up, entries of the caller that has the most are evicted.
 
 One caller alone may use everything. A new caller gets entries as long as another caller has more. Callers are
 identified by token, certificate, user or address.
@@ -42,10 +42,10 @@ class Shares(Generic[K]):
         return self._callers.get(entry, "")
 
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
-        """Enter or renew an entry. Return the entries that gave way, or None if the entry is refused.
+        """Enter or renew an entry. Return the evicted entries, or None if the entry is refused.
 
-        A known entry moves to this caller and gets this weight. With `displaces_own`, entries of the caller may give
-        way if no other caller has more.
+        A known entry moves to this caller and gets this weight. With `displaces_own`, entries of the caller may be
+        evicted if no other caller has more.
         """
         with self._lock:
             victims = self._victims(entry, caller, weight, displaces_own)
@@ -86,7 +86,7 @@ class Shares(Generic[K]):
         oldest: dict[str, Iterator[tuple[K, tuple[int, float]]]] = {}
         victims: list[K] = []
         while excess > 0:
-            # Among equals the caller itself is first, since only a caller with more must give way.
+            # Among equals the caller itself is first, since only a caller with more loses entries.
             greediest = max(totals, key=lambda name: (totals[name], name == caller))
             if greediest == caller and not displaces_own:
                 return None

@@ -216,7 +216,7 @@ class PeerLinks(Closeable):
                 self.refused[name] = error.message
 
     def reach(self, name: str) -> Reach:
-        """Return the reach of a transport. One that fills device memory has the reach of its inner transport."""
+        """Return the reach of a transport. Transports that fill device memory have the reach of their inner transport."""
         transport_kinds()
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 

@@ -496,7 +496,7 @@ class Endpoint:
             # Do not hold the lock. The peer needs its lock to reply, so two peers that read each other would deadlock.
             opened = PeerGenerationTable.open(source, address)
             with self.changing:
-                # Opening a page is rare, so use it to drop the pages of ended processes.
+                # Opening a page is rare, so use it to drop the pages of dead processes.
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
                 page = self._peers.setdefault(source.endpoint, opened)
         claim = MemoryClaim(page, source, address)

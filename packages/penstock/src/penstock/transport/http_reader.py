@@ -1,4 +1,4 @@
-"""Reader of the `http` transport: reads are cut into parts, which several kept-alive connections carry.
+"""Reader of the `http` transport: reads are split into parts, which several kept-alive connections carry.
 
 If a connection is closed, its part is requested again from where it stopped, over a different connection. The response
 shows whether the memory was fenced (410), the peer is dead (refused), or only the connection was closed.
@@ -198,7 +198,7 @@ class Read:
 
 
 def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[ResponsePart]:
-    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS` runs. Neighbours are joined."""
+    """Split a read into parts of about `PART_BYTES` and at most `MAX_RUNS` runs. Adjacent runs are joined."""
     rows = segments.joined().cut(PART_BYTES)
     parts = []
     for indices in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):

@@ -129,7 +129,7 @@ class IntoDevice:
 
 
 def batches(rows: Segments, most: int) -> Iterator[Segments]:
-    """Yield the rows in batches of at most `most` bytes. Long rows are cut."""
+    """Yield the rows in batches of at most `most` bytes. Long rows are split."""
     if not len(rows.nbytes):
         return
     cut, start, left = rows.cut(most), 0, most

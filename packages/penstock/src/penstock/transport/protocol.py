@@ -90,7 +90,7 @@ class Memory:
     """A range of writable bytes in this process.
 
     Attributes:
-        owner: object that keeps the bytes alive. An `Owner` is asked for their address before each use.
+        owner: object that keeps the bytes alive. An `Owner` confirms their address before each use.
     """
 
     address: int
@@ -176,7 +176,7 @@ class Filling(Protocol):
 
 
 class Transport(Protocol):
-    """A way to read peers' memory. It is thread-safe. A forked child must create a new one."""
+    """A mechanism that reads peers' memory. It is thread-safe. A forked child must create a new transport."""
 
     @property
     def name(self) -> str:
