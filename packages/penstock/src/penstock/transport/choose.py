@@ -216,7 +216,7 @@ class PeerLinks(Closeable):
                 self.refused[name] = error.message
 
     def reach(self, name: str) -> Reach:
-        """Return the reach of a transport. Transports that fill device memory have the reach of their inner transport."""
+        """Return the reach of a transport, or of the inner transport if the transport fills device memory."""
         transport_kinds()
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
