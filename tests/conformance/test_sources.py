@@ -1,4 +1,4 @@
-"""Every `Source` passes the conformance suite: memory, local file, HTTP ranges, the cache cold and warm."""
+"""Every `Source` passes the conformance suite: memory, local file, HTTP ranges, and the cache cold and warm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = Settings(stall_s=20.0)
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a self-signed certificate for 127.0.0.1, and its key."""
+    """Return a self-signed certificate for 127.0.0.1 and its key."""
     folder = tmp_path_factory.mktemp("tls")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "penstock tests")])

@@ -1,4 +1,4 @@
-"""Tests marked `gpu` or `gpus(n)` are skipped, with the reason, where there are not so many devices."""
+"""Skip tests marked `gpu` or `gpus(n)` where there are fewer devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def allocated() -> Iterator[int]:
-    """Device memory allocated before the test; what the test leaves behind is given back after it."""
+    """Return the device memory allocated before the test, and free what the test leaves behind."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

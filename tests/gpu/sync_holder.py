@@ -1,6 +1,7 @@
-"""A publisher's rank in a process of its own, for tests: `python -m tests.gpu.sync_holder NAME RANK WORLD DEVICE`.
+"""A publisher's rank as another process: `python -m tests.gpu.sync_holder NAME RANK WORLD DEVICE`.
 
-Frames on stdin and stdout, a length and msgpack: it says its map, then answers strips with digests, and `fence`.
+Messages on stdin and stdout are a length and msgpack. It sends its map, then replies to strips with digests, and to
+`fence`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ SHAPES = [(1024, 4096), (512, 512), (4096, 1000), (256, 96)]
 
 
 def bytes_of(one: Layout, device: str) -> list[torch.Tensor]:
-    """Random bytes for each region, the same in every process."""
+    """Return random bytes for each region, the same in every process."""
     chance = np.random.default_rng(sum(one.member.encode()))
     return [torch.from_numpy(chance.integers(0, 256, n, np.uint8)).to(device) for n in one.regions]
 
 
 def on_device(one: Layout, device: str) -> list[Memory]:
-    """Arenas filled with those bytes."""
+    """Return arenas filled with those bytes."""
     found = []
     for data in bytes_of(one, device):
         made = Arena.allocate(max(data.numel(), 1), device)
@@ -59,7 +60,7 @@ def _receive(pipe: IO[bytes], kind: Any) -> Any:
 
 
 class Holder:
-    """See `SourceLink`: such a process, from outside."""
+    """See `SourceLink`. This is the client of such a process."""
 
     same_host, same_process = True, False
 
@@ -71,7 +72,7 @@ class Holder:
         self.member = self.map.member
 
     def call(self, *request: object) -> tuple[str, bytes]:
-        """One question, one answer."""
+        """Send a request and return its response."""
         try:
             with self._lock:
                 _send(self.process.stdin, request)

@@ -1,6 +1,4 @@
-"""transformers to a GPU inside `patched_libraries()`: the same model bit for bit, and host memory that stays
-bounded.
-"""
+"""transformers on a GPU inside `patched_libraries()`: bit-identical models and limited host memory."""
 
 from __future__ import annotations
 
@@ -73,11 +71,11 @@ def test_patched_libraries_load_model_on_gpu(
 
 def test_host_memory_is_limited(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     auto = transformers.AutoModelForCausalLM
-    # The first load brings the driver's own memory.
+    # The first load allocates the driver's own memory.
     auto.from_pretrained(models["org/mixtral"], device_map="cuda")
     size = sum(os.path.getsize(path) for path in models["org/llama"].glob("*.safetensors"))
-    # In a process of its own the hub would not count; here its files were in memory before.
+    # In another process the hub would not count. Here its files were in memory before.
     with patched_libraries(memory_bytes=BOUND), _Peak() as peak:
         auto.from_pretrained("org/llama", device_map="cuda")
-    # Four tensors that are being copied, of 66 MB at most, and the interpreter's own objects.
+    # This allows four tensors in flight, of 66 MB at most, and the interpreter's own objects.
     assert peak.megabytes * 1e6 < BOUND + 4 * 66e6 + 100e6 < size

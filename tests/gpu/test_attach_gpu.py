@@ -1,4 +1,4 @@
-"""Engines on kept device memory: mapped, not copied, compared on the device; what is left when the keeper goes."""
+"""Engines that attach cached device memory: mapping, verification, and the death of the cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_next_engine_attaches_same_memory(llama, allocated) -> None:
 
 
 def test_flipped_device_memory_is_reloaded_before_attach(llama, allocated, monkeypatch) -> None:
-    """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
+    """The engine digests on the device and reports to the cache, whose own checks are disabled."""
     wanted = by_safetensors(llama)
     with monkeypatch.context() as patched, ps.cache.WeightCache(device="cuda:0") as keeper:
         patched.setattr(LocalWeights, "spot_check", lambda self, chance: None)
@@ -113,7 +113,7 @@ def test_cache_detects_flipped_device_memory(llama, allocated) -> None:
             time.sleep(0.05)
         with pytest.raises(ps.IntegrityError):
             attached.check()
-        attached.close()  # the keeper waits for it before it frees the memory
+        attached.close()  # the cache waits for this before it frees the memory
         del attached
         gc.collect()
         while keeper.models()[0].num_reloads == 0:

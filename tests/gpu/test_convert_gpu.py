@@ -1,4 +1,4 @@
-"""Convert on a device: the bits of the CPU, also when a worker is killed in the middle."""
+"""Conversion on a device is bit-identical to the CPU, also after a worker is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"task_bytes": "2M", "shard_bytes": 20_000_000}
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three of one model in BF16."""
+    """Three checkpoints of one model in BF16."""
     made = tmp_path_factory.mktemp("convert")
     for seed in range(3):
         write_llama(made / str(seed), total_bytes=60_000_000, fp8=False, seed=seed)
@@ -39,7 +39,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 class Hostile(LocalLauncher):
-    """One worker is killed once a quarter is done."""
+    """Kill one worker once a quarter is done."""
 
     is_struck = False
 
@@ -65,7 +65,7 @@ def test_killed_worker_does_not_change_quantised_result(sources: list[Path], tmp
     assert launcher.is_struck and any("SIGKILL" in one.end for one in report.workers)
     assert files(tmp_path / "gpu") == files(tmp_path / "cpu")
     assert penstock.verify(tmp_path / "gpu").verified
-    # Staging alone: 6 threads that read and 4 that write have 8 MiB each.
+    # Staging alone needs 8 MiB for each of 6 reading and 4 writing threads.
     assert 0 < report.peak_bytes <= 80 << 20
 
 
@@ -78,7 +78,7 @@ def test_gpu_merge_matches_cpu_merge(sources: list[Path], tmp_path: Path) -> Non
 
 
 def test_small_budget_stages_in_pieces(tmp_path: Path) -> None:
-    """Pieces of a quarter of the memory: of 1 MiB, and of 8 MiB, less than one read, with leaves that are compared."""
+    """Pieces are a quarter of the memory: 1 MiB, and 8 MiB, which is less than one read."""
     source = tmp_path / "source"
     write_llama(source, num_layers=1, hidden=2048, vocab=4096, fp8=False)
     penstock.manifest(source)

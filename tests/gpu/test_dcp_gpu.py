@@ -1,4 +1,4 @@
-"""torch DCP on one GPU: states on the device and on the host at once, from both formats, and saved from there."""
+"""torch DCP on one GPU: states on the device and on the host, loaded from both formats and saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of device memory: the bits of the xxhash library, at every length and alignment, in batches of real shape."""
+"""Digests of device memory match the xxhash library, at every length and alignment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda")
 
 
 class Bytes:
-    """Random bytes, on the host and on the device."""
+    """Return random bytes, on the host and on the device."""
 
     def __init__(self, nbytes: int) -> None:
         self.host = np.random.default_rng(3).integers(0, 256, nbytes, dtype=np.uint8)
@@ -84,7 +84,7 @@ def test_launch_shape_does_not_change_digests(data: Bytes, tuning: dict[str, int
 
 
 def test_60_000_expert_leaves_match_xxhash(data: Bytes) -> None:
-    """Weights beside 4-byte scales, many leaves over the same bytes so that the host's share stays short."""
+    """Weights alternate with 4-byte scales. Many leaves share bytes, so that the host's part stays short."""
     distinct = np.where(np.arange(600) % 2, 4, 8192 + 64 * np.arange(600))
     offsets = np.arange(600, dtype=np.int64) * 65536
     expected = np.tile(data.expected(offsets, distinct), 100)

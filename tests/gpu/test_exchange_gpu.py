@@ -1,4 +1,4 @@
-"""Staged versions go live by an exchange of physical memory on a device; graphs and addresses stay."""
+"""Staged versions become live by an exchange of physical memory. Graphs and addresses stay valid."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_memory_is_freed_after_pending_kernels() -> None:
         for value in range(50):
             whole.fill_(value)
         del arena, whole
-    # Raises if a kernel found its memory gone.
+    # This raises if a kernel used freed memory.
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info()[0] >= free - 200_000_000
 
@@ -71,9 +71,9 @@ def test_second_device_reads_exchanged_memory() -> None:
     whole.fill_(7)
     torch.cuda.synchronize()
     memory.allow(1)
-    # By a kernel of the other device: copies work without `allow`, too.
+    # Use a kernel of the other device, because copies also work without `allow`.
     seen = torch.zeros(6400, dtype=torch.uint8, device="cuda:1")
-    # The driver's stream does not wait for torch's, which writes the zeros.
+    # The driver's stream does not wait for torch's stream, which writes the zeros.
     torch.cuda.synchronize(1)
     at, driver = np.arange(0, 6400, 100, dtype=np.uint64), load_driver()
     dst, src = at + np.uint64(seen.data_ptr()), at + np.uint64(memory.address)

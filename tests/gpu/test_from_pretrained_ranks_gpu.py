@@ -1,4 +1,4 @@
-"""`from_pretrained(group=)` over NCCL: each GPU has what stock gives it, and storage is read once for all ranks."""
+"""`from_pretrained(group=)` over NCCL: each GPU gets the stock result from one read of the storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock_hf.transformers import from_pretrained, patched_libraries  # noqa:
 pytestmark = pytest.mark.gpus(2)
 WORLDS = [2, pytest.param(4, marks=pytest.mark.gpus(4))]
 Case = tuple[str, str, int]
-"""A checkpoint, a kind of load, `memory_bytes`."""
+"""A checkpoint, a kind of load, and `memory_bytes`."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_devices(rank: int, world_size: int, cases: list[Case]) -> Any:
-    # As torchrun sets it: transformers selects the device of a rank by it.
+    # torchrun sets this, and transformers selects the device of a rank by it.
     os.environ["LOCAL_RANK"] = str(rank)
     answers = []
     for directory, kind, memory_bytes in cases:
@@ -57,7 +57,7 @@ def on_devices(rank: int, world_size: int, cases: list[Case]) -> Any:
 def test_ranks_load_equal_models_from_one_read(models: dict[str, Path], world_size: int) -> None:
     llama, mixtral = str(models["llama"]), str(models["mixtral"])
     cases = [(llama, kind, 256 << 20) for kind in ("plain", "cast", "tp_size", "fsdp")]
-    # A window below the size of two tensors.
+    # The window is smaller than two tensors.
     cases += [(llama, kind, 64 << 20) for kind in ("plain", "tp_size", "fsdp")]
     cases += [(mixtral, kind, 64 << 20) for kind in ("plain", "tp_size")]
     outcomes = run_ranks(on_devices, world_size, cases, backend="nccl", timeout_s=200, environ=ENVIRON)

@@ -1,4 +1,4 @@
-"""`group=` over NCCL: equal bits on every rank, own boxes; an error on one rank is soon an error on all."""
+"""`group=` over NCCL: bit-identical tensors on every rank, boxes, and errors that reach all ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def reading_fails(rank: int, world_size: int, directories: list[str], victim: in
         return original(self, offset, buffers)
 
     FileSource.readv = readv  # type: ignore[method-assign]
-    os.environ["PENSTOCK_IO_URING"] = "0"  # the kernel's own reads cannot be made to fail from here
+    os.environ["PENSTOCK_IO_URING"] = "0"  # reads by the kernel cannot be made to fail here
     return everything(rank, world_size, directories, {})
 
 

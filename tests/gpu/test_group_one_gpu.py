@@ -1,4 +1,4 @@
-"""`group=` with all ranks on one device: gathered by way of the host, since NCCL wants a device for each rank."""
+"""`group=` with all ranks on one device. It gathers through the host, since NCCL needs a device for each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Done:
-    """A collective that is complete."""
+    """A completed collective."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -71,7 +71,7 @@ def test_every_rank_gets_everything(tmp_path: Path, kind: str, world_size: int, 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
 def test_pieces_above_stream_limit_are_copied(tmp_path: Path, on_own_stream: bool) -> None:
-    # A scale of 12 bytes behind each tensor: pieces do not join across what aligns the next one.
+    # A scale of 12 bytes follows each tensor, so that pieces do not join across alignment.
     tensors: dict[str, torch.Tensor] = {}
     for number in range(2500):
         tensors[f"{number:05}.weight"] = torch.randn(512, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def test_python_runs_while_copies_wait_for_stream(on_own_stream: bool) -> None:
         np.full(len(rows), 64, np.uint64),
     )
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(2_000_000_000)  # a second or more of the device
+        torch.cuda._sleep(2_000_000_000)  # the device needs a second or more
     queued = threading.Event()
 
     def queue() -> None:
@@ -114,7 +114,7 @@ def test_python_runs_while_copies_wait_for_stream(on_own_stream: bool) -> None:
     thread.join(30)
     torch.cuda.synchronize()
     assert torch.equal(into, source)
-    # On the legacy stream the calls wait for the device: this thread goes on meanwhile.
+    # On the legacy stream the calls wait for the device. This thread must continue.
     assert num_turns > 20 or on_own_stream
 
 
@@ -122,7 +122,7 @@ def test_python_runs_while_copies_wait_for_stream(on_own_stream: bool) -> None:
 @pytest.mark.parametrize("num_pieces", [1, 8, 9, 200])
 def test_driver_packs_and_unpacks_pieces(num_pieces: int, on_own_stream: bool) -> None:
     device, chance = torch.device("cuda:0"), np.random.default_rng(num_pieces)
-    # Two rounds of three turns, of which the last does not exist. Those of rank 1 stay as they were.
+    # There are two rounds of three turns, of which the last is empty. Pieces of rank 1 stay unchanged.
     sizes = [chance.integers(1, 5000, num_pieces).tolist() for _ in range(5)]
     pieces: list[list[Segment]] = []
     at = 0

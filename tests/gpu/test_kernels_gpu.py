@@ -1,4 +1,4 @@
-"""Compiled kernels left for later processes: used without Triton, equal, and never in the way."""
+"""Compiled kernels that are stored for later processes, which use them without Triton."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print("triton" if "triton" in sys.modules else "copy")
 
 
 def used(home: Path, program: str = DIGEST) -> str:
-    """What a fresh process ran its kernels by; fails where the bits are wrong."""
+    """Return how a fresh process ran its kernels. It fails if the bytes differ."""
     environ = os.environ | {"HOME": str(home)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Loading onto one GPU: what arrives equals what safetensors gives, by every verb, dtype, box and size."""
+"""Loading to one GPU equals safetensors, for every verb, dtype, box and size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert_same = partial(compare.assert_same, device=DEVICE)
 
 
 def torch_holds(name: str) -> bool:
-    """Names of `every_dtype` whose dtype torch has: all but the six-bit ones."""
+    """Names of `every_dtype` whose dtype torch has, which excludes the six-bit dtypes."""
     return not name.startswith("f6")
 
 
@@ -39,7 +39,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensors of one to four dims, with odd sizes."""
+    """Return tensors of one to four dims, with odd sizes."""
     path = tmp_path_factory.mktemp("stacked") / "model.safetensors"
     torch.manual_seed(0)
     shapes = {
@@ -58,7 +58,7 @@ def empty_like(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_by(verb: str, path: Path, wanted: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
-    """The same weights by each of the public verbs."""
+    """Load the same weights by each of the public verbs."""
     if verb == "load":
         return dict(penstock.load(path, device=DEVICE, **options))
     if verb == "stream":

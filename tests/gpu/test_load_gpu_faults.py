@@ -1,4 +1,4 @@
-"""Loading onto one GPU when things go wrong or are given up: typed errors, nothing leaked, streams respected."""
+"""Faults while loading to one GPU: typed errors, no leaks, and correct streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSOR_BYTES = 8 * MIB
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two files of six tensors of 8 MiB."""
+    """Return two files of six tensors of 8 MiB."""
     torch.manual_seed(2)
     for part in range(2):
         tensors = {f"t{part}{i}": torch.randint(0, 1 << 62, (TENSOR_BYTES // 8,)) for i in range(NUM_TENSORS // 2)}
@@ -42,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def settled() -> int:
-    """Device bytes allocated once everything dropped is freed."""
+    """Return the allocated device bytes after garbage is freed."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
@@ -62,7 +62,7 @@ def digested(directory: Path) -> None:
 
 
 def flip_a_bit(path: Path, at: int = -TENSOR_BYTES // 2) -> None:
-    """At a byte of the file (below 0: from its end), keeping size and times: only the digests can tell."""
+    """Flip a byte of the file (below 0 from its end), keeping size and times, so that only digests can detect it."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
@@ -73,7 +73,7 @@ def flip_a_bit(path: Path, at: int = -TENSOR_BYTES // 2) -> None:
 
 
 def failing_reads(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-    """Body reads fail from the `after`-th on."""
+    """A source whose body reads fail from the `after`-th on."""
     original, count = FileSource.readv, [0]
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
@@ -138,7 +138,7 @@ def test_too_small_budget_is_refused(checkpoint: Path, allocated: int) -> None:
 
 
 def test_early_slabs_survive_allocation() -> None:
-    """Copies start before the memory of all slabs is made; bytes that have arrived are not thrown away."""
+    """Copies start before the memory of all slabs is allocated, and must keep the bytes that have arrived."""
     place = CudaPlace(torch.device(DEVICE), [MIB, MIB, MIB])
     early = place.slab(1)
     early.fill_(7)
@@ -156,12 +156,12 @@ def test_device_oom_raises_typed_error_without_leaks(checkpoint: Path, allocated
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
         if do is do_stream:
-            # A stream holds a window of slabs only: leave no room for one.
+            # A stream holds only a window of slabs, so leave no space for one slab.
             hold = [torch.empty(NUM_TENSORS * TENSOR_BYTES // 2 - 4 * MIB, dtype=torch.uint8, device=DEVICE)]
         with pytest.raises(penstock.errors.DeviceOutOfMemory) as caught:
             do(checkpoint)
         assert not caught.value.mutated
-        del caught  # its traceback holds the frames that held the tensors
+        del caught  # the traceback holds the frames that hold the tensors
         hold.clear()
         assert settled() == allocated
         assert no_threads_left()
@@ -194,7 +194,7 @@ def test_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how
 def test_source_failing_midway_raises_and_frees(
     checkpoint: Path, allocated: int, monkeypatch: pytest.MonkeyPatch, do: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # the kernel's own reads cannot be made to fail from here
+    monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # reads by the kernel cannot be made to fail here
     failing_reads(monkeypatch, after=4)
     with pytest.raises(SourceUnavailable) as caught:
         do(checkpoint, settings=penstock.ReadSettings(memory_bytes=16 * MIB))
@@ -220,7 +220,7 @@ def test_device_digests_detect_flipped_bit(checkpoint: Path, do: Callable[..., N
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
 def test_digests_cover_every_length_next_to_region(tmp_path: Path, verb: str) -> None:
-    """Scalars, short and long tensors in shared slabs, matrices in slabs of their own, one of them cut to a region."""
+    """Scalars, short and long tensors share slabs. Matrices have separate slabs, and one is sliced."""
     path = tmp_path / "model.safetensors"
     torch.manual_seed(4)
     shapes = {
@@ -284,7 +284,7 @@ def test_tensors_are_usable_on_any_stream(checkpoint: Path) -> None:
 
 
 def test_memory_used_by_queued_kernels_is_not_reused(checkpoint: Path) -> None:
-    """A block freed on the caller's stream, with work queued on it, is reused by the load only after that work."""
+    """The load may reuse a block freed on the caller's stream only after the work queued on that stream."""
     wanted = by_safetensors(checkpoint)
     torch.cuda.empty_cache()
     blocks = [torch.empty(TENSOR_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(NUM_TENSORS)]

@@ -1,4 +1,4 @@
-"""`nixl` with device memory: the suite, another process's device, fences, holders that die."""
+"""`nixl` with device memory: the conformance suite, another process's device, fences and dead holders."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_device_memory_is_read_into_host() -> None:
     transport.close()
 
 
-def test_killed_holder_ends_its_readers(reader) -> None:
-    """Within the deadline, by a typed error; this process's device goes on."""
+def test_killed_holder_raises_for_readers(reader) -> None:
+    """The error is typed and in time, and this process's device stays usable."""
     transport, into = reader
     with HolderProcess("nixl", nbytes=NBYTES, device="cuda:0") as holder:
         read(reader, holder.descriptor, [(0, 0, 1000)])

@@ -1,4 +1,4 @@
-"""Device memory of a keeper in one pod, attached and fetched in another: namespaces of their own, one directory."""
+"""Device memory of a cache in one pod is attached and fetched in another. Both share only the runtime directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
 NBYTES = 300_000_000
 LAST_S = 150.0
-"""Limit of each step: the first use of a device compiles kernels."""
+"""Seconds for each step. The first use of a device compiles kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pods(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pod, Pod]:
-    """Of the keeper, which alone sees the checkpoint, and of the engine."""
+    """Directories of the cache, which alone sees the checkpoint, and of the engine."""
     shared = tmp_path_factory.mktemp("run")
     shared.chmod(0o700)
     reasons = []
@@ -78,7 +78,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     print("attached:", attached)
     assert attached["verified"] and attached["path"].startswith("cuda_ipc, mapped: ")
     assert attached["device"] == "cuda:0" and attached["digests"] == wanted
-    # The keeper's own memory: torch allocated next to nothing here, and the device has as much free as before.
+    # The memory is the cache's: torch allocated almost nothing here, and as much is free as before.
     assert attached["allocated_bytes"] < NBYTES // 10
     assert attached["used_bytes"] < NBYTES // 2
 
@@ -87,7 +87,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     assert fetched["verified"] and fetched["digests"] == wanted
     assert [path.partition(" ")[0] for path in fetched["paths"]] == ["cuda_ipc"], fetched
 
-    if os.geteuid() == 0:  # else there is no other user to be
+    if os.geteuid() == 0:  # otherwise there is no other user
         stranger = engine.call("stranger", timeout_s=LAST_S)
         print("stranger:", stranger)
         assert stranger["error"] == "ConfigError" and "not a private directory of this user" in stranger["message"]
@@ -102,7 +102,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
 
 
 def test_device_memory_without_descriptors_is_refused_with_hint(pods: tuple[Pod, Pod], stack: ExitStack) -> None:
-    """torch's default memory has a handle only, which names a process of the keeper's PID namespace."""
+    """torch's default memory has only a handle, which names a process of the cache's PID namespace."""
     _, engine = start(stack, pods, "False")
     refused = engine.call("attempt", timeout_s=LAST_S)
     print("refused:", refused)

@@ -1,4 +1,4 @@
-"""On a GPU: `safe_open` beside safetensors' own, for every dtype and many index forms; and `load_file`."""
+"""`safe_open` and `load_file` on a GPU match safetensors, for every dtype and many index forms."""
 
 from pathlib import Path
 from typing import Any

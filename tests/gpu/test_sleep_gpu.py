@@ -1,4 +1,4 @@
-"""Weights on a device are freed while an engine sleeps, and come back whole."""
+"""Weights on a device are freed while an engine sleeps, and restored when it wakes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = ps.ConnectionSettings(stall_s=20.0)
 
 
 class Model(torch.nn.Module):
-    """Layers, and a buffer that no version brings back."""
+    """Layers, and a buffer that is in no version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Model(torch.nn.Module):
         self.register_buffer("angles", torch.arange(64.0, device=DEVICE), persistent=False)
 
     def has(self, task: SyncTask, version: int) -> bool:
-        """Whether every bit is the version's."""
+        """Return whether every bit is that of the version."""
         live = dict(self.named_parameters())
         return all(torch.equal(live[name].cpu(), one) for name, one in whole(task, version).items())
 
 
 class Trainer:
-    """A trainer in a process of its own, on the same device."""
+    """A trainer in another process, on the same device."""
 
     def __init__(self, stack: ExitStack, directory: Path, *, arena: bool) -> None:
         self.task = SyncTask(
@@ -89,11 +89,11 @@ def test_sleeping_engine_frees_device_memory(stack: ExitStack, tmp_path: Path, m
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     assert engine.release() >= NBYTES
-    # With a staging copy twice as much.
+    # A staging copy doubles the memory.
     assert torch.cuda.mem_get_info()[0] - before >= 0.8 * NBYTES * (2 if mode == "staged" else 1)
     with pytest.raises(VersionNotLive), engine.pinned():
         pass
-    # The memory is used by others meanwhile, who leave their bytes in it.
+    # Others use the memory in the meantime and leave their bytes in it.
     litter = [torch.full((WIDTH, WIDTH), float("nan"), device=DEVICE) for _ in range(2 * NUM_LAYERS)]
     del litter
     trainer.publish(2)
@@ -128,7 +128,7 @@ def test_digests_of_many_tensors_are_fast() -> None:
     torch.manual_seed(0)
     sizes = [*range(1, 300), 4096, 1 << 20, 3 << 20, *([1 << 24] * 16)]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE) for size in sizes]
-    tensors.append(tensors[-1][5:4000])  # a view is of the same storage
+    tensors.append(tensors[-1][5:4000])  # a view has the same storage
     digests = MemoryDigests(tensors)
     on_host = MemoryDigests(one.cpu() for one in tensors[:-1])
     assert digests.digests == on_host.digests
@@ -146,7 +146,7 @@ def test_digests_of_many_tensors_are_fast() -> None:
 
 
 def test_digests_survive_freed_memory_pool() -> None:
-    # As an engine with a sleep mode: its model is loaded and verified inside a pool whose memory is taken away.
+    # An engine with a sleep mode loads and verifies its model inside a pool whose memory is removed.
     program = """
 import numpy as np, torch
 from penstock.digest.cuda import leaf_digests_cuda

@@ -1,4 +1,4 @@
-"""Weights kept in host memory come to a device of another member, by pinned staging; the report says so."""
+"""Weights in host memory reach another member's device by pinned staging, as the report shows."""
 
 from __future__ import annotations
 

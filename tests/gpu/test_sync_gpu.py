@@ -1,4 +1,4 @@
-"""The data plane of a sync on devices: digests as on the CPU, parts taken from other processes, flips, snapshots."""
+"""The data plane of a sync on devices: digests, reads from other processes, flips and snapshots."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def whole(memories) -> np.ndarray:
 
 
 def random_strips(nbytes: int, num: int, seed: int) -> Strips:
-    """Strips of every kind of length and alignment."""
+    """Return strips of every kind of length and alignment."""
     chance = np.random.default_rng(seed)
     run = chance.choice([1, 2, 3, 16, 100, 256, 4096, 4100, 16384, 300_000], num)
     rows = np.minimum(chance.integers(1, 200, num), 2_000_000 // run + 1)
@@ -95,7 +95,7 @@ def test_only_rectangles_are_copied() -> None:
 
 
 @pytest.mark.parametrize("device", HOLDER_DEVICE)
-def test_part_is_read_from_other_processes(links: PeerLinks, device: str) -> None:
+def test_slices_are_read_from_other_processes(links: PeerLinks, device: str) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, MIB)[1]
     into = LocalVersion(wants[1], on_device(wants[1], DEVICE), links)
@@ -130,7 +130,7 @@ def test_unfenced_change_is_detected(links: PeerLinks) -> None:
     class Changing(LocalLink):
         def __init__(self, held: LocalVersion) -> None:
             super().__init__(held)
-            self.map = msgspec.structs.replace(self.map, is_ready=False)  # asked before it is read
+            self.map = msgspec.structs.replace(self.map, is_ready=False)  # requested before it is read
 
         def digests(self, strips: Strips, *, wait_s: float):
             said = super().digests(strips, wait_s=wait_s)

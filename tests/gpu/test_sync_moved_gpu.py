@@ -1,4 +1,4 @@
-"""Tensors on a GPU that are moved or offloaded between two versions of a sync are followed."""
+"""A sync follows tensors that are moved to a different GPU memory or offloaded between two versions."""
 
 from __future__ import annotations
 

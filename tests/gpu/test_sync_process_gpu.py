@@ -1,4 +1,4 @@
-"""Versions go from publishers' processes to subscribers', bit for bit, in every mode, on all devices there are."""
+"""Versions from publishers' processes to subscribers' are bit-identical, in every mode, on all devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: object) -> list[SyncWorker]:
-    """Two processes, each on a device; where there are two devices, the other side's are there too."""
+    """Start two processes, each on a device. With two devices, the subscribers use them too."""
     environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"}
     found = []
     for rank in range(2):

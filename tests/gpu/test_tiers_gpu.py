@@ -1,4 +1,4 @@
-"""Device memory as a tier, and a keeper that swaps models between the device, pinned host memory and a disk."""
+"""Device memory as a tier, and a cache that swaps models between device, pinned host memory and disk."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def runtime(monkeypatch) -> Iterator[None]:
 def wait_until(happens, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition was not reached"
         time.sleep(0.02)
 
 
 def tiers() -> dict[str, str]:
-    """Where the keeper's models are, as `penstock status` has it; the device is the empty word."""
+    """Return the tiers of the cache's models, as `penstock status` shows them. The device is the empty string."""
     with HubClient.connect(None) as hub:
         return {held.identity.model: held.tier for member in hub.status().members for held in member.holdings}
 

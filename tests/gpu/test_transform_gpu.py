@@ -1,4 +1,4 @@
-"""Transforms on a device: the bits of the CPU's reference for every format, and of the reference run on the device."""
+"""Transforms on a device are bit-identical to the CPU's reference, for every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: transformers models filled through Penstock give the logits that `from_pretrained` gives, bit for bit."""
+"""transformers models loaded by Penstock to a GPU give the logits of `from_pretrained`, bit for bit."""
 
 import gc
 import tempfile
@@ -54,7 +54,7 @@ def test_checkpoint_converted_by_transformers_matches(tmp_path: Path) -> None:
     assert torch.equal(logits(mine), logits(true))
 
 
-def test_model_answers_during_load(tmp_path: Path) -> None:
+def test_model_responds_during_load(tmp_path: Path) -> None:
     directory = write(tmp_path, tied=False, max_shard_size="4MB", dtype="bfloat16")
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
@@ -62,7 +62,7 @@ def test_model_answers_during_load(tmp_path: Path) -> None:
     with RangeServer(directory, faults=faults) as server:
         auto = transformers.AutoModelForCausalLM
         with start_from_pretrained(auto, server.url, device_map="cuda:0", verify=True) as loading:
-            # On a stream of its own, which does not wait for the one that copies.
+            # Use a separate stream, which does not wait for the stream that copies.
             with torch.cuda.stream(torch.cuda.Stream()):
                 assert torch.equal(logits(loading.module), logits(true))
             assert loading.wait().verified

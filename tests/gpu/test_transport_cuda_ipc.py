@@ -1,4 +1,4 @@
-"""`cuda_ipc` on devices: the suite, two processes on one device and on two, virtual memory, holders that die."""
+"""`cuda_ipc` on devices: the conformance suite, two processes, virtual memory and dead holders."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_second_process_reads_device_memory(reader, device: str, env) -> None:
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
 def test_device_hidden_from_this_process_is_readable(reader, env) -> None:
-    """The holder numbers another device 0, as where each process is given one by CUDA_VISIBLE_DEVICES."""
+    """The holder uses a different device as number 0, as with CUDA_VISIBLE_DEVICES per process."""
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env={"CUDA_VISIBLE_DEVICES": "1", **env}) as holder:
         assert read(reader, holder.descriptor) == pattern(NBYTES)
 
 
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
 def test_killed_holder_raises_peer_lost(reader, env) -> None:
-    """Also while it is read; this process's device goes on."""
+    """The holder is also killed during a read, and this process's device stays usable."""
     transport, into = reader
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env=env) as holder:
         read(reader, holder.descriptor, [(0, 0, 1000)])
@@ -97,7 +97,7 @@ def test_killed_holder_raises_peer_lost(reader, env) -> None:
 
 
 def test_fence_during_reads_is_detected(reader) -> None:
-    """Reads that end without an error have the bytes of one generation."""
+    """Reads that succeed have the bytes of one generation."""
     transport, into = reader
     outcomes = set()
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0") as holder:

@@ -1,4 +1,4 @@
-"""Memory whose addresses and physical memory are separate, on a driver of host memory; tests/gpu has the device's."""
+"""Device memory with separate addresses and physical memory, on a fake driver with host memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_exchange_swaps_memory_and_keeps_addresses() -> None:
     write(former, b"next ")
     live.take(former)
     assert (read(live), read(staged)) == (b"next ", b"new  ")
-    # It waited for the device before each exchange, and kept no handle.
+    # It waited for the device before each exchange, and leaked no handle.
     assert (driver.num_waits, driver.num_handles) == (2, 0)
 
 

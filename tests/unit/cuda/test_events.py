@@ -1,4 +1,4 @@
-"""CUDA streams as numbers of a driver, and waits for events with a deadline, whose events are counters."""
+"""Streams of a fake driver, and waits for events with a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import DestinationError
 
 
 class Event:
-    """An event that a device passes after some queries, or after some seconds; `inf`: never."""
+    """An event that a device passes after some queries or seconds. Infinity means never."""
 
     def __init__(self, *, queries: int = 0, seconds: float = 0.0) -> None:
         self.queries, self.seconds = queries, seconds
@@ -31,7 +31,7 @@ class Event:
 def test_wait_returns_when_event_passes() -> None:
     event = Event(queries=3)
     assert is_passed(event, 60.0)
-    assert event.queries == -1, "it is queried until it is passed, and no more"
+    assert event.queries == -1, "the event is not queried after it has passed"
 
 
 def test_wait_returns_false_at_deadline() -> None:
@@ -41,7 +41,7 @@ def test_wait_returns_false_at_deadline() -> None:
 
 
 def test_each_event_has_a_separate_deadline() -> None:
-    # 1 s for all of them, with a deadline of 0.8 s: there was progress.
+    # The events need 1 s in total, with a deadline of 0.8 s for each.
     events = [Event(seconds=0.2) for _ in range(5)]
     wait_events(events, 0.8, work="copy")
     assert all(event.begun for event in events)
@@ -56,7 +56,7 @@ def test_stalled_device_error_names_the_work(mutated: bool) -> None:
 
 
 class Driver:
-    """Streams as numbers; `entered` is the device whose context is current."""
+    """A driver with numbered streams. `entered` is the device whose context is current."""
 
     def __init__(self) -> None:
         self.device: int | None = None
@@ -90,5 +90,5 @@ def test_stream_is_destroyed_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> 
     make_stream(torch.device("cuda", 1))
     assert driver.alive == {1: 3, 2: 1}
     del owner
-    assert driver.alive == {2: 1}, "the one without an owner stays"
+    assert driver.alive == {2: 1}, "the stream without an owner stays"
     assert stream.handle == 1  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The gathering kernel on the CPU, by Triton's interpreter: every byte where it belongs, and none beside."""
+"""The gathering kernel on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, as far as no device is needed; copies of compiled ones are tested in `tests/gpu`."""
+"""Launches of Triton kernels without a device. tests/gpu tests compiled copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_missing_triton_raises_missing_extra(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says that it is on a CUDA device."""
+    """A tensor that claims to be on a CUDA device."""
 
     device = torch.device("cuda", 0)
 

@@ -83,12 +83,12 @@ CASES = [
 ]
 
 
-# In parts: together they take a minute of a core, and more than a test may take on a busy machine.
+# The cases take a minute of a core in total, which is too long for one test on a busy machine.
 @pytest.mark.parametrize("part", range(3))
 def test_interpreted_digests_match_xxhash(part: int) -> None:
     child = subprocess.run(
         [sys.executable, "-W", "error", "-c", CHILD],
-        # Each ends with the last case, in which the child then changes bytes.
+        # Each part ends with the last case, in which the child then changes bytes.
         input=json.dumps([*CASES[part:-1:3], CASES[-1]]),
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

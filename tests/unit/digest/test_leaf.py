@@ -1,4 +1,4 @@
-"""Leaf digests and revisions: the library's bits, and a name for the weights whatever their packing."""
+"""Leaf digests match the xxhash library, and revisions name weights independent of their packing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.types import DType, TensorTable
 
 
 def table_of(*rows: tuple[str, DType, tuple[int, ...], int]) -> TensorTable:
-    """Rows of (name, dtype, shape, nbytes)."""
+    """Return a table with rows of (name, dtype, shape, nbytes)."""
     return TensorTable(
         names=tuple(row[0] for row in rows),
         dtypes=tuple(row[1] for row in rows),
@@ -40,7 +40,7 @@ def test_each_leaf_digest_matches_xxh3(nbytes: int) -> None:
 
 
 def test_digests_of_empty_and_zeros_are_fixed() -> None:
-    # The published test value of XXH3-64 over no bytes with seed 0, and one fixed here, so that no upgrade moves them.
+    # The first is the published test value of XXH3-64. The second must not change with an upgrade.
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
     out = np.zeros(1, np.uint64)
     leaf.leaf_digests(memoryview(bytes(leaf.LEAF_BYTES)), leaf.LEAF_BYTES, out)
@@ -67,7 +67,7 @@ LEAVES = leaves_of(1, 2, 3, 4)
 
 
 def test_revision_is_fixed() -> None:
-    """Every manifest in the world holds such a name: it may never change."""
+    """Manifests contain such revisions, so they may never change."""
     assert leaf.revision(BASE, 16, LEAVES) == "w1-a254ff568c4525c5323503838106eec3d00573682c10d51668c1e3a499723485"
 
 

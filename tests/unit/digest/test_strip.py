@@ -1,4 +1,4 @@
-"""The digest of a strip is that of its runs packed, whatever the pitch; on a device as on the CPU."""
+"""Digests of strips are those of their packed runs, on a device as on the CPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ assert torch.equal(out, expected)
 
 
 def test_interpreted_kernels_match_numpy_digests() -> None:
-    """By Triton's interpreter; on devices in `tests/gpu`."""
+    """Triton's interpreter runs the kernels. tests/gpu runs them on devices."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", WORK], env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Byte planes: what comes back is what went in, smaller where that can be; damage is an error, in bounds."""
+"""Compression by byte planes: round trips, sizes, and corrupt frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.http.compression import BLOCK_BYTES, MAX_FRAME_BYTES, Planes, bloc
 
 
 def weights(width: int, nbytes: int = BLOCK_BYTES) -> np.ndarray:
-    """Normal, a scale a row of 1,024, as F32 or its upper half."""
+    """Return normal weights with a scale for each row of 1,024, as F32 or as its upper half."""
     chance = np.random.default_rng(width)
     scale = np.exp(chance.normal(-4, 0.35, (nbytes // 1024 + 1, 1)))
     found = (chance.standard_normal((len(scale), 1024)) * scale).astype(np.float32).reshape(-1)

@@ -1,4 +1,4 @@
-"""Replies: bodies with a length, in chunks and until the end, and connections that can or cannot be used again."""
+"""Responses: bodies with a length, in chunks and until the end, and reuse of connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Server:
-    """The other end of a connection, which says what it is told for each request."""
+    """A server that sends these bytes for each request."""
 
     def __init__(self) -> None:
         mine, self.sock = socket.socketpair()
@@ -89,7 +89,7 @@ def test_body_without_length_ends_at_close(server: Server) -> None:
     ("method", "line"),
     [("HEAD", b"200 OK\r\nContent-Length: 5"), ("GET", b"204 No"), ("GET", b"304 Not\r\nContent-Length: 5")],
 )
-def test_answer_without_body_is_empty(server: Server, method: str, line: bytes) -> None:
+def test_response_without_body_is_empty(server: Server, method: str, line: bytes) -> None:
     said = b"HTTP/1.1 " + line + b"\r\n\r\n"
     for _ in range(2):
         reply = server.get(said, method)
@@ -131,7 +131,7 @@ def test_chunked_body_without_bytes_ends(server: Server, said: bytes) -> None:
         reply.readinto(memoryview(bytearray(10)))
 
 
-def test_slow_request_reader_is_cut_at_deadline() -> None:
+def test_slow_request_reader_is_aborted_at_deadline() -> None:
     mine, theirs = socket.socketpair()
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     stop = threading.Event()
@@ -153,14 +153,14 @@ def test_slow_request_reader_is_cut_at_deadline() -> None:
     theirs.close()
 
 
-def test_pipelined_answer_is_not_part_of_body(server: Server) -> None:
+def test_pipelined_response_is_not_part_of_body(server: Server) -> None:
     extra = OK + b"Content-Length: 5\r\n\r\nhello"
     reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n" + extra)
     assert reply.read(1000) == b"abc" and not reply.is_reusable
 
 
 @pytest.mark.parametrize("line", [b"HTTP/1.1 099 No", b"RTSP/1.0 200 OK", b"ICE/1.0 200 OK"])
-def test_non_http_answer_raises(server: Server, line: bytes) -> None:
+def test_non_http_response_raises(server: Server, line: bytes) -> None:
     with pytest.raises(MalformedMessage):
         server.get(line + b"\r\nContent-Length: 0\r\n\r\n")
 

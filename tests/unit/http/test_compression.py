@@ -1,4 +1,4 @@
-"""Whether a link is coded: by what was measured, on a clock of the test's own."""
+"""The decision to compress a link, on a fake clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Slow(Planes):
-    """Codes at a pace of the test's own, to two thirds."""
+    """A codec with a fixed rate, which compresses to two thirds."""
 
     def __init__(self, clock: Clock, gb_per_s: float) -> None:
         self.clock, self.gb_per_s = clock, gb_per_s
@@ -52,7 +52,7 @@ def read(
     codec: float = 1.0,
     idle_s: float = 0.5,
 ):
-    """Requests of 4 MiB, one after the other, over a link of these rates; which of them were coded."""
+    """Send requests of 4 MiB over a link of these rates. Return which of them were compressed."""
     asked, planes, piece = [], Slow(clock, codec), memoryview(np.zeros(MIB, np.uint8))
     for _ in range(mb // 4):
         is_coded = choice.begin()
@@ -62,10 +62,10 @@ def read(
             if not is_coded:
                 before = clock.now
                 choice.sample(piece, planes)
-                clock.now = before  # the link fills the socket meanwhile
+                clock.now = before  # the link fills the socket in the meantime
         choice.end(is_coded)
         asked.append(is_coded)
-        clock.now += idle_s  # nobody asks; not the link's fault
+        clock.now += idle_s  # no request is in flight, so this pause must not count
     return asked
 
 
@@ -116,7 +116,7 @@ def test_link_is_measured_again_later(clock: Clock) -> None:
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
 
 
-def test_declining_peer_is_not_asked_again(clock: Clock) -> None:
+def test_declining_peer_disables_compression(clock: Clock) -> None:
     choice = CompressionChoice(always=True)
     is_coded = choice.begin()
     assert is_coded
@@ -126,8 +126,8 @@ def test_declining_peer_is_not_asked_again(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: the peer does not compress")
 
 
-def test_mixed_answers_do_not_count(clock: Clock) -> None:
-    """A connection still brings what it was asked raw for: the rate is of both, and says nothing of coding."""
+def test_mixed_responses_are_not_measured(clock: Clock) -> None:
+    """A connection still receives uncompressed bytes, so the rate is of both kinds."""
     choice = CompressionChoice()
     straggler = choice.begin()
     assert straggler is False

@@ -1,4 +1,4 @@
-"""The client of the control plane: reuse, deadlines, interruption, answers that are none."""
+"""The client of the control plane: reuse, deadlines, interruption and malformed responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Server:
-    """Calls `serve` in a thread for each connection."""
+    """A server that calls `serve` in a thread for each connection."""
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ def test_closed_connection_is_replaced_in_pool(start) -> None:
     assert server.num_connections == 3
 
 
-def test_trickling_answer_ends_at_deadline(start) -> None:
+def test_trickling_response_raises_at_deadline(start) -> None:
     def drip(sock: socket.socket) -> None:
         sock.recv(65536)
         while True:
@@ -117,7 +117,7 @@ def test_refused_connection_is_not_silence() -> None:
 @pytest.mark.parametrize(
     "data", [b"SSH-2.0-x\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nok"]
 )
-def test_malformed_answer_raises(start, data: bytes) -> None:
+def test_malformed_response_raises(start, data: bytes) -> None:
     def say(sock: socket.socket) -> None:
         sock.recv(65536)
         sock.sendall(data)
@@ -168,7 +168,7 @@ def test_pool_limits_and_closes_idle_connections(start) -> None:
         get(pool)
 
 
-def test_pool_close_ends_pending_requests(start) -> None:
+def test_pool_close_aborts_pending_requests(start) -> None:
     server = start(lambda sock: time.sleep(30))
     pool = ControlPool(over_tcp("127.0.0.1", server.port), "host")
     threading.Timer(0.2, pool.close).start()

@@ -1,4 +1,4 @@
-"""Heads of messages: taken in pieces, refused where two programs could read them differently, written safely."""
+"""Heads of messages: incremental parsing, refusal of ambiguity, and safe writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\nETag:  "a" \r\nV
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_answer_is_parsed_in_pieces(piece: int) -> None:
+def test_response_is_parsed_in_pieces(piece: int) -> None:
     parser, behind, at = MessageParser(is_request=False), None, 0
     while behind is None:
         behind = parser.feed_head(ANSWER[at : at + piece])
@@ -151,7 +151,7 @@ def connected() -> tuple[HttpConnection, socket.socket]:
     return HttpConnection(mine, pace_s=10), theirs
 
 
-def test_interim_answers_are_skipped_and_limited() -> None:
+def test_interim_responses_are_skipped_and_limited() -> None:
     connection, theirs = connected()
     theirs.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + ANSWER)
     assert connection.receive_response(10)[0].status == 206

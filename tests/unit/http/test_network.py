@@ -1,4 +1,4 @@
-"""The proxy and the certificates that the environment names, in the forms of curl, requests and boto3."""
+"""Proxies and certificates from the environment, in the forms of curl, requests and boto3."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def test_bundle_may_be_a_directory(tmp_path: Path) -> None:
         "::ffff:169.254.169.254",
         "::169.254.169.254",
         "::ffff:0:169.254.169.254",
-        # NAT64: the well-known prefix, and the local one with prefixes of 48, 56, 64 and 96 bits.
+        # These are NAT64 addresses, with the well-known prefix and with local prefixes of 48, 56, 64 and 96 bits.
         "64:ff9b::a9fe:a9fe",
         "64:ff9b:1:a9fe:a9:fe00::",
         "64:ff9b:1:a9:fe:a9fe::",
         "64:ff9b:1:0:a9:fea9:fe00:0",
         "64:ff9b:1::a9fe:a9fe",
-        # 6to4, Teredo with it as its client, ISATAP.
+        # These are 6to4, Teredo with the address as its client, and ISATAP.
         "2002:a9fe:a9fe::1",
         "2001:0:4136:e378:8000:63bf:5601:5601",
         "2001:db8::5efe:169.254.169.254",

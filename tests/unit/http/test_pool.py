@@ -1,4 +1,4 @@
-"""The pool of object reads: connections that may be used again, and addresses and proxies that are none."""
+"""The pool of object reads: reuse of connections, and invalid addresses and proxies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def read(pool: Pool, url: str) -> bytes:
     return body
 
 
-def test_unsolicited_answer_is_not_used_for_next_request(pool: Pool) -> None:
-    """It comes after the first answer was read, and lies in the socket while the connection is idle."""
+def test_unsolicited_response_is_not_used_for_next_request(pool: Pool) -> None:
+    """The response arrives after the first one was read, while the connection is idle."""
     sent = threading.Event()
 
     def serve(listener: socket.socket) -> None:
@@ -49,7 +49,7 @@ def test_unsolicited_answer_is_not_used_for_next_request(pool: Pool) -> None:
                     time.sleep(0.05)
                     sock.sendall(EVIL)
                 sent.set()
-                # The client closes with bytes unread, which resets the connection.
+                # The client closes with unread bytes, which resets the connection.
                 with contextlib.suppress(ConnectionResetError):
                     sock.recv(1)
 

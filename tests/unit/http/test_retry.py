@@ -1,4 +1,4 @@
-"""Patience is counted by progress: a byte restores it, silence and failures in a row use it up."""
+"""Patience counts progress: a byte restores it, and silence and consecutive failures use it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server's request loop: reuse, bodies, refusals, deadlines, and its end in this process and in children."""
+"""The HTTP server's request loop: reuse, bodies, refusals, deadlines, closing and forks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREAD = "test-http-server"
 
 
 def handle(exchange: ServerExchange) -> None:
-    """Answer with what the target names."""
+    """Respond with the content that the target names."""
     target = exchange.head.target
     if target == "/echo":
         exchange.answer(200, exchange.read_body(MAX_BODY_BYTES))
@@ -67,7 +67,7 @@ def connect(path: str) -> socket.socket:
 
 
 def send_request(sock: socket.socket, raw: bytes) -> tuple[int, bytes]:
-    """Send a request, and return status and body of its answer."""
+    """Send a request, and return the status and body of its response."""
     sock.sendall(raw)
     return receive(sock)
 
@@ -86,7 +86,7 @@ def receive(sock: socket.socket) -> tuple[int, bytes]:
 
 def received_from(sock: socket.socket) -> bytes:
     data = sock.recv(1)
-    assert data, "the connection ended in the middle of an answer"
+    assert data, "the connection was closed inside a response"
     return data
 
 
@@ -102,7 +102,7 @@ def get(target: str, *fields: str) -> bytes:
 def has_ended(sock: socket.socket) -> bool:
     try:
         return sock.recv(1) == b""
-    except ConnectionResetError:  # closed while bytes of ours were unread
+    except ConnectionResetError:  # the server closed the connection while our bytes were unread
         return True
 
 
@@ -116,7 +116,7 @@ def test_connection_is_kept_until_client_closes(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_pipelined_requests_are_answered_in_order(path: str) -> None:
+def test_pipelined_requests_get_ordered_responses(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
         assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
@@ -124,7 +124,7 @@ def test_pipelined_requests_are_answered_in_order(path: str) -> None:
         assert receive(sock) == (200, b"abcd")
 
 
-def test_half_closed_connection_gets_answer(path: str) -> None:
+def test_half_closed_connection_gets_response(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one"))
         sock.shutdown(socket.SHUT_WR)
@@ -146,7 +146,7 @@ def test_half_closed_connection_gets_answer(path: str) -> None:
         (f"POST /echo HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode(), 413),
     ],
 )
-def test_refused_request_ends_connection(path: str, raw: bytes, status: int) -> None:
+def test_refused_request_closes_connection(path: str, raw: bytes, status: int) -> None:
     with connect(path) as sock:
         assert send_request(sock, raw) == (status, b"")
         assert has_ended(sock)
@@ -163,7 +163,7 @@ def test_unread_body_is_not_next_request(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_expect_continue_is_answered_when_body_wanted(path: str) -> None:
+def test_expect_continue_is_sent_for_accepted_body(path: str) -> None:
     expecting = "Expect: 100-continue"
     with connect(path) as sock:
         assert send_request(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
@@ -172,7 +172,7 @@ def test_expect_continue_is_answered_when_body_wanted(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_error_after_answer_head_ends_connection(path: str) -> None:
+def test_error_after_response_head_closes_connection(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(get("/broken"))
         assert sock.recv(999).endswith(b"\r\n\r\n")
@@ -188,7 +188,7 @@ def test_head_and_body_share_one_deadline(path: str) -> None:
         time.sleep(0.7)
         sock.sendall(raw[5:-5])
         assert has_ended(sock)
-        assert time.monotonic() - begun < 1.6  # and not a second for each
+        assert time.monotonic() - begun < 1.6  # the deadline is not one second for each
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(total=1)])
@@ -199,7 +199,7 @@ def test_connection_above_limit_gets_503(path: str) -> None:
         assert has_ended(second)
 
 
-def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
+def test_closed_server_stops_connections_and_threads(tmp_path: Path) -> None:
     path = str(tmp_path / "closing.sock")
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
     server.start()
@@ -211,7 +211,7 @@ def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
         assert has_ended(idle) and has_ended(half)
     deadline = time.monotonic() + 20.0
     while any(thread.name == THREAD for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "a thread is left"
+        assert time.monotonic() < deadline, "a thread is still running"
         time.sleep(0.01)
     assert server.admission.num_open == 0
 
@@ -229,7 +229,7 @@ def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:
         try:
             os.read(ready[0], 1)
             assert send_request(kept, get("/gone")) == (410, b"")
-            # Closed by the parent: a copy in the child would keep it open.
+            # The parent closes the connection, and a copy in the child would keep it open.
             assert send_request(ended, get("/nothing")) == (404, b"")
             assert has_ended(ended)
             with connect(path) as new:

@@ -1,4 +1,4 @@
-"""The acceptor of an asyncio loop: a flood of connections is taken in small parts, and all of it in the end."""
+"""The acceptor of an asyncio loop accepts a flood of connections in small parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_CONNECTIONS = 3 * ACCEPTS_A_TURN + 5
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what comes."""
+    """A protocol that echoes received bytes."""
 
     num_made = 0
 
@@ -32,7 +32,7 @@ def listening() -> GuardedListener:
     return GuardedListener(bound, Admission(limits, name="test"))
 
 
-def test_flood_is_accepted_in_parts_and_served() -> None:
+def test_flood_is_accepted_in_batches_and_served() -> None:
     async def run() -> None:
         Echo.num_made = 0
         listener = listening()

@@ -1,4 +1,4 @@
-"""How many connections a listener holds, whose, and for how long."""
+"""Limits of a listener's connections: number, owner and age."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMITS = ConnectionLimits(total=8, unproven=4, unproven_per_address=2, per_princ
 
 
 class Cuts:
-    """Which connections were cut, by name; a cut connection is released, as its server would."""
+    """Names of aborted connections, which are released as their server would do."""
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.admission, self.names = Admission(limits, name="test"), list[str]()
@@ -89,7 +89,7 @@ def test_principal_over_its_share_loses_idle_connection() -> None:
         assert connection is not None
         connection.begin(10.0)
     extra = cuts.come("4", "10.0.0.1")
-    assert extra is not None and not extra.prove("token"), "all of them are answered right now"
+    assert extra is not None and not extra.prove("token"), "all of them are busy"
 
 
 def test_late_connection_is_closed_once() -> None:
@@ -110,7 +110,7 @@ def test_process_pause_extends_every_deadline(monkeypatch: pytest.MonkeyPatch) -
     assert waiting is not None
     waiting.expect(10.0)
     cuts.admission.sweep()
-    # The process is stopped for a minute: what arrived meanwhile could not be read.
+    # The process is stopped for a minute, so it could not read what the peers sent.
     now += 60.0
     cuts.admission.sweep()
     now += SWEEP_S

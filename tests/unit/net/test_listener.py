@@ -1,4 +1,4 @@
-"""Listening sockets: service without a free descriptor, and the end of the accepting thread."""
+"""Listening sockets without a free descriptor, and the end of the accepting thread."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_listener_without_descriptors_serves_members_without_spinning() -> None:
     assert send_request(member) == b"hi"
     strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(2 * NUM_DESCRIPTORS)]
     try:
-        time.sleep(2.0)  # long enough for a loop that spins to be seen
-        assert send_request(member) == b"hi"  # never cut for a stranger
+        time.sleep(2.0)  # a spinning loop would use measurable processor time
+        assert send_request(member) == b"hi"  # a member is never aborted for a stranger
         answer, deadline = b"", time.monotonic() + 20
         while answer != b"hi" and time.monotonic() < deadline:
-            # It may be dropped for want of a descriptor: members ask again.
+            # The connection may be dropped because no descriptor is free, and members retry.
             with socket.create_connection(("127.0.0.1", port), 10) as late, contextlib.suppress(OSError):
                 answer = send_request(late)
         assert answer == b"hi"
@@ -79,7 +79,7 @@ def test_listener_without_descriptors_serves_members_without_spinning() -> None:
             sock.close()
     said = json.loads(out)
     assert 0 < said["num_open"] < NUM_DESCRIPTORS
-    assert said["cpu_s"] < 5.0, said  # importing is most of it
+    assert said["cpu_s"] < 5.0, said  # most of this time is for imports
     assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
 
 
@@ -97,7 +97,7 @@ def test_lost_spare_descriptor_is_not_closed_twice(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "open", real_open)
     other = os.open(os.devnull, os.O_RDONLY)
     try:
-        assert other == spare  # the number is in use again
+        assert other == spare  # the number is reused
         listener.close()
         os.fstat(other)
     finally:
@@ -114,7 +114,7 @@ def test_closed_listener_thread_ends_despite_descriptor_reuse() -> None:
             listener.start()
             time.sleep(0.002)  # the thread waits for connections
             listener.close()
-            opened.append(os.eventfd(0))  # takes the number that the socket had
+            opened.append(os.eventfd(0))  # reuses the number of the socket
         assert [thread.name for thread in threading.enumerate() if thread.name == "test-closed-listener"] == []
     finally:
         for descriptor in opened:
@@ -122,7 +122,7 @@ def test_closed_listener_thread_ends_despite_descriptor_reuse() -> None:
 
 
 def test_accepted_connection_disables_delayed_sends() -> None:
-    # A listener as the hub's: its protocol is 0, so that asyncio would leave Nagle's algorithm on.
+    # Like the hub's listener, its protocol is 0, so that asyncio would not disable Nagle's algorithm.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.bind(("127.0.0.1", 0))
     bound.listen()

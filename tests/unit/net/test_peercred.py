@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""Credentials of the peer of a Unix socket."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_listener_of_another_user_receives_nothing() -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def listen_and_connect() -> str:
-        # Credentials are those of the process that called listen; connect as root afterwards.
+        # Credentials are those of the process that called listen. Connect as root afterwards.
         listener.bind(name)
         listener.listen(1)
         return "listening"

@@ -1,4 +1,4 @@
-"""Shares of a scarce thing: one caller may have everything until another one asks, and nobody can take all for good."""
+"""Shares of a limited resource: one caller may use everything until another caller enters."""
 
 from __future__ import annotations
 

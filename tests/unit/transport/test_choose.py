@@ -44,7 +44,7 @@ class _Far(LoopbackTransport):
 
 @pytest.fixture
 def by_rack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PeerLinks]]:
-    """Open two registered transports across hosts, of which the nearer one refuses the endpoints it is given."""
+    """Open two registered transports between hosts, of which the nearer one refuses these endpoints."""
 
     def open_by_rack(*refused: str, also_far: bool = False) -> PeerLinks:
         def unless_peer(into: Handle, source: Descriptor) -> str:
@@ -77,7 +77,7 @@ def test_refused_peer_falls_back_to_next_transport(
     transport, descriptor, why = links.choose(ours, offered, same_host=False, same_process=False)
     assert (transport.name, descriptor.transport) == ("far", "far")
     assert why == f"near: {endpoint} is in another rack"
-    # Another peer, with another endpoint, is read by the nearer transport.
+    # A peer with a different endpoint is read by the nearer transport.
     assert links.choose(ours, _offered(by_rack()), same_host=False, same_process=False)[0].name == "near"
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a peer are a descriptor or a FormatError."""
+"""Decoding of descriptors that a peer sent."""
 
 from __future__ import annotations
 

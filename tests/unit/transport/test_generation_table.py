@@ -1,4 +1,4 @@
-"""The page that tells readers of generations and life, and what a descriptor's seal is for."""
+"""Generation tables: validity of descriptors, life of the owner, file descriptors and forked children."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_reader_sees_generations_and_liveness(endpoint, page) -> None:
 
 @contextmanager
 def few_descriptors(count: int) -> Iterator[None]:
-    """Let this process open `count` more files and no others."""
+    """Let this process open only `count` more files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 1)]
     for fd in free:
@@ -76,19 +76,19 @@ def few_descriptors(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_reader_without_free_descriptors_blames_destination(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a pair, not of an endpoint: its server would be short of descriptors in this process, too.
+    # Use a socket pair, since the server of an endpoint would be short of descriptors in this process too.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull) as sent:
         socket.send_fds(theirs, [b"\0"], [sent.fileno()])
         monkeypatch.setattr(fd_server, "connect_unix", lambda *_: ours)
-        # With one left it is received, and cannot be copied for the caller.
+        # With one free number the descriptor is received, but cannot be copied for the caller.
         with few_descriptors(left), pytest.raises(DestinationError, match="file") as caught:
             fd_server.receive_fd("\0penstock-x", fd_server.PAGE, "here")
     assert caught.value.blame == "destination" and "ulimit" in str(caught.value.hint)
 
 
 def test_reader_that_cannot_open_socket_blames_destination() -> None:
-    # In a process of its own, because a hard limit cannot be raised again. A soft limit is raised when it is too low.
+    # Use another process, because a hard limit cannot be raised again, and a soft limit is raised when it is too low.
     program = """
 import os, resource
 from penstock.errors import DestinationError
@@ -106,7 +106,7 @@ except DestinationError as error:
 
 
 def test_owner_without_free_descriptors_raises(endpoint) -> None:
-    # The one is for the lock of its directory.
+    # The free descriptor is for the lock of the directory.
     with few_descriptors(1), pytest.raises(DestinationError, match="Too many open files"):
         endpoint.address(0)
     assert endpoint.address(0).socket, "the next attempt may succeed"

@@ -1,4 +1,4 @@
-"""What the suite cannot know of loopback: when it looks at the fence, what it keeps alive, what a fork leaves."""
+"""Properties of loopback that the conformance suite cannot test: checks of the fence, lifetimes and forks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transport():
 
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_fence_during_read_raises_stale_descriptor(transport, monkeypatch, at: int) -> None:
-    """After the first, third and last of four pieces: the bytes after it would be of another generation."""
+    """The fence comes after the first, third or last of four pieces."""
     monkeypatch.setattr(loopback, "PIECE_BYTES", 100)
     source = transport.register(Memory.of_buffer(bytearray(b"s" * 400)))
     into = transport.register(Memory.of_buffer(bytearray(400)))

@@ -1,4 +1,4 @@
-"""Reads posted together: all are waited for, and what a device may still write to is told before what a source did."""
+"""`wait_all` waits for all reads, and a device's error outranks a source's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.transport.protocol import LATE_S, Memory, PendingRead, Transport, 
 
 
 class Ending(LoopbackTransport):
-    """Its reads end with an error."""
+    """A transport whose reads fail."""
 
     def __init__(self, error: PenstockError, name: str = "loopback") -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_silent_peer_uses_one_deadline_for_all_reads() -> None:
     silent = Ending(SourceStalled("no byte"))
     wait_all([read(silent) for _ in range(4)], stall_s=30)
     assert silent.given_s == [30, *3 * [LATE_S]]
-    # What cannot be called back is the end of whoever reads, if it is given up.
+    # A copy that cannot be cancelled gets the whole deadline until a device has failed.
     device = Ending(SourceStalled("no byte"), "cuda_ipc")
     wait_all([read(silent), read(device), read(device)], stall_s=30)
     assert device.given_s == [30, LATE_S]

@@ -1,4 +1,4 @@
-"""Rectangles are the runs they stand for, and none of them lies outside."""
+"""Rectangles as segments, and checks of hostile rectangles."""
 
 from __future__ import annotations
 
