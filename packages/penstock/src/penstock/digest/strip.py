@@ -89,10 +89,7 @@ def memory_at(address: int, nbytes: int) -> Bytes:
 
 
 def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
-    """Return the digest of each strip in host memory. Offsets must have been checked.
-
-    Contiguous strips are not copied.
-    """
+    """Return the digest of each strip in host memory. The offsets must have been checked."""
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)

@@ -57,10 +57,7 @@ class HttpReply:
         self._rest = memoryview(b"")
 
     def readinto(self, view: memoryview) -> int:
-        """Receive some bytes of the body into `view`. Return their number, or 0 at the end.
-
-        Raises MalformedMessage, OSError.
-        """
+        """Receive some bytes of the body. Return their number, or 0 at its end. Raises MalformedMessage or OSError."""
         if self.length is None:
             piece = self._rest or self._piece(MessageDeadline(self._pace_s))
             count = min(len(piece), view.nbytes)
@@ -76,10 +73,7 @@ class HttpReply:
         return count
 
     def read(self, limit: int) -> bytes:
-        """Return the whole body by the request's deadline, which received bytes extend.
-
-        Raises TooLong above `limit` bytes.
-        """
+        """Return the whole body, with the request's deadline. Raises TooLong above `limit` bytes."""
         pieces: list[memoryview | bytes] = []
         total = 0 if self.length is None else self.length
         if total <= limit and self.length is not None:
@@ -191,10 +185,7 @@ class ClientConnection:
 def open_tcp(
     host: str, port: int, timeout_s: float, *, check: Callable[[str], None] = lambda address: None
 ) -> socket.socket:
-    """Connect over TCP to the first address of `host` that accepts. Each address gets `timeout_s`.
-
-    `check` raises if an address must not be connected to. The name is resolved only once. Raises OSError.
-    """
+    """Connect to the first address of `host` that accepts within `timeout_s`. `check` raises to refuse an address."""
     # Resolving a name may take seconds and cannot be interrupted.
     is_name = not host.replace(".", "").isdigit() and ":" not in host
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)

@@ -87,10 +87,7 @@ class HttpConnection:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def receive_request(self, wait_s: float, *, first_s: float, max_bytes: int) -> RequestHead | None:
-        """Receive the head of a request within `wait_s` from its first byte, for which it waits `first_s`.
-
-        Return None if the client closes the connection instead. Raises MalformedMessage.
-        """
+        """Receive a request's head within `wait_s` from its first byte. Return None if the client closes instead."""
         if not self._ahead:
             self.set_pace(first_s)
             self._ahead = self._receive(_HEAD_PIECE_BYTES)
@@ -189,10 +186,7 @@ class HttpConnection:
             raise TimeoutError("no byte could be sent in time") from error
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Receive into the front of these views until all are full, or with TLS any bytes.
-
-        Return 0 at the end of the connection.
-        """
+        """Receive into the front of these views, with TLS not always all of them. Return 0 at the end."""
         if self._ahead:
             count = min(len(self._ahead), len(views[0]))
             views[0][:count] = self._ahead[:count]

@@ -30,10 +30,7 @@ NOBODY = "*,0.0.0.0/0,::/0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
-    """An HTTP proxy. `url` is that from the environment, with user and password.
-
-    `authorization` is the value of `Proxy-Authorization`, or "" without a user.
-    """
+    """An HTTP proxy. `authorization` is the value of `Proxy-Authorization`, and `url` includes the password."""
 
     host: str
     port: int
@@ -47,10 +44,7 @@ class Proxy:
 
 
 def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Proxy | None:
-    """Return the proxy for a URL, or None if the URL is reached directly. `environ=None` means this process's.
-
-    Raises ConfigError if the proxy has no valid address, or uses SOCKS or TLS.
-    """
+    """Return the proxy for a URL, or None for a direct connection. Raises ConfigError for an unusable proxy."""
     found = network_environment(environ)
     name, named = found.proxies.get(url.scheme) or found.proxies.get("all") or ("", "")
     if not named or _is_excluded(url, found.no_proxy):

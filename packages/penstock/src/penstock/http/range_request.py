@@ -48,10 +48,7 @@ ATTEMPTS_PER_STALL = 3
 
 
 class Arrivals:
-    """Arrivals of bytes from a source, counted over all its readers. A source that serves any of them is alive.
-
-    `count` is the number of responses that brought bytes, and `last_s` the time of the last, by the readers' clock.
-    """
+    """Number and time of the last responses with bytes from a source, counted over all its readers."""
 
     def __init__(self) -> None:
         self.count = 0

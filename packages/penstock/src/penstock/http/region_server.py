@@ -63,10 +63,7 @@ class ServedRegion:
 
 
 class RegionServer(HttpServer):
-    """Regions and their HTTP server, which runs from `start` to `close`.
-
-    Each request must name the random `endpoint`.
-    """
+    """Regions and their HTTP server. Each request must name the random `endpoint`."""
 
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
         names = {"name": "data port", "thread_name": "penstock-http"}

@@ -63,10 +63,7 @@ class ServerExchange:
         self._place.prove(self._peer or "unix")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """Receive the body. Before the call, check that the caller may send a body of this length.
-
-        Raises RequestRefused above `max_bytes`, or OSError if the body does not arrive in time.
-        """
+        """Receive the body, if the caller may send one of this length. Raises RequestRefused above `max_bytes`."""
         nbytes = self._unread_bytes
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)

@@ -83,10 +83,7 @@ class GuardedListener(socket.socket):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
-        """Accept the next permitted connection.
-
-        Raises BlockingIOError if none waits, OSError if the listener is closed.
-        """
+        """Accept the next permitted connection. Raises BlockingIOError if none waits."""
         for _ in range(_REFUSED_A_TURN):
             try:
                 descriptor, address = self._accept()  # type: ignore[attr-defined]

@@ -322,10 +322,7 @@ def open_links(
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> PeerLinks:
-    """Open the transports of this process. Raises ConfigError if `only` has an unknown name.
-
-    None allows all transports.
-    """
+    """Open the transports of this process. Raises ConfigError if `only` has an unknown name."""
     kinds = {kind.name: kind for kind in transport_kinds()}
     broken = broken_transports()
     unknown = set(only or ()) - set(kinds)

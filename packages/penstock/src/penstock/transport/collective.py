@@ -18,8 +18,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class GroupCollectives:
     """Collectives of a group. If a rank dies or is silent for `stall_s`, the other ranks get PeerLost.
 
-    Every rank must make the same calls in the same order. The group belongs to the caller and is never aborted. It is
-    of gloo for host memory, or of NCCL for devices. `device` is that of the exchanged tensors.
+    Every rank must make the same calls in the same order. The group of gloo (host memory) or NCCL (devices) belongs to
+    the caller and is never aborted. The exchanged tensors are on `device`.
     """
 
     poll_s: float

@@ -77,10 +77,7 @@ _pages: weakref.WeakSet[GenerationTable] = release_after_fork(lambda page: page.
 
 
 class GenerationTable:
-    """The owner's side of a generation table, created by `create`.
-
-    After `close` and in a forked child, `is_mine` is False.
-    """
+    """The owner's side of a generation table. `is_mine` is False after `close` and in a forked child."""
 
     def __init__(self, name: str, mapped: MappedMemfd, lock_fd: int) -> None:
         self.name = name
@@ -199,10 +196,11 @@ class PeerGenerationTable:
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
-        """Map the page of the endpoint that created this descriptor. Raises like `fd_server.receive_fds`, or:
+        """Map the page of the endpoint that created this descriptor. Raises like `fd_server.receive_fds`.
 
-        ConfigError: the peer is on another host, or in a container with a different runtime directory.
-        PeerLost: the process is gone, or a different process has its socket.
+        Raises:
+            ConfigError: the peer is on another host, or in a container with a different runtime directory.
+            PeerLost: the process is gone, or a different process has its socket.
         """
         uri = source.uri
         if address.host != host_id():
@@ -373,10 +371,7 @@ _Mapped = TypeVar("_Mapped")
 
 
 class PeerMappings(Generic[_Mapped]):
-    """Mappings of peers' memory, each kept from its first read until its registration is closed.
-
-    Call `sweep` from time to time, since a mapping keeps memory from being freed that its holder released.
-    """
+    """Mappings of peers' memory, each kept until its registration is closed. Call `sweep` from time to time."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, int], tuple[_Mapped, MemoryClaim]] = {}
@@ -423,14 +418,10 @@ class Endpoint:
         self.abstract_name = abstract_name
         self.changing = threading.RLock()
         self.handles = set[FencedHandle]()
-        self._generations = itertools.count(1)
+        self.next_generation = itertools.count(1).__next__
         self._peers = dict[str, PeerGenerationTable]()
         self._server: FdServer | None = None
         _endpoints[page.name] = self
-
-    def next_generation(self) -> int:
-        """Return a generation that this endpoint has never used."""
-        return next(self._generations)
 
     def address(self, slot: int, serial: int = 0) -> GenerationAddress:
         """Return the address of a slot. The first call starts the server for readers and may fail; see `FdServer`."""

@@ -191,8 +191,6 @@ class HttpTransport:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
             raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
-        self._check_open()
-        into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         payload = decode_payload(source, _DECODER)
         read = Read(

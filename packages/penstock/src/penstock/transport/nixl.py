@@ -19,6 +19,8 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -128,32 +130,27 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
         if not self.nbytes:
             return
         try:
-            self._read(stall_s, into, source, payload, segments)
+            job = NixlPost(
+                owner=into,
+                memory=into.memory,
+                source=source,
+                payload=payload,
+                todo=collections.deque(pieces(into.memory, payload.address, source.device, segments)),
+                landed=self._landed,
+                check_wanted=into.check_open,
+                stall_s=stall_s,
+            )
+            # Retry if another read gave up its peer and closed the agent that both used.
+            while True:
+                try:
+                    with into.transport.reading(into) as reader:
+                        reader.carry(job)
+                        return
+                except Discarded:
+                    into.check_open()
         except PenstockError as error:
             error.uri = source.uri
             raise
-
-    def _read(self, stall_s: float, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
-        job = NixlPost(
-            owner=into,
-            memory=into.memory,
-            source=source,
-            payload=payload,
-            todo=collections.deque(pieces(into.memory, payload.address, source.device, segments)),
-            landed=self._landed,
-            check_wanted=into.check_open,
-            stall_s=stall_s,
-        )
-        # Retry if another read gave up its peer and closed the agent that both used.
-        while True:
-            reader = into.transport.begin_read(into)
-            try:
-                reader.carry(job)
-                return
-            except Discarded:
-                into.check_open()
-            finally:
-                into.transport.end_read(into)
 
     def _landed(self, nbytes: int) -> None:
         self.moved_bytes += nbytes
@@ -172,7 +169,7 @@ class NixlTransport:
         self.agent = agent
         self._reader: Reader | None = None
         self.changing = threading.RLock()
-        self._generations = itertools.count(1)
+        self.next_generation = itertools.count(1).__next__
         self.words: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SLOTS, 2), np.uint64)
         self.word_address = int(self.words.ctypes.data)
         self._free_slots = list(range(NUM_SLOTS))
@@ -195,10 +192,6 @@ class NixlTransport:
         transport = cls(Agent.open(endpoint, backends, tls), endpoint, backends, tls)
         start_thread(threading.Thread(target=transport._serve, name="penstock-nixl", daemon=True))
         return transport
-
-    def next_generation(self) -> int:
-        """Return a generation that was never used before."""
-        return next(self._generations)
 
     def register(self, memory: Memory) -> NixlHandle:
         """See `Transport.register`. Raises Cancelled if the transport is closed."""
@@ -223,19 +216,20 @@ class NixlTransport:
         self._free_slots.append(handle.slot)
         self._retired.append((time.monotonic() + LINGER_S, handle))
 
-    def begin_read(self, into: NixlHandle) -> Reader:
-        """Return the reading agent, or a new one if it was discarded. `into` stays registered until `end_read`."""
+    @contextmanager
+    def reading(self, into: NixlHandle) -> Iterator[Reader]:
+        """Yield the reading agent, or a new one if it was closed. `into` stays registered in the block."""
         with self.changing:
             into.check_open()
-            if self._reader is None or self._reader.is_discarded:
+            if self._reader is None or not self._reader.agent.is_open:
                 self._reader = Reader.open(self._backends, self._tls)
             into.num_reads += 1
-            return self._reader
-
-    def end_read(self, into: NixlHandle) -> None:
-        """Allow `into` to be unregistered again; see `begin_read`."""
-        with self.changing:
-            into.num_reads -= 1
+            reader = self._reader
+        try:
+            yield reader
+        finally:
+            with self.changing:
+                into.num_reads -= 1
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> NixlRead:
         """See `Transport.post_read`."""
@@ -263,7 +257,7 @@ class NixlTransport:
             reader = self._reader
         self._closing.set()
         if reader is not None:
-            reader.discard()
+            reader.agent.close()
         self.agent.close()
 
     def forget(self) -> None:
@@ -275,7 +269,7 @@ class NixlTransport:
         self._closing.set()
         self.agent.forget()
         if self._reader is not None:
-            self._reader.forget()
+            self._reader.agent.forget()
 
     def _check_open(self) -> None:
         if not self.is_mine:

@@ -291,10 +291,10 @@ class NixlPost:
 
 
 class Reader:
-    """A reading agent. After `discard` every call raises Discarded."""
+    """A reading `agent`. After the agent is closed, every call raises Discarded."""
 
     def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+        self.agent = agent
         self._lock = threading.RLock()
         self._scratch: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SCRATCH, 2), np.uint64)
         self._free = list(range(NUM_SCRATCH))
@@ -313,20 +313,7 @@ class Reader:
         with self._lock:
             registration = self._registrations.pop(owner, None)
         if registration is not None:
-            self._agent.deregister(registration)
-
-    def discard(self) -> None:
-        """Close the agent and abort its transfers. Idempotent."""
-        self._agent.close()
-
-    @property
-    def is_discarded(self) -> bool:
-        """Return whether `discard` was called."""
-        return not self._agent.is_open
-
-    def forget(self) -> None:
-        """Never use the agent again in a forked child."""
-        self._agent.forget()
+            self.agent.deregister(registration)
 
     def carry(self, job: NixlPost) -> None:
         """Carry out a read. Raises like `Transport.wait`, or Discarded with the remaining pieces in `job.todo`."""
@@ -342,7 +329,7 @@ class Reader:
                 raise
             except SourceStalled:
                 # The transfer may still write when the peer continues. Only closing the agent stops it.
-                self.discard()
+                self.agent.close()
                 raise
             except PeerLost:
                 self._disconnect(remote, [transfer for transfer, _ in transfers])
@@ -357,7 +344,7 @@ class Reader:
         while job.todo or transfers:
             while job.todo and len(transfers) < WINDOW:
                 job.check_wanted()
-                transfers.append((self._agent.read(remote.name, kinds, *job.todo[0]), job.todo[0]))
+                transfers.append((self.agent.read(remote.name, kinds, *job.todo[0]), job.todo[0]))
                 job.todo.popleft()
             self._land(job, remote, transfers)
         job.check_wanted()
@@ -365,7 +352,7 @@ class Reader:
     def _land(self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
         self._wait(job, remote, transfers[0][0])
         transfer, piece = transfers.popleft()
-        self._agent.drop(transfer)
+        self.agent.drop(transfer)
         job.landed(int(piece[0][:, 1].sum()))
 
     def _drain(
@@ -376,13 +363,13 @@ class Reader:
             while transfers:
                 self._land(job, remote, transfers)
         except PenstockError:
-            self.discard()
+            self.agent.close()
 
     def _wait(self, job: NixlPost, remote: _Remote, transfer: PostedTransfer) -> None:
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()
-            if self._agent.is_done(transfer):
+            if self.agent.is_done(transfer):
                 remote.progress_at = now
                 return
             # Transfers of several reads take turns on the link, so any progress of the peer counts.
@@ -390,15 +377,15 @@ class Reader:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
             if now - remote.notified_at > NOTIFY_S:
                 remote.notified_at = now
-                self._agent.notify(remote.name, b"reading")
+                self.agent.notify(remote.name, b"reading")
             time.sleep(POLL_S if turn > 4 else POLL_S / 10)
 
     def _check_word(self, job: NixlPost, remote: _Remote, slot: int) -> None:
         mine = np.array([[int(self._scratch.ctypes.data) + WORD_BYTES * slot, WORD_BYTES, 0]], np.int64)
         theirs = np.array([[job.payload.word, WORD_BYTES, 0]], np.int64)
-        transfer = self._agent.read(remote.name, ("DRAM", "DRAM"), mine, theirs)
+        transfer = self.agent.read(remote.name, ("DRAM", "DRAM"), mine, theirs)
         self._wait(job, remote, transfer)
-        self._agent.drop(transfer)
+        self.agent.drop(transfer)
         if self._scratch[slot].tolist() != [job.source.generation, checksum_of(job.source)]:
             raise StaleDescriptor(f"generation {job.source.generation} of the memory is no longer current")
 
@@ -407,16 +394,16 @@ class Reader:
         deadline = time.monotonic() + 1.0
         for transfer in transfers:
             with contextlib.suppress(PeerLost):
-                while not self._agent.is_done(transfer):
+                while not self.agent.is_done(transfer):
                     if time.monotonic() > deadline:
-                        self.discard()
+                        self.agent.close()
                         return
                     time.sleep(POLL_S)
-            self._agent.drop(transfer)
+            self.agent.drop(transfer)
         with self._lock:
             if self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
-                self._agent.remove_peer(remote.name)
+                self.agent.remove_peer(remote.name)
 
     @contextlib.contextmanager
     def _scratch_word(self) -> Iterator[int]:
@@ -436,12 +423,12 @@ class Reader:
         with self._lock:
             # Agents are replaced, and each needs its registration.
             if job.owner not in self._registrations:
-                self._registrations[job.owner] = self._agent.register(job.memory)
+                self._registrations[job.owner] = self.agent.register(job.memory)
             remote = self._remotes.get(name) or _Remote(name)
             # The word and the memory are two registrations, each with its metadata.
             for metadata in (job.payload.word_agent, job.payload.agent):
                 if metadata not in remote.metadata:
-                    if self._agent.add_peer(metadata) != name:
+                    if self.agent.add_peer(metadata) != name:
                         raise StaleDescriptor("the descriptor does not belong to the endpoint that it names")
                     remote.metadata.add(metadata)
             self._remotes[name] = remote
@@ -458,7 +445,7 @@ class Reader:
                 # Stale metadata must not be used for memory that is registered later at the same address.
                 if is_stale and not remote.num_reads and self._remotes.get(name) is remote:
                     del self._remotes[name]
-                    self._agent.remove_peer(name)
+                    self.agent.remove_peer(name)
 
 
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:
