@@ -561,10 +561,10 @@ def test_server_routes_match_vllm_and_sglang(routes: tuple[str, list[tuple[str, 
             (f"{prefix}/unload_lora_adapter", {"lora_name": "p@1"}),
         ]
         answers.append(400)
-        with pytest.raises(ps.errors.DestinationError, match=r"answered 400 .* p@2: .*rank too large"):
+        with pytest.raises(ps.errors.DestinationError, match=r"returned 400 .* p@2: .*rank too large"):
             server.load("p@2", Path("/there"))
         asked.clear()
-    with pytest.raises(ps.errors.DestinationError, match="did not answer"):
+    with pytest.raises(ps.errors.DestinationError, match="did not respond"):
         VllmServer("http://127.0.0.1:9").load("p@1", Path("/there"))
 
 

@@ -160,7 +160,7 @@ def test_renamed_bundle_is_refused(homes: Homes) -> None:
     shutil.copy(saved.uri, homes.model / "penstock-artifacts" / f"{other.key.id}.safetensors")
     shutil.rmtree(other.directory)
     restored = homes.restore(config={"dtype": "f16"})
-    assert not restored.is_found and "another key: config.dtype bf16 instead of f16" in restored.why
+    assert not restored.is_found and "a different key: config.dtype bf16 instead of f16" in restored.why
 
 
 @pytest.mark.parametrize("size", [0, 7, 200, 4096, -1])

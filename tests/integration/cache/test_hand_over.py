@@ -451,7 +451,7 @@ def test_unusable_cache_falls_back_to_loading(
         with monkeypatch.context() as patched:
             patched.setattr(penstock.cache if step == "attach" else Attached, step, fail)
             model = from_pretrained(auto, directory, weight_cache=True)
-        assert "its kept parameters cannot be used: the reason" in caplog.text
+        assert "its cached parameters cannot be used: the reason" in caplog.text
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
         del model
         gc.collect()
@@ -480,7 +480,7 @@ def test_missing_cache_is_logged_and_model_loads(tmp_path: Path, caplog: pytest.
     directory = save_llama(tmp_path / "model")
     model = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache="mine")
     assert model.model.embed_tokens.weight.numel()
-    assert "are not kept for the next process" in caplog.text
+    assert "are not cached for the next process" in caplog.text
 
 
 @pytest.mark.parametrize(

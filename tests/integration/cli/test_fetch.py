@@ -121,7 +121,7 @@ def test_holder_with_different_key_is_named(tmp_path, llama, capsys) -> None:
         holder.offer(ps.load(llama))
         assert command("m", "--device", "cpu", "--fallback", llama, "--format", "json") == 0
         (why,) = json.loads(capsys.readouterr().out)["why"].values()
-        assert why.startswith(f"member {holder.member.id[:8]} is whole under another key: revision 'w1-")
+        assert why.startswith(f"member {holder.member.id[:8]} is complete under a different key: revision 'w1-")
         assert "`penstock manifest`" in why
 
 
@@ -132,7 +132,7 @@ def test_missing_hub_reads_fallback(to, llama, tmp_path, capsys) -> None:
     assert command("llama", *where, *words) == 0
     printed = json.loads(capsys.readouterr().out)
     assert "refused connections" in printed["faults"][0] and "without the fleet" in printed["faults"][0]
-    assert [why.startswith("no hub answered: ") for why in printed["why"].values()] == [True]
+    assert [why.startswith("no hub responded: ") for why in printed["why"].values()] == [True]
     if to:
         assert_same(by_safetensors(tmp_path / "out"), by_safetensors(llama))
 

@@ -207,7 +207,7 @@ def test_foreign_weights_at_destination_are_not_mixed(model: Path, tmp_path: Pat
     (target / "model-00001-of-00009.safetensors").write_bytes(b"another model")
     done = run(fork_server, ["storage-initializer", str(model), str(target)])
     assert done.returncode == 2
-    assert "the destination has other weights: model-00001-of-00009.safetensors" in done.stderr
+    assert "the destination has weights of a different model: model-00001-of-00009.safetensors" in done.stderr
     assert contents(target) == {"model-00001-of-00009.safetensors": b"another model"}
 
 

@@ -87,7 +87,7 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
             fleet.fetch({}, timeout_s=0.3)
     assert time.monotonic() - begun < 6
     assert "reads from its fallback and joins the fleet later" in caplog.text
-    assert [why.startswith("no hub answered: ") for why in report.why.values()] == [True]
+    assert [why.startswith("no hub responded: ") for why in report.why.values()] == [True]
     assert "storage is read without the fleet" in report.faults[0] and report.storage_bytes > 0
 
 

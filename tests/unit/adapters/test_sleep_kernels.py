@@ -64,7 +64,7 @@ def test_failed_kernels_are_logged_and_load_continues(
     fake_digester.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
     with kernels_ready(CUDA, LOG):
         pass
-    assert "kernels of digests are not ready: cuda:0 has no room" in caplog.text
+    assert "digest kernels are not ready: cuda:0 has no room" in caplog.text
 
 
 def test_host_memory_needs_no_kernels(fake_digester: type[Digester]) -> None:

@@ -344,7 +344,7 @@ def test_failed_only_source_is_named_in_error(how: str) -> None:
         fetch.finish()
     named = {
         "is lost": "its process ended",
-        "stalls": "it sent less than",
+        "stalls": "the peer sent less than",
         "lies": "differs from its digest",
         "full": "all places are taken",
         "refuses": "the grant is not valid",

@@ -405,7 +405,7 @@ def _find(
             description = describe(*_described(part), trusted)
             # A valid bundle under a different bundle's name would be code for a different machine.
             if description.key != key:
-                raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
+                raise IntegrityError(f"the bundle has a different key: {'; '.join(key.differences(description.key))}")
             unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
         if description.is_tied and description.directory != str(root):
             log.warning(

@@ -318,7 +318,7 @@ class AdapterDirectory(Closeable):
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
         if keep < 1:
-            raise ConfigError(f"keep is {keep}", hint="use 1 or more, because the newest version always stays")
+            raise ConfigError(f"keep must be at least 1, not {keep}", hint="the newest version always stays")
         self._received = received
         self._keep = keep
         self._root = None if root is None else Path(text_of(root))

@@ -404,7 +404,7 @@ def _kept(
     with _local_files(uri, storage_options) as files:
         plain = _plain(model_class, uri, files, options, storage_options)
         if isinstance(plain, str):
-            message = f"the model's parameters cannot be kept: {plain}"
+            message = f"the model's parameters cannot be cached: {plain}"
             raise ConfigError(message, uri=uri, hint="leave out weight_cache=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         key = plain.key()
@@ -425,7 +425,7 @@ def _kept(
             _logger.info("penstock: loading %s: %s", uri, error.message)
         except NOT_USABLE as error:
             # Log the text. A log handler that keeps the exception would keep its frames, and with them the model.
-            _logger.warning("penstock: loading %s, because its kept parameters cannot be used: %s", uri, str(error))
+            _logger.warning("penstock: loading %s, because its cached parameters cannot be used: %s", uri, str(error))
         else:
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor._is_hf_initialized = True
@@ -452,7 +452,7 @@ def _kept(
     # The model is loaded, and a failed hand-over leaves it unchanged. While config.json is being replaced, it may be
     # invalid JSON, which is a ValueError or an OSError from transformers.
     except (PenstockError, OSError, ValueError) as error:
-        _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
+        _logger.warning("penstock: the parameters of %s are not cached for the next process: %s", uri, error)
     else:
         _logger.info("penstock: handed over: %s", report)
     return model

@@ -81,7 +81,7 @@ class _LoraRoutes:
             reason = answer.decode("utf-8", "replace")[:_REASON_CHARS]
             hint = self._hint if status == 404 and b"Not Found" in answer else None
             raise DestinationError(
-                f"the server answered {status} to {route} for {body['lora_name']}: {reason}", uri=self.url, hint=hint
+                f"the server returned {status} from {route} for {body['lora_name']}: {reason}", uri=self.url, hint=hint
             )
 
     def _ask(self, method: str, route: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -94,7 +94,7 @@ class _LoraRoutes:
             try:
                 return connection.request(method, parts.path + route, body, headers, timeout_s=self._timeout_s)
             except (OSError, MalformedAnswer) as error:
-                raise DestinationError(f"the server did not answer {route}: {error}", uri=self.url) from error
+                raise DestinationError(f"the server did not respond to {route}: {error}", uri=self.url) from error
 
 
 class VllmServer(_LoraRoutes):
@@ -121,7 +121,7 @@ class VllmServer(_LoraRoutes):
             except MALFORMED:
                 info = {}
             if "weight_version" not in info:
-                message = f"the server does not report which version of {name!r} it serves: it answered {status}"
+                message = f"the server does not report which version of {name!r} it serves: it returned {status}"
                 raise DestinationError(message, uri=self.url, hint="start it with VLLM_SERVER_DEV_MODE=1")
             return f"{name}:{info['weight_version']}"
 
@@ -282,7 +282,7 @@ def serve_adapter(
             different user or in a container, choose a directory that it may read.
     """
     if keep < 2:
-        raise ConfigError(f"keep is {keep}, but the engine may read two versions again", hint="use 2 or more")
+        raise ConfigError(f"keep must be at least 2, not {keep}", hint="the engine may read two versions again")
     received = adapter_subscriber(name, base=base, connection=connection)
     files = AdapterDirectory(received, directory, keep=keep)
     return ServedAdapter(received, files, engine, base, served_name or name)

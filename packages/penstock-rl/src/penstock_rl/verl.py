@@ -220,7 +220,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if mode == "live" and len(report.committed) < self._num_receivers:
             raise PeerLost(
                 f"{len(report.committed)} of {self._num_receivers} rollout workers have version {report.version}: "
-                f"{'; '.join(report.failed.values()) or 'the others did not answer'}"
+                f"{'; '.join(report.failed.values()) or 'the others did not respond'}"
             )
         return {
             "penstock/version": report.version,

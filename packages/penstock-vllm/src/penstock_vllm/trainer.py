@@ -255,7 +255,7 @@ def _answers_as_notes() -> Iterator[None]:
     except Exception as error:
         reason = getattr(getattr(error, "response", None), "text", "")
         if reason:
-            error.add_note(f"vLLM's answer: {reason[:_REASON_CHARS]}")
+            error.add_note(f"vLLM's response: {reason[:_REASON_CHARS]}")
         raise
 
 
@@ -288,7 +288,7 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
         return module, None
     if not gather:
         raise ConfigError(
-            f"a {type(source).__name__} gives only whole tensors, which this rank does not keep",
+            f"a {type(source).__name__} yields only unsharded tensors, which this rank does not store",
             hint="pass the module or its shards as source, or gather=True to keep a copy of all weights on rank 0",
         )
     copies: dict[str, torch.Tensor] = {}

@@ -78,10 +78,7 @@ _interrupt = Interrupt()
 class deferred:
     """A block that notes SIGINT and raises KeyboardInterrupt at its end. Only the outermost nested block raises."""
 
-    __slots__ = ("_is_outermost",)
-
-    def __init__(self) -> None:
-        self._is_outermost = False
+    _is_outermost = False
 
     def __enter__(self) -> Self:
         self._is_outermost = _begin()
@@ -97,8 +94,6 @@ class deferred:
 class defer_in_finalizer(deferred):
     """`deferred` for finalizers (`__del__`). Python discards their exceptions, so the signal is sent again later."""
 
-    __slots__ = ()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -111,10 +106,7 @@ class defer_in_finalizer(deferred):
 class allow_interrupts:
     """A section of a `deferred` block in which SIGINT raises at once, for slow library calls."""
 
-    __slots__ = ("_is_inside",)
-
-    def __init__(self) -> None:
-        self._is_inside = False
+    _is_inside = False
 
     def __enter__(self) -> Self:
         if is_deferring():

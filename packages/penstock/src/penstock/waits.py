@@ -97,7 +97,7 @@ def require_wanted() -> None:
     """Raise Cancelled if the calling thread's scope was left, or KeyboardInterrupt if a SIGINT was noted."""
     scope = current()
     if scope is not None and scope.is_left:
-        raise Cancelled("the call was left")
+        raise Cancelled("the call was cancelled, because its caller exited")
     interrupts.raise_if_noted()
 
 
@@ -114,13 +114,13 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
         return
     number = scope.add(end)
     if number is None:
-        raise Cancelled("the call was left")
+        raise Cancelled("the call was cancelled, because its caller exited")
     try:
         with interrupts.allow_interrupts():
             yield
     except Exception as error:
         if scope.is_left and not isinstance(error, Cancelled):
-            raise Cancelled("the call was left") from error
+            raise Cancelled("the call was cancelled, because its caller exited") from error
         raise
     finally:
         scope.remove(number)
@@ -173,7 +173,7 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
         if not is_over.is_set():
             raise
         hint = "raise stall_s if the source is slow but works"
-        raise SourceStalled(f"the answer was not complete after {wait_s:.3g} s", uri=uri, hint=hint) from error
+        raise SourceStalled(f"the response was not complete after {wait_s:.3g} s", uri=uri, hint=hint) from error
     finally:
         timer.cancel()
         scope.close()

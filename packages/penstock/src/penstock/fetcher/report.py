@@ -61,7 +61,7 @@ class Provenance:
     def read_without_hub(self, reason: str) -> None:
         """Record that this member could not join the fleet, so that storage is read."""
         self.faults.append(f"hub: {reason}; storage is read without the fleet")
-        self.why_storage = f"no hub answered: {reason}"
+        self.why_storage = f"no hub responded: {reason}"
 
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress. Its message names the sources that were tried."""
@@ -133,7 +133,7 @@ class FetchReport(Summarised):
             f"{'verified against' if self.verified else 'not verified:'} {self.verified_against}; "
             f"revision {self.revision[:19]}",
         ]
-        return "\n".join(lines + [f"fault on the way: {fault}" for fault in self.faults])
+        return "\n".join(lines + [f"fault: {fault}" for fault in self.faults])
 
 
 def outcome_of(report: FetchReport) -> Outcome:

@@ -242,7 +242,7 @@ class FetchRun(Run):
                 reading.setdefault(read.upstream_reader, []).append(read)
         for reader, reads in reading.items():
             if reader.is_silent(sum(read.received_bytes for read in reads), self.read_stall_s, is_read=bool(reads)):
-                message = f"it sent less than {LEAST_BYTES} bytes in {self.read_stall_s:g} s"
+                message = f"the peer sent less than {LEAST_BYTES} bytes in {self.read_stall_s:g} s"
                 error = SourceStalled(message, uri=f"penstock:{reader.upstream.member}")
                 for read in reads:
                     read.stop(error)
@@ -367,7 +367,7 @@ class FetchRun(Run):
             reading = list(self._reading)
         # Otherwise the executors would wait until the reads time out.
         for read in reading:
-            read.stop(Cancelled("the fetch is over"))
+            read.stop(Cancelled("the fetch was closed"))
         super().close()
         for thread in self._threads:
             # The thread may be waiting for the hub. It does not touch the weights.

@@ -67,7 +67,7 @@ class InitializeReport(Summarised):
         paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
         verdict = f"{'verified' if self.verified else 'NOT verified'}: {self.why}"
         line = f"{self.uri} -> {self.destination}: {size}; {paths}; {verdict}"
-        return "\n".join([line, *(f"fault on the way: {fault}" for fault in self.faults)])
+        return "\n".join([line, *(f"fault: {fault}" for fault in self.faults)])
 
 
 def initialize(
@@ -258,7 +258,7 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
 
 def _require_no_others(target: Path, names: Collection[str]) -> None:
     if others := {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names):
-        message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
+        message = f"the destination has weights of a different model: {', '.join(sorted(others)[:3])}"
         raise ConfigError(message, uri=str(target), hint="remove them, or pass an empty directory")
 
 

@@ -163,7 +163,7 @@ def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
             if member.member == fleet.member.id or not differences:
                 continue
             words = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in differences.items()]
-            why = f"member {member.member[:8]} is whole under another key: {', '.join(words)}"
+            why = f"member {member.member[:8]} is complete under a different key: {', '.join(words)}"
             if "revision" in differences and mine.revision.startswith("h1-"):
                 why += "; storage has no manifest, so its revision is not a root of digests: run `penstock manifest`"
             return dataclasses.replace(report, why=dict.fromkeys(report.why, why))

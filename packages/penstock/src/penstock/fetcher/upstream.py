@@ -258,7 +258,9 @@ class UpstreamReader:
         minimum = self._min_bytes_per_s
         if bytes_per_s < minimum:
             self.is_too_slow = True
-            message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the minimum of {minimum / GB:.3f}"
+            message = (
+                f"{self.path or 'the peer'} {how} {bytes_per_s / GB:.3f} GB/s, below the minimum of {minimum / GB:.3f}"
+            )
             why = why_command(self._weights.identity.model)
             hint = f"run `{why}` to see why no nearer transport was chosen, or lower min_bytes_per_s"
             self.fail(SourceStalled(message, hint=hint))
@@ -358,7 +360,7 @@ class UpstreamReader:
             reply = peer.log(serial, self._timing.log_wait_s)
             self._apply_limit(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
-                raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
+                raise StaleDescriptor("the peer's weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
                 self._add_news(chunks, decode_digests(reply.leaves))
@@ -377,14 +379,16 @@ class UpstreamReader:
     def _add_news(self, chunks: I64, leaves: U64) -> None:
         table = self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
-            raise FormatError("its log names a chunk that does not exist", uri=f"penstock:{self.upstream.member}")
+            raise FormatError(
+                "the peer's log names a chunk that does not exist", uri=f"penstock:{self.upstream.member}"
+            )
         if len(leaves) != table.leaf_counts(chunks).sum():
-            message = "its log has the wrong number of leaf digests for its chunks"
+            message = "the peer's log has the wrong number of leaf digests for its chunks"
             raise FormatError(message, uri=f"penstock:{self.upstream.member}")
         # Digests that contradict the manifest prove that the member is corrupt or lying.
         clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
-            message = f"its digests of chunk {int(clash[0])} differ from the manifest's"
+            message = f"the peer's digests of chunk {int(clash[0])} differ from the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
         try:
             self._weights.record_digests(chunks, leaves, f"member {self.upstream.member}")

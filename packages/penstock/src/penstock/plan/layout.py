@@ -224,11 +224,11 @@ class Layout:
     def check(self) -> None:
         """Raise PlanError with the first fault unless every row lies in one region and every form is valid."""
         if not len(self.names) == len(self.form) == len(self.offset):
-            counts = f"{len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
-            raise PlanError(f"{self.member}: {counts}")
+            counts = f"{len(self.names)} names, {len(self.form)} forms and {len(self.offset)} offsets"
+            raise PlanError(f"{self.member}: the columns differ in length: {counts}")
         # The limit is 2^60, so that sums of offsets and spans stay within int64 whatever a peer sent.
         if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
-            raise PlanError(f"{self.member}: regions of {self.regions} bytes")
+            raise PlanError(f"{self.member}: invalid sizes of regions: {self.regions}")
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")

@@ -89,13 +89,9 @@ class FleetOptions:
                     hint='give "fleet": "NAME", or set PENSTOCK_HUB',
                 )
         for name in _TEXTS:
-            if not isinstance(options.get(name, "-"), str) or not options.get(name, "-"):
-                raise ConfigError(f"model_loader_extra_config {name!r} must be a text, not {options[name]!r}")
-        port = options.get("data_port", 0)
-        if not isinstance(port, int) or isinstance(port, bool):
-            raise ConfigError(f"model_loader_extra_config 'data_port' must be a port, not {port!r}")
-        if not isinstance(options.get("serve", True), bool):
-            raise ConfigError(f"model_loader_extra_config 'serve' must be true or false, not {options['serve']!r}")
+            _require(options, name, _is_text, "a text")
+        _require(options, "data_port", lambda port: isinstance(port, int) and not isinstance(port, bool), "a port")
+        _require(options, "serve", lambda serve: isinstance(serve, bool), "true or false")
         if "max_bytes_per_s" in options:
             options["max_bytes_per_s"] = parse_bytes(options["max_bytes_per_s"])
         return cls(**options)
@@ -128,23 +124,29 @@ def read_options(extra: Any) -> dict[str, Any]:
     if "memory_bytes" in options:
         options["memory_bytes"] = parse_bytes(options["memory_bytes"])
     for name in ("distributed", "verify"):
-        if not isinstance(options.get(name, False), bool):
-            raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
+        _require(options, name, lambda value: isinstance(value, bool), "true or false")
     if not isinstance(options.get("storage_options", {}), Mapping):
         raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
-    location = options.get("compile_cache", False)
-    if not isinstance(location, bool) and (not isinstance(location, str) or not location):
-        raise ConfigError(f"model_loader_extra_config 'compile_cache' must be true, false or a URI, not {location!r}")
-    cache = options.get("weight_cache")
-    if cache is not None and cache is not False and (not isinstance(cache, str) or not cache):
-        raise ConfigError(f"model_loader_extra_config 'weight_cache' must be a model's name or false, not {cache!r}")
+    _require(options, "compile_cache", lambda at: isinstance(at, bool) or _is_text(at), "true, false or a URI")
+    if options.get("weight_cache") is not None and options["weight_cache"] is not False:
+        _require(options, "weight_cache", _is_text, "a model's name or false")
     # The model's name is not known yet, and any name works for the check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
-        raise ConfigError("'distributed' and 'fleet' exclude each other", hint="give one of them")
+        raise ConfigError("'distributed' and 'fleet' are mutually exclusive", hint="give one of them")
     # A rank that attached to a cache would not take part in the exchange with the other ranks.
-    if cache and options.get("distributed"):
-        raise ConfigError("'distributed' and 'weight_cache' exclude each other", hint="give one of them")
+    if options.get("weight_cache") and options.get("distributed"):
+        raise ConfigError("'distributed' and 'weight_cache' are mutually exclusive", hint="give one of them")
     return options
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _require(options: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
+    """Raise ConfigError if an option is present and invalid."""
+    if name in options and not is_valid(options[name]):
+        raise ConfigError(f"model_loader_extra_config {name!r} must be {expected}, not {options[name]!r}")
 
 
 def checkpoint(
@@ -233,7 +235,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
         # People choose the names in a weight cache, so a name may belong to a different checkpoint.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
-            hint = "give the name under which this checkpoint is kept"
+            hint = "give the name of this checkpoint in the weight cache"
             raise ConfigError(
                 f"{name!r} in the weight cache has different tensors from the checkpoint", uri=place, hint=hint
             )

@@ -48,4 +48,4 @@ def _warm_up(device: torch.device, log: Log) -> None:
     try:
         Digester(str(device)).warm_up()
     except (PenstockError, RuntimeError, OSError) as error:
-        log.warning("penstock: the kernels of digests are not ready: %s", error)
+        log.warning("penstock: the digest kernels are not ready: %s", error)

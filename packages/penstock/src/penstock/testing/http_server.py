@@ -204,7 +204,9 @@ class RangeServer:
         """Close every open connection, as a server does with idle connections."""
         with self._lock:
             for connection in self._connections:
-                _shutdown(connection)
+                # The client may have closed the connection first.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def open(self, name: str) -> tuple[int, int, float] | None:
         """Return a new descriptor, the size in bytes and the version in seconds, or None if `name` does not exist."""
@@ -260,12 +262,6 @@ class RangeServer:
                 self._connections.add(connection)
             else:
                 self._connections.discard(connection)
-
-
-def _shutdown(connection: socket.socket) -> None:
-    # The client may have closed the connection first.
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _RangeHttpServer(ThreadingHTTPServer):
