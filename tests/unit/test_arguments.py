@@ -1,4 +1,4 @@
-"""Wrong arguments are ConfigError, whichever verb gets them; nothing was started."""
+"""Wrong arguments raise ConfigError in every verb before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors with Penstock under it: what is replaced, what stays, and how it is undone."""
+"""safetensors with Penstock's reader: what is replaced, what stays, and how the replacement is undone."""
 
 import inspect
 import pickle
@@ -23,7 +23,7 @@ from penstock_hf.safetensors import install, installed, uninstall
 
 
 class Kept:
-    """Not a global of this module, which would be replaced too."""
+    """A holder of the original outside the globals of this module, which would be replaced too."""
 
     safe_open = safetensors.safe_open
 
@@ -231,7 +231,7 @@ def test_errors_have_original_classes(framework: str, tmp_path: Path) -> None:
         ]
         for number, call in enumerate(calls):
             original, error = raised(lambda call=call: call(theirs)), raised(lambda call=call: call(mine))
-            # Penstock takes some indexes more, as is documented: those have no error.
+            # As documented, Penstock accepts some indexes that raise errors in the original.
             if error is not None and not isinstance(error, type(original)):
                 wrong.append((name, number, original, error))
             if isinstance(error, PenstockError):

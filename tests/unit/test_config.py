@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Byte sizes in the notations that people use."""
 
 from __future__ import annotations
 

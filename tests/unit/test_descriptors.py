@@ -1,4 +1,4 @@
-"""More files than descriptors: the soft limit is raised, and a hard limit that is too low is named."""
+"""A load with more files than descriptors raises the soft limit, and errors name a hard limit that is too low."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_FILES = 200
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of many small shards."""
+    """Return a checkpoint of many small shards."""
     directory = tmp_path_factory.mktemp("many")
     names = {f"t{i}": f"model-{i + 1:05}-of-{NUM_FILES:05}.safetensors" for i in range(NUM_FILES)}
     for i, (name, file) in enumerate(names.items()):
@@ -38,7 +38,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[int]:
-    """A soft limit that leaves few descriptors; the hard limit stays."""
+    """Set a soft limit with few descriptors. The hard limit stays."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = len(os.listdir("/proc/self/fd")) + 60
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
@@ -86,7 +86,7 @@ def test_too_low_hard_limit_is_named(many: Path) -> None:
     assert len(lines) == 3, done.stderr
     for line in lines:
         assert line.startswith("ConfigError config False") and "`ulimit -n " in line, line
-        # Enough for all files, each opened up to three times.
+        # The limit allows all files, each opened up to three times.
         assert int(line.partition("`ulimit -n ")[2].partition("`")[0]) >= 3 * NUM_FILES
 
 

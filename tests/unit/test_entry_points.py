@@ -1,4 +1,4 @@
-"""The entry points that `make VENV=system` writes are those of the packages."""
+"""The entry points that `make VENV=system` writes equal those of the packages."""
 
 from __future__ import annotations
 

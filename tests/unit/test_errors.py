@@ -1,8 +1,4 @@
-"""Errors are also the classes of Python that a caller would catch, and no block inside the package takes them for one.
-
-The second part reads the source: a `try` whose body may raise one of ours, and that catches a class of Python which
-ours is too, must let ours pass first.
-"""
+"""Errors also derive from built-in classes that callers would catch, and no handler of the package swallows them."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ SOURCES = [Path(package.__file__).parent for package in (penstock, penstock_conv
 
 
 class Foreign(Exception):
-    """An error of another library."""
+    """An error class of another library."""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +54,7 @@ def test_typed_error_is_also_python_error(ours: type[PenstockError], pythons: ty
 def kinds(root: type[PenstockError] = PenstockError) -> Iterator[type[PenstockError]]:
     yield root
     for kind in root.__subclasses__():
-        # Classes that tests of this process have made are not known by name.
+        # Classes that tests of this process have created are unknown by name.
         if kind.__module__.startswith("penstock."):
             yield from kinds(kind)
 
@@ -72,7 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def make_error(kind: type[PenstockError]) -> PenstockError:
-    """Return an error with fields, a note, a cause that can be sent and one that cannot."""
+    """Return an error with fields, a note, and two causes of which only one can be pickled."""
     if kind.__name__ in SPECIAL:
         error = kind("it failed", **SPECIAL[kind.__name__])
     else:
@@ -86,7 +82,7 @@ def make_error(kind: type[PenstockError]) -> PenstockError:
 
 
 def sent(error: PenstockError, protocol: int | None = None) -> Any:
-    """Return an error as another process has it."""
+    """Return an error after pickling and unpickling."""
     return pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - made here
 
 
@@ -125,7 +121,7 @@ def test_user_error_class_survives_pickle() -> None:
 
 
 class UsersError(errors.OperationFailed):
-    """A class with a constructor of its own."""
+    """A class with a different constructor."""
 
     def __init__(self, number: int, *, reason: str) -> None:
         super().__init__(f"{number} {reason}")
@@ -147,7 +143,7 @@ def test_worker_process_errors_arrive_complete() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(errors.ConfigError, match="NoneType is not a path or URI"):
             pool.submit(text_of, None).result(timeout=60)
-        # The pool is whole afterwards: an error that cannot be unpickled breaks it.
+        # The pool still works. An error that cannot be unpickled would break it.
         assert pool.submit(text_of, "x").result(timeout=60) == "x"
 
 
@@ -180,7 +176,7 @@ def test_missing_extra_in_user_module_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def _caught(handler: ast.ExceptHandler) -> Iterator[type]:
-    """Classes that a handler names, of Python and of ours; those of libraries are left out."""
+    """Return the built-in classes and Penstock's classes that a handler names."""
     if handler.type is None:
         yield BaseException
         return
@@ -193,7 +189,7 @@ def _caught(handler: ast.ExceptHandler) -> Iterator[type]:
 
 
 def _raised(body: list[ast.stmt]) -> Iterator[type]:
-    """Errors of ours that the body of a `try` raises itself; any of them where it yields to a caller's block."""
+    """Return Penstock's errors that the body of a `try` raises, or any of them if it yields to a caller's block."""
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             found = getattr(errors, ast.unparse(node.exc.func), None)
@@ -204,7 +200,7 @@ def _raised(body: list[ast.stmt]) -> Iterator[type]:
 
 
 def swallowed(source: str) -> list[int]:
-    """Lines of handlers of Python's classes that take errors of ours for them."""
+    """Return the lines of handlers of built-in classes that would catch Penstock's errors."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Try):
@@ -234,7 +230,7 @@ def test_builtin_handlers_never_catch_penstock_errors() -> None:
         ("PermissionDenied", errors.PermissionDenied, errors.PermissionDenied),
         ("NotFound", errors.PermissionDenied, errors.PermissionDenied),
         ("IntegrityError", errors.PenstockError, errors.IntegrityError),
-        # Its errors need more than a message.
+        # The constructor needs more than a message.
         ("BudgetTooSmall", errors.PlanError, errors.PlanError),
         ("partial", errors.PenstockError, errors.PenstockError),
         ("no such thing", errors.PenstockError, errors.PenstockError),

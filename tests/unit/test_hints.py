@@ -1,4 +1,4 @@
-"""Errors that a user can do something about say what: a hint, of this error, where it is raised."""
+"""Errors that a user can fix have a hint about the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installer of the environments of the tests: uv's variables from pip's configuration."""
+"""The installer of the test environments derives uv's variables from pip's configuration."""
 
 from __future__ import annotations
 

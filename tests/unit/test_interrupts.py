@@ -1,6 +1,4 @@
-"""SIGINT inside `deferred`, `allow_interrupts` and `defer_in_finalizer`; the verbs are in
-`tests/integration/load/test_interrupts.py`.
-"""
+"""SIGINT inside `deferred`, `allow_interrupts` and `defer_in_finalizer`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def test_outermost_deferred_block_raises_at_end() -> None:
         done.append("outer")
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with interrupts.deferred():  # nothing is left of the signal
+    with interrupts.deferred():  # The signal is no longer noted.
         interrupts.raise_if_noted()
 
 
@@ -69,7 +67,7 @@ def test_allowed_interrupt_raises_inside_library_wait() -> None:
     assert not reached
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         send()
-        with interrupts.allow_interrupts():  # it came before
+        with interrupts.allow_interrupts():  # The signal arrived before.
             reached.append(True)
     assert not reached
 
@@ -160,7 +158,7 @@ assert codes == [0], codes
 
 
 def test_child_forked_by_other_thread_is_interruptible() -> None:
-    # In a process of its own: what torch started here does not live through a fork.
+    # Use a separate process, because torch's threads do not survive a fork.
     child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert (child.returncode, child.stderr) == (0, "")
 
@@ -188,14 +186,14 @@ def test_signal_handler_error_is_recognised(handler: Any) -> None:
 
 
 def test_library_error_is_not_handler_error() -> None:
-    """concurrent.futures raises the builtin TimeoutError in a module of its own."""
+    """concurrent.futures raises the builtin TimeoutError inside its module."""
     with pytest.raises(TimeoutError) as raised:
         Future[None]().result(timeout=0)
     assert not interrupts.is_of_handler(raised.value)
 
 
 def in_state(state: State) -> Interrupt:
-    """Return a machine in a state that it reached by its own steps. A signal, if any, came at 100 s."""
+    """Return a machine in a state that it reached by its own steps. A signal, if any, arrived at 100 s."""
     machine = Interrupt()
     if state is not State.OUTSIDE:
         machine.begin()
@@ -244,7 +242,7 @@ def test_late_second_signal_insists() -> None:
     machine = in_state(State.RAISED)
     assert not machine.note(100.0 + interrupts.INSISTS_S)
     assert machine.note(100.1 + interrupts.INSISTS_S)
-    # The first signal of the next block does not.
+    # The first signal of the next block does not raise.
     machine.end()
     machine.begin()
     assert not machine.note(500.0)

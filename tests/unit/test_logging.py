@@ -1,4 +1,4 @@
-"""Loggers are those of Python, under `penstock`; vLLM's handlers show ours where nothing else would."""
+"""Loggers are Python's, below `penstock`. vLLM's handlers show Penstock's lines if no other handler does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(source: str) -> list[str]:
-    """Names of loggers that a module logs by; those it only looks at are assigned to `theirs`."""
+    """Return the names of the loggers that a module uses. Loggers that it only inspects are assigned to `theirs`."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     made = (call for call in calls if ast.unparse(call.func) in {"logging.getLogger", "log_named"})
     return [ast.unparse(call.args[0]) for call in made if call.args]
@@ -27,8 +27,8 @@ def test_every_logger_is_under_penstock_and_documented() -> None:
         name for root in SOURCES for path in root.rglob("*.py") for name in names(path.read_text(encoding="utf-8"))
     }
     texts = {name.strip("'") for name in found if name.startswith("'")}
-    # The handlers of `vllm` and the level of `sglang` are looked at. `penstock storage-initializer` shows all of this
-    # package's messages.
+    # The code inspects handlers of `vllm` and levels of `sglang`. `penstock storage-initializer` shows all messages
+    # of this package.
     assert {name for name in texts if not name.startswith("penstock.")} == {"vllm", "sglang", "penstock"}
     docs = (ROOT / "docs" / "operate" / "tuning.md").read_text(encoding="utf-8")
     documented = texts - {"vllm", "sglang", "penstock", "penstock.hub.parser"}
@@ -45,7 +45,7 @@ def test_vllm_handlers_show_penstock_lines(monkeypatch: pytest.MonkeyPatch) -> N
     for logger in (ours, theirs):
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "level", logging.NOTSET)
-    assert not vllm_logger().logger.handlers  # vLLM is not configured
+    assert not vllm_logger().logger.handlers  # vLLM is not configured.
     theirs.addHandler(logging.StreamHandler(written))
     theirs.setLevel(logging.INFO)
     vllm_logger().info("loaded")

@@ -1,4 +1,4 @@
-"""Text of others in lines of the log: escaped at one place, which every line of the package passes."""
+"""Text from other programs is escaped in the log, in one place that every line of the package passes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CONFIGURE = frozenset(
         "penstock_sglang/plugin.py",
     }
 )
-"""Files that set handlers and levels of loggers, and write no line by them."""
+"""Files that set handlers and levels of loggers, and log nothing themselves."""
 WRITE = frozenset({"cli/terminal.py", "cli/main.py", "cli/hub.py", "penstock_hf/startup/sitecustomize.py"})
-"""Files that write to the terminal: escaped text, help, the hub's own address, why a program runs without Penstock."""
+"""Files that write to the terminal: escaped text, help, the hub's address, or why a program runs without Penstock."""
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,7 +92,7 @@ def test_record_names_caller_and_drops_arguments(log: Log, caplog: pytest.LogCap
 
 
 def read(file: str) -> str:
-    """Return the source of a file that `calls` named."""
+    """Return the source of a file from `calls`."""
     return next(
         path for root in SOURCES for path in (root / file, root / "penstock" / file) if path.exists()
     ).read_text()
@@ -127,7 +127,7 @@ def test_every_logger_in_package_escapes() -> None:
 
 
 def test_every_log_message_is_literal() -> None:
-    """What is formatted into the message itself would not be escaped."""
+    """Text that is formatted into the message itself would not be escaped."""
     lines = [
         (file, call)
         for file, call in calls()
@@ -136,7 +136,7 @@ def test_every_log_message_is_literal() -> None:
     assert len(lines) > 70
     composed = [(file, call.lineno) for file, call in lines if not isinstance(call.args[0], ast.Constant | ast.Name)]
     assert not composed
-    # A name stands for a literal too, which is then in the same file.
+    # A name may stand for a literal in the same file.
     named = [(file, call.args[0].id) for file, call in lines if isinstance(call.args[0], ast.Name)]
     for file, name in named:
         values = [

@@ -1,4 +1,4 @@
-"""Optional packages that are not installed: every verb and every command names the extra and the command for it."""
+"""Without an optional package, every verb and every command names the extra and the command that installs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.sources import source_path
 
 from penstock.testing.checkpoints import write_llama
 
-# Run by every Python process below, also by the workers of a conversion.
+# Every Python process below runs this, including the workers of a conversion.
 _BLOCK = """
 import os, sys
 for name in os.environ["BLOCKED"].split(","):
@@ -71,7 +71,7 @@ def _run_without(packages: str, program: str, *arguments: str, cwd: Path) -> sub
     (cwd / "blocked" / "sitecustomize.py").write_text(_BLOCK)
     path = f"{cwd / 'blocked'}{os.pathsep}{source_path()}"
     environment = {**os.environ, "PYTHONPATH": path, "BLOCKED": packages}
-    # Without a hub of another test, which a command would join. A short path, because it is that of a socket.
+    # Avoid the hub of another test, which a command would join. The path is short, because it is a socket's path.
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
         environment["PENSTOCK_RUNTIME_DIR"] = runtime
         words = [sys.executable, "-c", program, *arguments]

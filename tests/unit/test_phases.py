@@ -53,7 +53,7 @@ def test_phases_sum_to_boot_record() -> None:
     assert now.ready and now.phase == "" and now.error is None
     assert names(now) == [("discover", "done"), ("move", "done"), ("commit", "done")]
     assert {one.name: one.seconds for one in now.phases} == pytest.approx(seconds, abs=1e-3)
-    # They follow each other without a gap, so their sum is the whole.
+    # The phases are adjacent, so their sum is the total.
     assert sum(seconds.values()) == pytest.approx(now.seconds, abs=1e-3)
     assert now.started_at == pytest.approx(time.time(), abs=5)
     assert {one.model for one in now.phases} == {"llama"}
@@ -213,7 +213,7 @@ def test_refused_load_leaves_no_running_phase(file: Path, tmp_path: Path) -> Non
 
 
 def test_undecodable_file_name_is_reportable(tmp_path: Path) -> None:
-    """A heartbeat that cannot be encoded would end the thread that sends them."""
+    """A heartbeat that cannot be encoded would stop the thread that sends heartbeats."""
     from penstock.peer.member import _report_of
     from penstock.telemetry.journey import recent_failures
 

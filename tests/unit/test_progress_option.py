@@ -1,4 +1,4 @@
-"""`progress=` is alike on every long verb: a function is called with what is done and of how much, up to all of it."""
+"""`progress=` works alike in every long verb: a function is called with the finished and the total amount."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports read alike: `str` is the summary, `to_dict` is JSON, notebooks show the same. Weights have a short `repr`."""
+"""All reports are alike: `str` is the summary, and `to_dict` is JSON. Weights have a short `repr`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_journey_reports_have_documented_fields(directory: Path) -> None:
 
 
 def test_weights_have_short_repr(directory: Path) -> None:
-    weights = ps.load(directory, "cpu")  # the device by position, as safetensors has it
+    weights = ps.load(directory, "cpu")  # The device is positional, as in safetensors.
     assert repr(weights) == f"<Weights of {directory}: 30 tensors, 1.92 kB on cpu, not verified>"
     shown = weights._repr_html_()
     assert "&lt;w&gt;  bfloat16 [4, 8]" in shown

@@ -1,4 +1,4 @@
-"""Run:ai Model Streamer's environment variables, in Penstock's terms."""
+"""Environment variables of the Run:ai Model Streamer as Penstock settings."""
 
 import pytest
 

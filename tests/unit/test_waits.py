@@ -1,4 +1,4 @@
-"""Waits that end when their call is left: sockets, pauses, calls of libraries, and the threads of a pool."""
+"""Waits are aborted when their call exits early: sockets, pauses, calls of libraries, and the threads of a pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def receive(sock: socket.socket) -> bytes:
 
 
 def outcome_of(scope: waits.Scope, work: Callable[[], object]) -> list[object]:
-    """Run `work` in a thread of the scope, leave the scope, and return what became of it."""
+    """Run `work` in a thread of the scope, leave the scope, and return the outcome."""
     outcome: list[object] = []
 
     def run() -> None:
@@ -109,7 +109,7 @@ def test_pool_without_threads_runs_calls_inline(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_jitter_leaves_global_generator_alone() -> None:
-    # A trainer sets its seed and expects the same numbers with Penstock's threads as without them.
+    # A trainer sets a seed and expects the same numbers with Penstock's threads as without them.
     random.seed(7)
     expected = random.random()
     random.seed(7)

@@ -1,4 +1,4 @@
-"""Connection settings are read from an adapter's options in one place; host functions are replaced once."""
+"""Connection settings are read from an adapter's options in one place, and host functions are replaced once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a box of a stored tensor lies in its file."""
+"""Location of the box of a stored tensor in its file."""
 
 from __future__ import annotations
 

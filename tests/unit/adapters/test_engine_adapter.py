@@ -1,7 +1,4 @@
-"""The example of an adapter keeps the rules of docs/extend/spi.md.
-
-`tests/integration/deploy/test_examples.py` runs the example itself.
-"""
+"""The example of an adapter follows the rules of docs/extend/spi.md."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "engine_adapter.py"
 
 @pytest.fixture
 def example() -> ModuleType:
-    """A new copy of the example, whose engine nothing was registered with."""
+    """Return a new copy of the example whose engine has no registrations."""
     spec = importlib.util.spec_from_file_location("engine_adapter", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Plug-ins of engines: an engine starts whatever its version lacks; a missing feature is refused by name."""
+"""Plug-ins of engines: an engine starts without the unsupported parts, and errors name a missing feature."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ SGLANG = {
     ),
 }
 LOAD_FORMAT_NEEDS = ("choices", "load_config", "hook_registry", "runtime_context")
-"""Modules of SGLang that the load format needs. The other parts need more."""
+"""Modules of SGLang that the load format needs."""
 
 CHILD = """
 import importlib, importlib.metadata, json, logging, os, sys, types
@@ -199,11 +199,11 @@ print(json.dumps(results))
 
 
 Case = tuple[str, str, str]
-"""A module, a class of it or "", and an attribute that is taken away; no attribute: the module is."""
+"""A module, a class in it or "", and a removed attribute. Without an attribute, the module is removed."""
 
 
 def run_register(tree: dict[str, str], directory: Path, entry: str, cases: list[Any]) -> Any:
-    """Call a plug-in, by its entry point, in a process for each case."""
+    """Call a plug-in by its entry point, in a separate process for each case."""
     for name, text in tree.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
@@ -217,14 +217,14 @@ def run_register(tree: dict[str, str], directory: Path, entry: str, cases: list[
 
 
 def used_by(tree: dict[str, str], directory: Path, entry: str) -> list[Case]:
-    """Return every module, class and attribute of a host that a plug-in looks for while it is registered."""
+    """Return every module, class and attribute of a host that a plug-in accesses during its registration."""
     files = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in tree]
     (found,) = run_register(tree, directory, entry, [{"record": files}])
     return [(module, owner, name) for module, owner, name in found]
 
 
 def exists(case: Case, tree: dict[str, str]) -> bool:
-    """Return whether the host has it at all: some names are only looked for."""
+    """Return whether the host has the name at all, because a plug-in may check for names."""
     module, _, name = case
     path = module.replace(".", "/")
     text = tree.get(f"{path}.py", tree.get(f"{path}/__init__.py", ""))
@@ -232,7 +232,7 @@ def exists(case: Case, tree: dict[str, str]) -> bool:
 
 
 NOT_NEEDED = {
-    # A version of vLLM without these has nothing to change.
+    # A version of vLLM without these functions needs no change.
     "_try_load_aot_compiled_fn",
     "runai_list_safetensors",
     "runai_pull_files",
@@ -247,7 +247,7 @@ def test_vllm_missing_any_part_still_starts(tmp_path: Path) -> None:
     assert whole == {"lines": [], "sleep": 2, "call": ["name", [1]], "load": True}
     silent = set()
     for case, answer in zip(lacking, found, strict=True):
-        # One line for all that is missing, however often vLLM calls the plug-in.
+        # One line names all missing parts, however often vLLM calls the plug-in.
         assert "raised" not in answer and len(answer["lines"]) <= 1, (case, answer)
         if not answer["lines"]:
             silent.add(case)
@@ -257,7 +257,7 @@ def test_vllm_missing_any_part_still_starts(tmp_path: Path) -> None:
         assert answer["load"] == (not is_loader), (case, answer)
         # Engines that do not use Penstock get their own calls, whatever arguments their version has.
         assert answer["sleep"] in (2, None) and answer["call"] in (["name", [1]], None)
-    # The routes of HTTP are in one process only.
+    # Only one process has the HTTP routes.
     routes = {case[0] for case in lacking if case[0].startswith("vllm.entrypoints") and not case[2]}
     assert {case[2] or case[0] for case in silent} <= NOT_NEEDED | routes
 

@@ -1,4 +1,4 @@
-"""A box of a merged tensor is that box of the whole one, however a rank's shard is cut."""
+"""The merge of a box equals the box of the merged tensor, however a rank's shard is cut."""
 
 from __future__ import annotations
 

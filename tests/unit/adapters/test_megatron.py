@@ -1,4 +1,4 @@
-"""What Megatron-Core's ranks hold, put together by a plan, is the Hugging Face checkpoint it was converted from."""
+"""A plan reassembles the shards of Megatron-Core's ranks into the original Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_tensor(*shape: int) -> torch.Tensor:
 
 
 def hugging_face(moe: bool, mla: bool) -> dict[str, torch.Tensor]:
-    """Qwen3's names, or those of DeepSeek-V3 with latent attention; the first layer dense."""
+    """Return tensors with Qwen3's names, or DeepSeek-V3's with latent attention and a dense first layer."""
     torch.manual_seed(3)
     found = {"model.embed_tokens.weight": make_tensor(VOCAB, HIDDEN), "lm_head.weight": make_tensor(VOCAB, HIDDEN)}
     found["model.norm.weight"] = make_tensor(HIDDEN)
@@ -66,7 +66,7 @@ def cut(w: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
 
 
 class Converted:
-    """The reference: one rank's Megatron parameters out of a whole Hugging Face checkpoint, by ordinary tensor code."""
+    """The reference: one rank's Megatron parameters from a Hugging Face checkpoint, by ordinary tensor code."""
 
     def __init__(self, hf: Mapping[str, torch.Tensor], grid: Grid, layers: range, local_experts: bool) -> None:
         self.hf, self.grid, self.local_experts = hf, grid, local_experts
@@ -112,7 +112,7 @@ class Converted:
         rank, size = self.grid.tp_rank, self.grid.tp
         is_cut = Q_RANK % size == 0
         down = cut(self.hf[at + "q_a_proj.weight"], 0, rank if is_cut else 0, size if is_cut else 1)
-        down.tensor_model_parallel, down.partition_dim = is_cut, 0  # as layers without Transformer Engine
+        down.tensor_model_parallel, down.partition_dim = is_cut, 0  # Layers without Transformer Engine.
         self.found[to + "linear_q_down_proj.weight"] = down
         self.found[to + "linear_q_up_proj.layer_norm_weight"] = self.hf[at + "q_a_layernorm.weight"].clone()
         self.found[to + "linear_q_up_proj.weight"] = cut(self.hf[at + "q_b_proj.weight"], 0, rank, size)

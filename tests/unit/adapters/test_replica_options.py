@@ -1,4 +1,4 @@
-"""What an engine's extra configuration may say of a fleet, and what is done where the hub is away."""
+"""Options for a fleet in an engine's extra configuration, and the fallback if the hub is away."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_hub_alone_joins_fleet_named_after_model(monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path / "llama")
     assert FleetOptions.read({"hub": HUB}, ".") == FleetOptions(fleet="llama", hub=HUB)
     monkeypatch.setenv("PENSTOCK_HUB", HUB)
-    # The address itself is read where the hub is reached.
+    # The address itself is parsed when the hub is contacted.
     assert FleetOptions.read({}, "org/llama") == FleetOptions(fleet="llama")
     assert FleetOptions.read({"serve": False}, "org/llama") == FleetOptions(fleet="llama", serve=False)
     assert FleetOptions.read({"fleet": False}, "org/llama") is None

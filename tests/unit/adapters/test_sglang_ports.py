@@ -1,4 +1,4 @@
-"""A replica of SGLang listens twice: as a member of a fleet, and as a subscriber of a sync."""
+"""A replica of SGLang listens on two ports: as a member of a fleet, and as a subscriber of a sync."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_sync_ports_are_for_rank_zero() -> None:
     options = loader_options({**OPTIONS, "sync_listen": "a:7073", "sync_data_port": 7074})
     assert (sync_connection(options, 0).listen, sync_connection(options, 0).data_port) == ("a:7073", 7074)
     assert (sync_connection(options, 1).listen, sync_connection(options, 1).data_port) == ("a:0", 0)
-    # The fleet's member keeps its ports.
+    # The fleet's member uses its ports.
     assert connection_of(options).listen == "a:7071"
 
 

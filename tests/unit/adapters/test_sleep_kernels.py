@@ -1,4 +1,4 @@
-"""The kernels that digest an engine's weights are ready when its model is loaded, and cost the first sleep nothing."""
+"""The kernels that digest an engine's weights are ready when its model is loaded, so the first sleep is not delayed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUDA = torch.device("cuda:0")
 
 
 class Digester:
-    """As Penstock's, without a device: notes which were made ready, by which thread."""
+    """A digester without a device. It records the prepared kernels and their threads."""
 
     ready: list[tuple[str, int]]
     error: Exception | None = None
@@ -48,7 +48,7 @@ def test_kernels_are_ready_after_load(fake_digester: type[Digester]) -> None:
     with kernels_ready(CUDA, LOG):
         pass
     [(device, thread)] = fake_digester.ready
-    # The loading thread's allocations may lie in memory that sleeps.
+    # The loading thread's allocations may be in memory that a sleep releases.
     assert device == "cuda:0" and thread != threading.get_ident()
 
 
@@ -103,7 +103,7 @@ def test_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.Monk
 
 
 def test_first_sleep_imports_no_distributed_tensors() -> None:
-    # They bring 500 modules, sympy among them, which the first sleep waited for.
+    # The kernels import 500 modules, including sympy, which would delay the first sleep.
     program = """
 import sys, torch
 from penstock_vllm.sleep import _digests

@@ -1,4 +1,4 @@
-"""What `--model-loader-extra-config` may say; needs no vLLM."""
+"""Valid and invalid values of `--model-loader-extra-config`, without vLLM."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests are salted; an executor stays in step after a failed call; workers report the phases of their start."""
+"""Requests are salted, an executor stays in sync after a failed call, and workers report the phases of their start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock_vllm.patches import (
 
 
 class Request:
-    """What of vLLM's request matters: block hashes that its salt goes into."""
+    """A request with vLLM's block hashes, which depend on its salt."""
 
     def __init__(self, salt: str | None, num_computed_tokens: int = 0) -> None:
         self.cache_salt, self.num_computed_tokens = salt, num_computed_tokens
@@ -34,7 +34,7 @@ class Request:
 
 
 def make_core(backend: str | None) -> Any:
-    """A class like vLLM's engine core, salting, and one of it."""
+    """Return a class like vLLM's engine core with salting, and an instance."""
 
     class Core:
         def __init__(self) -> None:
@@ -80,7 +80,7 @@ def test_requests_use_newest_version_until_computed() -> None:
     running.num_computed_tokens = 16
     old = running.cache_salt
     core.set_weight_version("2")
-    core.add_request(late)  # made before the version, added after
+    core.add_request(late)  # Created before the version, and added after it.
     assert waiting.cache_salt == salt_of("a", "2")
     assert late.cache_salt == salt_of(None, "2")
     assert running.cache_salt == old == salt_of(None, "default")
@@ -98,7 +98,7 @@ def test_engines_with_other_backends_are_unchanged() -> None:
 
 
 class Queue:
-    """A worker's answers, as vLLM's message queue gives them."""
+    """A worker's replies in a queue like vLLM's message queue."""
 
     def __init__(self) -> None:
         self.answers: deque[tuple[bool, str]] = deque()
@@ -108,7 +108,7 @@ class Queue:
 
 
 class Executor:
-    """Asks and hears as vLLM 0.32's executor does: it raises at the first worker that failed."""
+    """An executor like vLLM 0.32's, which raises at the first failed worker."""
 
     def __init__(self, backend: str, workers: int) -> None:
         self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
@@ -142,7 +142,7 @@ def test_call_after_failed_call_gets_its_answers(which: str) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="fail"):
             Executor.collective_rpc(one, which)
-    if which != "fail 2":  # what is put right: vLLM's own reads the call before's
+    if which != "fail 2":  # Without the patch, vLLM reads the previous call's reply.
         with pytest.raises((RuntimeError, AssertionError)):
             assert Executor.collective_rpc(one, "next") == ["next 0", "next 1", "next 2"]
 
@@ -173,7 +173,7 @@ def test_unsent_calls_are_not_awaited() -> None:
 
 
 class WorkerBase:
-    """As vLLM's: each platform's worker calls its constructor, and has methods of its own."""
+    """A base class like vLLM's. Each platform's worker calls its constructor, and has its own methods."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.load_config = SimpleNamespace(load_format=vllm_config)
@@ -229,7 +229,7 @@ def test_worker_reports_boot_until_warm(worker_class: type[Worker], record: Boot
     assert worker.determine_available_memory() == 7
     now = record.snapshot()
     assert now is not None
-    # Between two steps, too: the engine core decides on the size of the cache.
+    # This includes the time between two steps, in which the engine core computes the size of the cache.
     assert (now.state, now.phase) == ("starting", "start")
     worker.initialize_from_config({})
     assert worker.compile_or_warm_up_model() == 0.5
@@ -237,7 +237,7 @@ def test_worker_reports_boot_until_warm(worker_class: type[Worker], record: Boot
     assert now is not None and now.ready
     names = ["start", "init device", "load model", "profile memory", "allocate cache", "warm up"]
     assert [phase.name for phase in now.phases] == names
-    # A worker that serves already may be told to warm up again.
+    # A serving worker may have to warm up again.
     worker.compile_or_warm_up_model()
     again = record.snapshot()
     assert again is not None and len(again.phases) == len(names)
@@ -260,7 +260,7 @@ def test_workers_with_other_load_formats_report_nothing(worker_class: type[Worke
 
 
 class Models:
-    """What of vLLM's table of adapters matters: each is loaded and unloaded by its own name."""
+    """A table of adapters like vLLM's. Each adapter is loaded and unloaded by its name."""
 
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
@@ -328,4 +328,4 @@ def test_ahead_of_time_compiled_functions_are_loaded(
     loaded = decorators._try_load_aot_compiled_fn(model, "path")
     assert (loaded is function and loaded() == 7) if is_loaded else loaded is None
     monkeypatch.delattr(BundledAOTAutogradSerializableCallable, "finalize_loading", raising=False)
-    load_functions_of_torch(SimpleNamespace(), "penstock")  # of a vLLM that has no such function
+    load_functions_of_torch(SimpleNamespace(), "penstock")  # This vLLM lacks the function.

@@ -1,4 +1,4 @@
-"""A worker that wakes has the bytes of before, or reads its weights again; also of a vLLM without weight versions."""
+"""A worker that wakes has the same bytes, or reads its weights again, even with a vLLM without weight versions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def config(load_format: str = "penstock") -> Any:
 
 
 class WorkerBase:
-    """As vLLM's: the constructor that all workers call."""
+    """A base class like vLLM's, whose constructor all workers call."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
 
 
 class Worker(WorkerBase):
-    """Keeps the weights on the host while it sleeps; `damage` is done to what it brings back."""
+    """A worker that stores the weights on the host during sleep. `damage` changes the restored weights."""
 
     device = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def test_weights_changed_during_sleep_are_reloaded(worker: Any) -> None:
 @pytest.mark.parametrize("load_format", ["penstock", "auto"])
 def test_engine_without_weight_versions_sleeps(load_format: str) -> None:
     class Core:
-        """As the engine core of vLLM 0.26."""
+        """A class like the engine core of vLLM 0.26."""
 
         def __init__(self) -> None:
             self.vllm_config = config(load_format)

@@ -70,7 +70,7 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     said = dict(rates.source)
     assert set(said) == set(rates.__struct_fields__) - {"name", "source"}
     assert "measured" in said["digest_gb_per_s"]
-    # A copy of files is not as fast as no work at all.
+    # Copying files is slower than no work.
     assert max(rates.operation_gb_per_s.values()) < 1000
     assert "compute nothing" in said["operation_gb_per_s"]
     if rates.slab_s == 0:
@@ -85,7 +85,7 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     ("busy_s", "gb_per_s"),
     [
         ({"fetch": 2.0, "compute": 0.5, "send": 1.0}, 8.0),
-        # A copy: it has no step that computes.
+        # A copy has no step that computes.
         ({"fetch": 2.0, "compute": 0.0, "send": 1.0}, 2.0),
         ({"fetch": 0.0, "compute": 0.0, "send": 0.0}, 1.0),
     ],

@@ -1,4 +1,4 @@
-"""Bundles come back as they were; one that is not as its signer made it leaves nothing behind."""
+"""Bundles are unpacked unchanged. A bundle that differs from the signed content leaves no files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRIVATE, PUBLIC = keys()
 
 
 def fill(root: Path) -> dict[str, bytes]:
-    """Write caches, and files that belong to none; return the files of a bundle."""
+    """Write caches and unrelated files. Return the files of a bundle."""
     files = {
         "inductor/ab/cab.py": b"def call(): ...\n" * 200,
         "inductor/ab/cab.so": os.urandom(5 << 20),
@@ -67,7 +67,7 @@ def packed(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
 
 
 def parts(path: Path) -> tuple[bytes, bytes, bytes]:
-    """Return description, signature and content of a bundle."""
+    """Return the description, signature and content of a bundle."""
     tensors = ps.load(path)
     return tuple(bytes(tensors[name].numpy()) for name in (DESCRIPTION, SIGNATURE, CONTENT))  # type: ignore[return-value]
 
@@ -143,7 +143,7 @@ def test_description_in_unknown_format_is_refused() -> None:
 
 
 def make_bundle(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> tuple[Description, bytes]:
-    """Return a bundle of one file, changed: as a signer would make that means harm, or errs."""
+    """Return a bundle of one file with a change that a malicious or careless signer might make."""
     content = zstandard.ZstdCompressor().compress(data)
     file = bundle.BundledFile(path, len(data), False, blake3(data).hexdigest())
     file = msgspec.structs.replace(file, **{name: text for name, text in changes.items() if name != "frames"})

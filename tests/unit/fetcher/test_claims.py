@@ -1,4 +1,4 @@
-"""Claims of a fetch: the first one comes with the first upstreams; later ones are requests of their own."""
+"""Claims of a fetch: the first claim arrives with the first upstreams, and later claims are separate requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CHUNKS = 8
 
 
 class Storage:
-    """Storage that gives each chunk at once."""
+    """Storage that returns each chunk at once."""
 
     uri = "s"
     is_touched = False
@@ -40,7 +40,7 @@ class Storage:
 
 
 class Member:
-    """A member with a hub that is a function; a claim by itself gets all missing chunks. It notes its requests."""
+    """A member whose hub is a function. A separate claim gets all missing chunks. It records its requests."""
 
     id, links, min_bytes_per_s = "me", None, 0.0
 
@@ -69,7 +69,7 @@ def run(
     stall_s: float = 10.0,
     on_read: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the member, the storage and the fetch, after it got all chunks."""
+    """Return the member, the storage and the fetch, after the fetch has all chunks."""
     tensors = {"t": torch.zeros(NUM_CHUNKS * 32, dtype=torch.uint8)}
     table = tabulate(["t"], [DType.U8], [(NUM_CHUNKS * 32,)])
     layout = WeightLayout.of(table, leaf_bytes=16, chunk_bytes=32)
@@ -96,7 +96,7 @@ def test_first_claim_arrives_with_upstreams() -> None:
 
 
 def test_missing_claim_is_requested_separately() -> None:
-    """An older hub, or one at which too many claim."""
+    """An older hub, or a hub with too many claims, sends no claim with the upstreams."""
     member, storage, _ = run(lambda claim: UpstreamsReply())
     assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
 
@@ -129,11 +129,11 @@ def test_refused_member_reads_storage_without_claim() -> None:
 
 
 def test_late_first_claim_is_used() -> None:
-    """Without it, storage would be read without a claim at that moment: no byte came for long."""
+    """Without the claim, storage would be read without a claim at that moment, because no byte arrived for long."""
     begun = time.monotonic()
 
     def late(claim: bool) -> UpstreamsReply:
-        # Half of the patience of a fetch whose hub does not answer.
+        # Half of the time that a fetch waits for a silent hub.
         time.sleep(max(0.0, 1.0 - (time.monotonic() - begun)))
         return UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None)
 
@@ -142,7 +142,7 @@ def test_late_first_claim_is_used() -> None:
 
 
 def test_storage_is_read_during_unanswered_claim() -> None:
-    """A second claim is not sent meanwhile: the hub would free the chunks of the first one."""
+    """A second claim is not sent meanwhile, because the hub would free the chunks of the first claim."""
     over = threading.Event()
 
     def slow(claim: bool) -> UpstreamsReply:

@@ -1,4 +1,4 @@
-"""How often discovery asks the hub while no member holds the model."""
+"""Frequency of the requests to the hub while no member holds the model."""
 
 from __future__ import annotations
 

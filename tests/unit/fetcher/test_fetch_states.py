@@ -1,4 +1,4 @@
-"""States of a fetch: over holders, a hub and storage that are objects of this process."""
+"""States of a fetch whose holders, hub and storage are objects of this process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_weights() -> LocalWeights:
 
 
 class Read:
-    """A posted read of a holder's memory; see `PendingRead` and `Stoppable`."""
+    """A posted read of a holder's memory. See `PendingRead` and `Stoppable`."""
 
     def __init__(self, chunks: I64) -> None:
         self.chunks = chunks
@@ -76,7 +76,7 @@ class Read:
 
 
 class Holder:
-    """A holder and the reader that follows it: it has every chunk, and gives them as `how` says."""
+    """A holder with every chunk and the reader that follows it. `how` selects its behaviour."""
 
     name = "memory"
 
@@ -165,7 +165,7 @@ class Holder:
 
 
 class Storage:
-    """Storage that gives each chunk, after a number of which it fails."""
+    """Storage that fails after a given number of chunks."""
 
     uri = "s"
     is_touched = False
@@ -190,7 +190,7 @@ class Storage:
 
 
 class Member:
-    """A member whose hub names holders, and gives claims of all missing chunks if it gives any."""
+    """A member whose hub names holders. If it grants claims, they cover all missing chunks."""
 
     id, links, min_bytes_per_s = "me", None, 0.0
 
@@ -227,7 +227,7 @@ def upstream(name: str) -> Upstream:
 
 
 class Fetch:
-    """A fetch from holders, each of which is named and gives as a word says."""
+    """A fetch from holders, each with a name and a word for its behaviour."""
 
     def __init__(self, hows: dict[str, str], member: Member | None = None, **options: Any) -> None:
         self.weights = options.pop("weights", None) or make_weights()
@@ -320,7 +320,7 @@ def test_second_holder_replaces_failed_holder(how: str) -> None:
     if how == "full":
         assert fetch.member.complaints == [] and not provenance.faults
     else:
-        # The second holder may have given all before the failed one is dropped.
+        # The second holder may have sent all chunks before the failed holder is dropped.
         assert any(fault.startswith("A: ") for fault in provenance.faults)
     assert (provenance.num_wrong > 0) is (how == "lies")
     assert sum(provenance.nbytes_by_path.values()) == TRUTH.nbytes and "memory <- A" not in provenance.nbytes_by_path
@@ -388,7 +388,7 @@ def test_holder_replaces_failed_storage() -> None:
         fetch.run.start()
         thread = threading.Thread(target=fetch.run.run)
         thread.start()
-        # The claim is given back, so that other members read its chunks.
+        # The claim is released, so that other members read its chunks.
         member.names = ("A", "B")
         fetch.hows["B"] = "gives"
         wait_until(lambda: "B" in fetch.holders)
@@ -416,7 +416,7 @@ def test_claim_is_released_when_storage_fails() -> None:
 
     member.claim = claim  # type: ignore[method-assign]
     with fetch.run:
-        # Not `run`: no chunk is assigned to the holder, so the claim is of all chunks.
+        # Do not call `run`: no chunk is assigned to the holder, so the claim covers all chunks.
         fetch.run.start()
         assert claimed.wait(30)
         assert hold.wait(30) and member.claims[-1] is False

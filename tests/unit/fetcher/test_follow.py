@@ -1,4 +1,4 @@
-"""A fetch and the hub's answers: the members that it reads from, requests news of, leaves, and reports as parents."""
+"""A fetch and the hub's replies: the members that it reads from, requests news of, leaves, and reports as parents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_CHUNKS = 8
 
 
 class Reader:
-    """An upstream reader without a thread; a test sets what the thread would find out."""
+    """An upstream reader without a thread. A test sets the state that the thread would detect."""
 
     connects_at_once = True
 
@@ -70,7 +70,7 @@ class Reader:
 
 
 class Member:
-    """The part of a member that a fetch needs, and a hub that gives one answer."""
+    """The methods of a member that a fetch needs, and a hub with one reply."""
 
     id = "me"
     links = None
@@ -119,7 +119,7 @@ def upstream(name: str) -> Upstream:
 
 
 def reply_of(*orders: str, is_placed: bool = True, ask_again_s: float = 1.0) -> UpstreamsReply:
-    """Return a reply with these orders; a member's name is a letter."""
+    """Return a reply with these orders. A member's name is a letter."""
     names = sorted(set("".join(orders)))
     numbers = tuple(tuple(names.index(name) for name in order) for order in orders)
     if len(orders) == 1:
@@ -134,7 +134,7 @@ def readers(fetch: Assignment) -> dict[str, Reader]:
 
 
 def fail(fetch: Assignment, name: str, error: PenstockError) -> None:
-    """Let a reader end with an error."""
+    """Make a reader fail with an error."""
     readers(fetch)[name].error = error
     fetch.pop_failed()
 
@@ -168,7 +168,7 @@ def test_persistently_full_parent_is_replaced_in_report(
             fail(fetch, "P", SourceBusy("this member has reached its maximum number of readers"))
         fetch.follow(reply_of("PG"))
         assert parents(weights) == ("G", "")
-        # It had a place again.
+        # The parent had a free slot again.
         readers(fetch)["P"].is_connected = True
         fetch.follow(reply_of("PG"))
         assert parents(weights) == ("P", "")
@@ -209,7 +209,7 @@ def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None
     )
     thread = threading.Thread(target=hub.run)
     thread.start()
-    # The first round makes the reader, and the end of its pause the next.
+    # The first round creates the reader, and the next round follows its pause.
     hub.answered.wait(30)
     hub.wanted.set()
     assert has_again.wait(30)
@@ -245,7 +245,7 @@ def leave_unneeded(fetch: Assignment) -> None:
 
 
 def asked(fetch: Assignment) -> set[str]:
-    """Return the upstreams that the fetch asks for news now."""
+    """Return the upstreams from which the fetch requests news now."""
     for reader in fetch.readers:
         reader.is_asked = False
     fetch.next_reads(lambda reads: None, is_storage_read=False)
@@ -256,7 +256,7 @@ def test_news_are_requested_from_parent_per_tree(fetch: Assignment) -> None:
     fetch.follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}
-    # The one after a parent that stalls, though it is a parent itself.
+    # The upstream after a stalled parent, although it is a parent itself.
     readers(fetch)["D"].is_alive = False
     assert asked(fetch) == {"A", "D"}
     readers(fetch)["A"].is_alive = False
@@ -294,7 +294,7 @@ def test_spare_reader_stays_while_parent_is_stalled(fetch: Assignment) -> None:
     readers(fetch)["Q"].is_connected = False
     leave_unneeded(fetch)
     assert "G" in readers(fetch)
-    # In one order there are places enough.
+    # With one order there are enough slots.
     fetch.follow(reply_of("PG"))
     readers(fetch)["P"].is_connected = True
     leave_unneeded(fetch)

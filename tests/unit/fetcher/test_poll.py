@@ -1,4 +1,4 @@
-"""When a fetch asks the hub for upstreams again: when the hub says so, and sooner when nothing is left to read."""
+"""Time of the next request for upstreams: when the hub says so, or sooner when nothing is left to read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.timing import Timing
 
 
 def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float:
-    """Return for how long a fetch waits that has nothing to read after so long."""
+    """Return how long a fetch waits if it has nothing to read after this time."""
     begun = time.monotonic()
     assignment = SimpleNamespace(is_idle=lambda: time.monotonic() - begun >= idle_after_s, can_read_storage=False)
     member: Any = SimpleNamespace(hub=SimpleNamespace(rest_s=0.0))

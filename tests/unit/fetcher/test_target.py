@@ -39,7 +39,7 @@ def allocate(target: FetchTarget) -> tuple[LocalWeights, dict[str, torch.Tensor]
 
 
 def test_new_tensors_share_memory_with_rows() -> None:
-    # Not in the order of their names, which is that of the layout.
+    # The names are not in sorted order, which the layout uses.
     weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
     assert list(tensors) == sorted(TENSORS)
     (region,) = weights.place.regions
@@ -56,7 +56,7 @@ def test_new_tensors_share_memory_with_rows() -> None:
             assert tensor.reshape(-1).view(torch.uint8).tolist() == [row + 1] * tensor.nbytes
         else:
             assert weights.place.row_region[row] == -1
-    # Each row's bytes were written alone.
+    # Only the row's bytes were written.
     assert [row.tolist() for row in weights.rows] == [[i + 1] * row.numel() for i, row in enumerate(weights.rows)]
 
 

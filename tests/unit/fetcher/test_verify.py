@@ -1,4 +1,4 @@
-"""What arrives is digested together; a wrong arrival keeps none of the others back."""
+"""Received chunks are digested in batches. A wrong chunk does not delay the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.types import U64, DType
 
 
 def make(*, has_manifest: bool = False) -> LocalWeights:
-    """Four tensors of two chunks each, their bytes in place; nothing verified."""
+    """Return weights with four tensors of two chunks each. Their bytes are in place and not verified."""
     tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
     _, rows = layout_of_tensors(tensors)
     line = WeightLayout.of(tabulate(sorted(tensors), [DType.U8] * 4, [(64,)] * 4), leaf_bytes=16, chunk_bytes=32)
@@ -38,7 +38,7 @@ def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
     assert next_batch(waiting, 2) == []
     monkeypatch.setattr(arrival, "MAX_CHUNKS", 3)
     waiting.extend([arrived(0, 1, 2, 3), arrived(4, 5), arrived(6), arrived(7)])
-    assert len(next_batch(waiting, 1)) == 1  # too large, and yet somebody has to
+    assert len(next_batch(waiting, 1)) == 1  # The batch is too large, but a thread must verify it.
     assert len(next_batch(waiting, 1)) == 2
 
 
@@ -55,7 +55,7 @@ def test_correct_chunks_are_kept_next_to_wrong() -> None:
 
 def test_storage_bytes_are_checked_against_manifest() -> None:
     holding = make(has_manifest=True)
-    holding.rows[2][40] += 1  # the second chunk of t2
+    holding.rows[2][40] += 1  # The second chunk of t2.
     found = verify(holding, [arrived(4, 5), arrived(0, 1)])
     assert [wrong.tolist() for _, wrong in found] == [[5], []]
     assert np.flatnonzero(holding.have).tolist() == [0, 1]

@@ -11,7 +11,7 @@ from penstock.errors import PlanError
 from penstock.plan.schedule import ReadPieces, chunk_table, to_ranges
 from penstock.types import I64
 
-# Some rows of many chunks, which are cut in one step.
+# Some rows have many chunks, which are cut in one step.
 sizes = st.lists(st.integers(0, 70) | st.integers(0, 500), max_size=30)
 
 
@@ -20,7 +20,7 @@ def _columns(pieces: ReadPieces) -> tuple[I64, I64, I64]:
 
 
 def _bytes(pieces: ReadPieces) -> list[list[tuple[int, int]]]:
-    """The bytes of each piece, as rows and offsets."""
+    """Return the bytes of each piece, as rows and offsets."""
     columns = zip(*(column.tolist() for column in _columns(pieces)), strict=True)
     return [[(row, byte) for byte in range(start, start + nbytes)] for row, start, nbytes in columns]
 
@@ -48,7 +48,7 @@ def test_pieces_of_chunks_are_their_leaves(rows: list[int], leaf: int, more: int
     every = [(row, at, min(leaf, size - at)) for row, size in enumerate(rows) for at in range(0, size, leaf)]
     apart = table.leaf_pieces(chunks)
     assert list(zip(*(column.tolist() for column in _columns(apart)), strict=True)) == [every[i] for i in leaves]
-    # The same bytes in the same order, but neighbours are one piece.
+    # The pieces have the same bytes in the same order, but neighbours are one piece.
     pieces = table.pieces(chunks)
     assert [byte for piece in _bytes(pieces) for byte in piece] == [byte for piece in _bytes(apart) for byte in piece]
     assert all(a[-1][0] != b[0][0] or a[-1][1] + 1 != b[0][1] for a, b in itertools.pairwise(_bytes(pieces)))
@@ -56,14 +56,14 @@ def test_pieces_of_chunks_are_their_leaves(rows: list[int], leaf: int, more: int
 
 def test_chunk_is_filled_with_leaves_while_they_fit() -> None:
     table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
-    # Leaves 4 4 2 | 4 4 2 | 3: greedy up to 12.
+    # The leaves are 4 4 2, 4 4 2 and 3, with at most 12 bytes in a chunk.
     assert table.nbytes.tolist() == [10, 10, 3]
     assert table.leaf_pieces(np.arange(3)).row.tolist() == [0, 0, 0, 2, 2, 2, 3]
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40))
 def test_every_chunk_is_filled_greedily(rows: list[int], leaf: int, more: int) -> None:
-    """Members that cut one model differently cannot read from each other."""
+    """Members that cut a model differently cannot read from each other."""
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     first_leaf, filled = [0], 0
     for number, nbytes in enumerate(min(leaf, size - at) for size in rows for at in range(0, size, leaf)):

@@ -1,4 +1,4 @@
-"""Columns as bytes: threads that decode side by side what none of them decoded before."""
+"""Columns as bytes: several threads decode a type for the first time at the same moment."""
 
 import subprocess
 import sys

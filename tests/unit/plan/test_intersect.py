@@ -1,4 +1,4 @@
-"""Pieces against dense arrays of ownership: each wanted element once, and the proof believes nothing else."""
+"""Pieces are compared with dense arrays of ownership: each wanted element is covered once, and the proof agrees."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_coverage_proof_matches_counting(shape: tuple[int, ...], chance: random.
     of, boxes = [], []
     for q, want in enumerate(wants):
         if chance.random() < 0.5:
-            # A right answer: the box cut in two along a dim, the parts in any order.
+            # A correct result: the box is cut in two along a dim, and the halves are in any order.
             d = chance.randrange(len(shape))
             at = chance.randint(want.start[d], want.stop[d])
             cut = tuple(at if i == d else n for i, n in enumerate(want.stop))

@@ -1,4 +1,4 @@
-"""Forms and layouts: what is sound, and who is named when it is not."""
+"""Forms and layouts: valid layouts are accepted, and errors name the faulty part."""
 
 from __future__ import annotations
 

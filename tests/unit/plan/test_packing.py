@@ -1,4 +1,4 @@
-"""Which short runs are packed at their source, and that batches of them are the same bytes in buffers of any size."""
+"""Short runs are packed at their source, and batches of them have the same bytes in buffers of any size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.types import MIB
 
 
 def rectangles(*rows: tuple[int, int, int, int, int, int]) -> Rectangles:
-    """Of src, dst, run_bytes, num_rows, src_pitch, dst_pitch."""
+    """Return rectangles from rows of src, dst, run_bytes, num_rows, src_pitch and dst_pitch."""
     columns = np.array(rows, np.int64).reshape(-1, 6).T
     names = ("src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
     return Rectangles(**dict(zip(names, columns, strict=True)))
@@ -23,10 +23,10 @@ def rectangles(*rows: tuple[int, int, int, int, int, int]) -> Rectangles:
     ("row", "is_packed"),
     [
         ((0, 0, 256, 1000, 2048, 256), True),
-        ((0, 0, PACK_RUN_BYTES, 1000, 1 << 20, PACK_RUN_BYTES), False),  # long enough
-        ((0, 0, 256, 1000, 2048, 512), False),  # has gaps at the reader: its runs stay short
-        ((0, 0, 256, 1000, 256, 256), False),  # one piece at both ends
-        ((0, 0, 256, 3, 2048, 256), False),  # three requests instead of one: a buffer costs as much
+        ((0, 0, PACK_RUN_BYTES, 1000, 1 << 20, PACK_RUN_BYTES), False),  # The run is long enough.
+        ((0, 0, 256, 1000, 2048, 512), False),  # Gaps at the reader keep the runs short.
+        ((0, 0, 256, 1000, 256, 256), False),  # The rectangle is contiguous at source and reader.
+        ((0, 0, 256, 3, 2048, 256), False),  # Three requests become one, but a buffer costs as much.
         ((0, 0, 256, 4, 2048, 256), True),
     ],
 )

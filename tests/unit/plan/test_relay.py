@@ -1,4 +1,4 @@
-"""Relays: nobody below itself, everyone reaches a whole holder, parents kept."""
+"""Relays: no member is below itself, every member reaches a complete holder, and parents are kept."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_newcomer_joins_ring_at_nearest_member() -> None:
     newcomers = {
         "a3": ("A", "r", "a2"),
         "a4": ("A", "r", "a3"),
-        # The last of the rack is of host C, as in the ring.
+        # As in the ring, the last member of the rack is on host C.
         "d1": ("D", "r", "c1"),
         "d2": ("D", "r", "d1"),
         "e1": ("E", "t", "b1"),
@@ -145,7 +145,7 @@ def test_newcomer_joins_ring_at_nearest_member() -> None:
         assert relay.append(newcomer) and name in relay
         assert relay.parents[name] == relay.upstreams(name)[0] == parent
         assert name not in relay.upstreams(name)
-    # Nobody else reads from another member than before.
+    # The upstreams of all other members stay the same.
     assert {name: relay.parents[name] for name in before} == before
 
 
@@ -155,7 +155,7 @@ def test_newcomer_skips_ring_members_not_serving() -> None:
     relay = Relay([node("c1", host="C", joined=0), full, poor, node("d1", host="D", joined=3)])
     assert relay.append(node("a2", host="A", joined=4)) and relay.parents["a2"] == "d1"
     assert relay.append(node("b2", host="B", joined=5)) and relay.parents["b2"] == "a2"
-    # Better a poor upstream than none.
+    # A poor upstream is better than none.
     alone = Relay([full])
     assert alone.append(node("z", host="Z", joined=6)) and alone.upstreams("z") == ("a1",)
 
@@ -223,7 +223,7 @@ def test_long_chain_adds_second_holder_child() -> None:
 
 
 def many(nodes: int, per_node: int, *, chunks: int = 7000, **fields) -> list[Node]:
-    """A holder and receivers of as many hosts, who came in an order that knows nothing of hosts."""
+    """Return a holder and receivers on as many hosts. The order of joining is independent of the hosts."""
     count = nodes * per_node
     return [
         Node(
@@ -239,7 +239,7 @@ def many(nodes: int, per_node: int, *, chunks: int = 7000, **fields) -> list[Nod
 
 
 def far_children(fleet: list[Node], parents: dict[str, str]) -> tuple[Counter, Counter]:
-    """Children beyond the host, by member and by host."""
+    """Count the children on other hosts, by member and by host."""
     host = {one.member: one.host for one in fleet}
     far = [parent for child, parent in parents.items() if host[parent] != host[child]]
     return Counter(far), Counter(host[parent] for parent in far)

@@ -1,4 +1,4 @@
-"""Two trees of one key: no cycle, one copy out of every member and link, shallow; and when chains are kept instead."""
+"""Two trees for one key: they have no cycle, are shallow, and each member and link sends one copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS = 7000
 def hosts(
     count: int, per_host: int = 1, *, holders: int = 1, links: int = 0, named: bool = False, seed: int = 0
 ) -> list[Node]:
-    """Members of as many hosts, who came in an order that knows nothing of hosts; the first ones are whole."""
+    """Return members on as many hosts, in an order that is independent of the hosts. The first members are complete."""
     order = list(range(count * per_host))
     random.Random(seed).shuffle(order)
     return [
@@ -42,7 +42,7 @@ def hosts(
 
 
 def in_trees(fleet: list[Node]) -> Relay:
-    """Two trees, whether or not they are worth it."""
+    """Return two trees, even if chains would be faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "MIN_HOPS", -1000)
         return Relay(fleet)
@@ -61,7 +61,7 @@ def depth(made: Relay) -> int:
 
 
 def far_children(fleet: list[Node], made: Relay) -> tuple[list[Counter[str]], Counter[str], Counter[tuple[str, str]]]:
-    """Children on other hosts: by member in each tree, by host, by link."""
+    """Count the children on other hosts: by member in each tree, by host, and by link."""
     node = {one.member: one for one in fleet}
     in_tree = [
         Counter(up for child, up in parents.items() if node[up].host != node[child].host) for parents in made.trees
@@ -75,14 +75,14 @@ def far_children(fleet: list[Node], made: Relay) -> tuple[list[Counter[str]], Co
 
 
 def again(fleet: list[Node], made: Relay) -> list[Node]:
-    """The members, as they report the parents that they were given."""
+    """Return the members after they have reported their assigned parents."""
     first, last = made.trees[0], made.trees[-1]
     return [replace(one, parent=first.get(one.member, ""), second_parent=last.get(one.member, "")) for one in fleet]
 
 
 @st.composite
 def fleets(draw) -> list[Node]:
-    """Fleets at any moment: some whole, slow, leaving, complained of, with parents of other moments."""
+    """Fleets at any moment: some members are complete, slow, leaving, or have complaints and old parents."""
     names = [f"m{i}" for i in range(draw(st.integers(1, 14)))]
     any_name = st.sampled_from(["", "gone", *names])
     return [
@@ -177,7 +177,7 @@ def test_parents_are_kept_as_members_change(count: int, data: st.DataObject) -> 
         assert {child: now[child] for child in kept} == kept
         assert gone not in now.values()
     in_tree, _, _ = far_children(after, later)
-    # What the lost member sent is sent by those that had half of a copy to spare.
+    # Members with half of a copy to spare replace the lost member.
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in after)
 
 
@@ -192,7 +192,7 @@ def test_waves_of_members_attach_below_earlier_waves() -> None:
     assert made is not None and len(made.trees) == NUM_TREES
     in_tree, _, _ = far_children(fleet, made)
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in fleet)
-    # The trees of a wave hang high up in those of the one before, and add little to their depth.
+    # The trees of a wave attach near the root of the previous wave's trees, and add little depth.
     assert depth(made) <= math.log2(32) + 3 + 2 * 15
 
 
@@ -205,7 +205,7 @@ def test_single_newcomers_extend_a_chain() -> None:
 
 
 def racks(made: Relay, fleet: list[Node]) -> Iterator[int]:
-    """How many links go from one rack to another, in each tree."""
+    """Count the links between racks in each tree."""
     rack = {one.member: one.rack for one in fleet}
     for parents in made.trees:
         yield sum(rack[child] != rack[up] for child, up in parents.items())
@@ -247,7 +247,7 @@ def test_members_without_tree_support_force_chains() -> None:
     assert len(Relay([*fleet[:-1], replace(fleet[-1], follows_trees=False)]).trees) == 1
     late = [one if one.whole else replace(one, num_have=CHUNKS * 3 // 4) for one in fleet]
     assert len(Relay(late).trees) == 1
-    # Once they read two trees they go on to the end.
+    # Members that read two trees continue to do so.
     made = Relay(fleet)
     assert Relay(again(late, made)).trees == made.trees
 
@@ -281,7 +281,7 @@ def test_own_parent_is_first_even_when_full() -> None:
 
 
 def work(fleet: list[Node]) -> int:
-    """Count the calls of Python functions that it takes to build the relay of a fleet."""
+    """Count the calls of Python functions for building the relay of a fleet."""
     count = 0
 
     def note(_frame: object, event: str, _arg: object) -> None:
@@ -329,7 +329,7 @@ def test_full_readers_use_one_parent_for_both_trees() -> None:
     made = in_trees(admitting(2, hosts(200, 8, links=1)))
     pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
     readers = Counter(up for _, up in pairs)
-    # The members admit as many readers as there are children, less one: the holder's own host reads from it too.
+    # The members allow one reader less than there are children, because the holder's own host reads from it too.
     assert sum(max(0, count - 2) for count in readers.values()) <= 1
 
 

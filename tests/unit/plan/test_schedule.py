@@ -1,4 +1,4 @@
-"""The load plan against a dense oracle: carry it out with numpy and compare with slicing."""
+"""The load plan is executed with numpy and compared with slicing."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_reordered_reads_move_same_bytes(data, chunk, gap, choice):  # type: ign
     wanted = choice.draw(st.permutations(range(len(plan.slab_nbytes))))
     other = plan.in_order_of(wanted)
     assert all(map(np.array_equal, carry_out(plan, files), carry_out(other, files)))
-    # A read comes no later than any read whose slabs are all wanted after its first one.
+    # A read is not later than any read whose slabs are all wanted after its first slab.
     bounds = zip(other.seg_first[:-1].tolist(), other.seg_first[1:].tolist(), strict=True)
     first_wanted = [min(wanted.index(slab) for slab in other.seg_slab[a:b].tolist()) for a, b in bounds]
     assert first_wanted == sorted(first_wanted)

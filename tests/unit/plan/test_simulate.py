@@ -1,4 +1,4 @@
-"""Fair rates: each link even among those who could use more, no link above what it has."""
+"""Fair rates: flows share each link evenly, and no link exceeds its capacity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_infinite_link_limits_nothing() -> None:
 
 
 def filled(links: np.ndarray, capacity: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """By filling all flows alike until something is full: slow, plain, and what max-min means."""
+    """Compute fair rates by progressive filling, the definition of max-min fairness."""
     got, open_flows = np.zeros(len(links)), set(range(len(links)))
     while open_flows:
         used = np.array([sum(got[f] for f in range(len(links)) if link in links[f]) for link in range(len(capacity))])

@@ -1,4 +1,4 @@
-"""A simulated fetch against what can be said without one: copies, hops, storage; and what must not depend on chance."""
+"""A simulated fetch is compared with estimates of copies, hops and storage, and must not depend on chance."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def cluster(nodes: int, gpus: int = 1, **fields) -> Cluster:
 
 
 def digest_s(rates: Rates, gb_per_s: float) -> float:
-    """Of one step."""
+    """Return the digest time of one step."""
     return float(step_bytes(np.array(gb_per_s * 1e9))) / GB / rates.digest_gb_per_s + rates.step_s
 
 
 def hop_s(rates: Rates, gb_per_s: float) -> float:
-    """From a step verified at a relay to the same step verified at its child."""
+    """Return the time between a verified step at a relay and the same verified step at its child."""
     return rates.hop_s + float(step_bytes(np.array(gb_per_s * 1e9))) / GB / gb_per_s + digest_s(rates, gb_per_s)
 
 
 def chunk_hop_s(rates: Rates, gb_per_s: float) -> float:
-    """The same in a ring, which storage paces."""
+    """Return the time of a hop in a ring, where storage sets the pace."""
     return rates.hop_s + CHUNK_BYTES / GB * (1 / gb_per_s + 1 / rates.digest_gb_per_s) + rates.step_s
 
 
 def first_s(rates: Rates, gb_per_s: float) -> float:
-    """What the first receiver takes beside the bytes."""
+    """Return the time that the first receiver needs in addition to its bytes."""
     return rates.hop_s + digest_s(rates, gb_per_s)
 
 
@@ -147,7 +147,7 @@ def test_thousand_nodes_are_simulated() -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=8 * NBYTES, parts=8), cluster(1024, 8), RATES)
     assert found.num_receivers == 8184
     assert found.moved_bytes == 1023 * 8 * NBYTES
-    # One member of a key on each host: two trees, where chains of hosts take more than two copies.
+    # Each host has one member with the key. There are two trees, because chains of hosts take more than two copies.
     assert "2 trees" in found.what and found.predicted_s < 1.2
 
 
@@ -169,7 +169,7 @@ def test_dead_members_in_two_trees_are_bypassed() -> None:
 
 
 def test_measured_fetch_is_predicted_within_ten_percent() -> None:
-    """Three receivers on four H200, which no figure was taken from. Source: results/h200x4_202611/fetch.md, payload."""
+    """Three receivers on four H200, from which no rate was taken. Source: results/h200x4_202611/fetch.md, payload."""
     host = msgspec.structs.replace(CLUSTERS["h200"][0], num_nodes=1, gpus_per_node=4)
     found = simulate_fetch(SimulatedFleet(nbytes=60 * GB), host, RATES)
     assert abs(found.off_by(measured_s=0.187)) < 0.1

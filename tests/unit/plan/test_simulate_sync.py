@@ -1,4 +1,4 @@
-"""A simulated sync against what can be said without one; bytes as planned; steps as the take itself cuts them."""
+"""A simulated sync is compared with estimates, the planned bytes, and the steps of a real receiver."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ranks_on_one_node_use_nvlink() -> None:
 def test_transform_and_flip_add_their_serial_time() -> None:
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=200.0, device_copy_gb_per_s=1.0)
     one = plan(1, 1)
-    source = np.full((1, one.num_buckets), 2 * GB)  # a batch or two each
+    source = np.full((1, one.num_buckets), 2 * GB)  # One or two batches each.
     found = simulate_sync(one, CLUSTER, rates, transformed=source, staged=False)
     whole_s = one.num_buckets * 0.01
     assert found.predicted_s == pytest.approx(whole_s + StageWork.of(one, rates).nbytes[-1] / 50e9, rel=0.05)
@@ -122,7 +122,7 @@ NODE = msgspec.structs.replace(CLUSTER, gpus_per_node=8, nics_per_node=8)
 
 
 def columns(sources: int) -> SyncPlan:
-    """Two receivers of half of the columns of every tensor: runs of 32 KiB."""
+    """Return two receivers of half of the columns of every tensor, in runs of 32 KiB."""
     step, half = ROWS // sources, 1 << 15
     held = [layout(f"s{i}", NAMES, i * step, (i + 1) * step) for i in range(sources)]
     form = Form(dtype=DType.U8, shape=(ROWS, 2 * half), box=Box(start=(0, 0), stop=(ROWS, half)))
@@ -141,7 +141,7 @@ def columns(sources: int) -> SyncPlan:
 
 
 def test_copies_within_node_pay_host_and_link_time() -> None:
-    one = plan(2, 1)  # a read of 512 MiB from each source: 16 copies
+    one = plan(2, 1)  # A read of 512 MiB from each source has 16 copies.
     work = StageWork.of(one, FREE)
     assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
     slow = msgspec.structs.replace(FREE, copy_s=0.01, near_post_s=0.1)
@@ -174,7 +174,7 @@ def test_reads_within_node_run_two_at_a_time(cluster: Cluster, expected: int, mo
 def test_receivers_on_node_share_no_link_until_late() -> None:
     found = simulate_sync(plan(2, 2), NODE, FREE, one_node=True, staged=False)
     assert found.predicted_s == near(NBYTES / 400e9)
-    # Three receivers of two sources: each source is read by one or two.
+    # Three receivers read two sources, so each source has one or two readers.
     found = simulate_sync(plan(2, 3), NODE, FREE, one_node=True, staged=False)
     assert found.predicted_s == near(3 * NBYTES / 2 / 400e9)
 
@@ -183,7 +183,7 @@ def test_read_waiting_for_rows_takes_no_turn() -> None:
     one = plan(4, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=1.0)
     slow = np.zeros((4, one.num_buckets), np.int64)
-    slow[:2, -1] = GB  # two of the four are ready after a second
+    slow[:2, -1] = GB  # Two of the four are ready after a second.
     node = msgspec.structs.replace(NODE, nvlink_gb_per_s=1.0)
     found = simulate_sync(one, node, rates, transformed=slow, one_node=True, staged=False)
     assert found.predicted_s == near(1.0 + NBYTES / 2 / 1e9)
@@ -195,7 +195,7 @@ def test_requested_digests_delay_transform() -> None:
     last = np.zeros((1, one.num_buckets), np.int64)
     last[0, -1] = 2 * GB
     found = simulate_sync(one, NODE, rates, transformed=last, watermark_bytes=1024 * MIB, one_node=True, staged=False)
-    # A second each: the transform, and digests of most steps before it ends; then the last step's, at both ends.
+    # The transform, most digests, and the last step's digests take a second each.
     assert found.predicted_s == pytest.approx(2.0 + 1 / 16, rel=0.05)
 
 
@@ -227,7 +227,7 @@ def of_box(member: str, shape: tuple[int, int], start: tuple[int, int], stop: tu
 
 
 def narrow_columns(num_rows: int, num_receivers: int) -> SyncPlan:
-    """Receivers of 256 bytes of each row of one tensor of one source, of which they take an eighth or less each."""
+    """Return receivers of at most an eighth of one tensor, in runs of 256 bytes of each row."""
     shape = (num_rows, 256 * max(8, num_receivers))
     held = [of_box("s0", shape, (0, 0), shape)]
     return plan_sync(
@@ -236,18 +236,18 @@ def narrow_columns(num_rows: int, num_receivers: int) -> SyncPlan:
 
 
 def test_short_runs_between_nodes_are_packed() -> None:
-    one = narrow_columns(1 << 20, 1)  # 256 MiB: a million runs, or four buffers
+    one = narrow_columns(1 << 20, 1)  # 256 MiB are a million runs, or four buffers.
     assert simulate_sync(one, CLUSTER, SLOW_RUNS, staged=False).predicted_s == near(1e-3 * (1 << 20))
     packing = msgspec.structs.replace(SLOW_RUNS, pack_gb_per_s=100.0)
     work = StageWork.of(one, packing)
     assert work.packed_bytes.tolist() == work.nbytes.tolist() == [256 * MIB] and not work.far_s.any()
     found = simulate_sync(one, CLUSTER, packing, staged=False)
-    # One buffer after the other: packed, then read; and one run instead of a million.
+    # Buffers are packed and read one after the other, each as one run instead of a million.
     assert found.predicted_s == near(256 * MIB / 100e9 + 256 * MIB / 50e9 + 1e-3)
     assert found.moved_bytes == one.nbytes
     waits = msgspec.structs.replace(packing, answer_s=0.1, post_s=0.2)
     found = simulate_sync(one, CLUSTER, waits, staged=False)
-    # Part and maps; each buffer asked for and its read posted; the read itself; at the end, that it is here.
+    # The requests are the part and maps, each buffer and its read, the read itself, and the acknowledgement.
     assert found.predicted_s == near(0.2 + 4 * (0.1 + 0.2) + 0.2 + 0.1)
     posts = next(stage for stage in found.stages if stage.name == "posting reads")
     assert posts.busy_s == pytest.approx(0.2 * 5 + 1e-3)
@@ -257,7 +257,7 @@ def test_readers_wait_for_source_buffers() -> None:
     one = narrow_columns(4096, 32)
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e9, answer_s=0.1)
     found = simulate_sync(one, CLUSTER, rates, staged=False)
-    # 32 reads of a buffer each, eight at a time: a buffer is asked for, and its release is told.
+    # 32 reads of a buffer each run eight at a time. Each needs a request for the buffer and its release.
     assert found.predicted_s == pytest.approx(0.2 + 4 * 0.2, abs=0.15)
     assert found.moved_bytes == one.nbytes
 
@@ -265,7 +265,7 @@ def test_readers_wait_for_source_buffers() -> None:
 def test_long_or_local_runs_are_not_packed() -> None:
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e-3)
     assert simulate_sync(narrow_columns(1 << 20, 1), NODE, rates, one_node=True, staged=False).predicted_s < 0.1
-    assert not StageWork.of(columns(1), rates).packed_bytes.any()  # runs of 32 KiB
+    assert not StageWork.of(columns(1), rates).packed_bytes.any()  # Runs of 32 KiB.
     assert not StageWork.of(plan(2, 2), rates).packed_bytes.any()
 
 
@@ -279,7 +279,7 @@ def test_receiver_python_work_is_serial() -> None:
 def test_update_adds_request_and_report_time() -> None:
     rates = msgspec.structs.replace(FREE, answer_s=0.1)
     found = simulate_sync(plan(1, 1), CLUSTER, rates, staged=False)
-    # Part and maps, the digests while it reads, and that it has the version.
+    # The requests are the part and maps, the digests during the reads, and the acknowledgement.
     assert found.predicted_s == pytest.approx(0.4)
     wire = msgspec.structs.replace(CLUSTER, nic_gb_per_s=1.0)
     assert simulate_sync(plan(1, 1), wire, rates, staged=False).predicted_s == near(NBYTES / 1e9 + 0.3)
@@ -288,7 +288,7 @@ def test_update_adds_request_and_report_time() -> None:
 def test_source_digests_for_receivers_in_turn() -> None:
     rates = msgspec.structs.replace(FREE, digest_gb_per_s=NBYTES / GB)
     found = simulate_sync(plan(1, 2), CLUSTER, rates, staged=False)
-    assert found.first_s == pytest.approx(2.0, rel=0.05)  # a second there, and one here
+    assert found.first_s == pytest.approx(2.0, rel=0.05)  # One second there, and one here.
     assert found.predicted_s == pytest.approx(3.0, rel=0.05)
 
 
@@ -300,7 +300,7 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
     nbytes = 32 * GB * (1 if kind == "moe" else num_trainers)
     model = [shape_of(*one) for one in shapes_of(kind, nbytes, small=False).items()]
     fp8 = kind == "fp8"
-    # FSDP cuts experts as it cuts all tensors; engines have them whole.
+    # FSDP cuts experts like all tensors, and engines hold them unsliced.
     held = trainer_layouts([one._replace(expert=-1) for one in model], num_trainers, shards=num_trainers, fp8=fp8)
     return held, receiver_layouts(model, num_trainers, tp=num_trainers, whole_experts=True, fp8=fp8)
 
@@ -319,7 +319,7 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
 def test_measured_h200_sync_is_predicted_within_ten_percent(
     kind: str, num_trainers: int, staged: bool, measured_s: float
 ) -> None:
-    """Medians of `update`; of the experts the median of three runs: benchmarks/results/cpu2_202611/simulate.md."""
+    """Medians of `update`. Experts: median of three runs. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, num_trainers)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, staged=staged, one_node=True)
@@ -327,7 +327,7 @@ def test_measured_h200_sync_is_predicted_within_ten_percent(
 
 
 PYTHON_ON_A_SLOW_HOST = 1802 / 872
-"""By NCCL's broadcast of tensors one by one, which Python decides, in ms: a row that is not predicted."""
+"""Time in ms of NCCL's broadcast of the tensors one by one. It depends on Python, so it is not predicted."""
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ PYTHON_ON_A_SLOW_HOST = 1802 / 872
     [("llama", False, 0.0948), ("llama", True, 0.0955), ("moe", False, 0.0652), ("fp8", False, 0.0630)],
 )
 def test_slow_python_host_is_predicted_within_ten_percent(kind: str, in_arenas: bool, measured_s: float) -> None:
-    """Medians of `update` on a host of four H200: benchmarks/results/cpu2_202611/simulate.md."""
+    """Medians of `update` on a host of four H200. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, 2)
     one = plan_sync(held, wanted)
     cluster, rates = CLUSTERS["h200"]
@@ -376,7 +376,7 @@ def test_overlapped_snapshot_is_predicted_within_ten_percent(num_trainers: int, 
 
 
 def test_receivers_start_with_their_largest_source() -> None:
-    # FSDP over two to TP over two: an engine needs its own rows from one trainer, and columns of the others from both.
+    # From FSDP over two to TP over two, an engine needs its rows from one trainer, and columns of the others from both.
     model = list(kimi_k2(num_layers=3, num_experts=8))
     held, wanted = trainer_layouts(model, 2, shards=2), receiver_layouts(model, 2, tp=2)
     cluster, rates = CLUSTERS["h200"]
@@ -400,7 +400,7 @@ def test_receivers_start_with_distinct_sources() -> None:
 
 def test_small_watermark_waits_for_each_answer() -> None:
     rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
-    some = np.ones((2, one.num_buckets), np.int64)  # sources that transform are asked for each read before it
+    some = np.ones((2, one.num_buckets), np.int64)  # Sources that transform get a request for digests before each read.
     wide, narrow = (
         simulate_sync(one, CLUSTER, rates, transformed=some, watermark_bytes=n) for n in (8192 * MIB, 64 * MIB)
     )
@@ -481,7 +481,7 @@ def test_simulated_steps_match_receiver_steps(receiver: int) -> None:
         assert (work.window[mine] - work.window[mine][0]).tolist() == [step.window for step in windows.steps]
         assert work.source[mine].tolist() == [step.source for step in windows.steps]
         assert work.nbytes[mine].tolist() == [step.nbytes for step in windows.steps]
-        # The queue of each source, where some are devices of the receiver's host.
+        # The queue of each source, if some sources are devices of the receiver's host.
         reads = np.flatnonzero(mine)
         for near in ({0, 1, 2, 3}, {0, 3}, set()):
             asked = queued(work, np.isin(work.source, list(near)), 2)[receiver]
@@ -508,7 +508,7 @@ def test_model_shapes_fit_both_sides() -> None:
         tagged = sum(np.prod(m.shape) for m in model if "_proj" in m.name)
         twice = transformed_bytes(one, held, wanted)
         dense = sum(np.prod(m.shape) for m in model if "_proj" in m.name and m.expert < 0)
-        assert twice.sum() == 2 * (tagged + dense)  # what is of no expert is held by two replicas
+        assert twice.sum() == 2 * (tagged + dense)  # Two replicas hold the tensors outside experts.
 
 
 def test_prediction_is_compared_with_measurement() -> None:

@@ -1,4 +1,4 @@
-"""The plan of a sync, carried out on bytes of dense arrays: every wanted element, once, from who has it."""
+"""The plan of a sync is executed on dense arrays: every wanted element arrives once, from a rank that holds it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def index(box: Box) -> tuple[slice, ...]:
 
 
 def layout(member: str, rows: Sequence[Row], gap: int = 0) -> Layout:
-    """Rows one after the other, `gap` bytes apart."""
+    """Return a layout with adjacent rows, `gap` bytes apart."""
     forms = list(dict.fromkeys(form for _, form in rows))
     sizes = np.array([form.span_bytes + gap for _, form in rows], np.int64)
     return Layout(
@@ -43,7 +43,7 @@ def layout(member: str, rows: Sequence[Row], gap: int = 0) -> Layout:
 
 
 def view(memory: np.ndarray, offset: int, form: Form) -> np.ndarray:
-    """The box as it lies in memory; elements of whole bytes."""
+    """Return a view of the box in memory. Its elements have whole bytes."""
     width = form.dtype.bits // 8
     if not form.box.num_elements:
         return np.zeros(form.box.shape, NUMPY[form.dtype])
@@ -53,7 +53,7 @@ def view(memory: np.ndarray, offset: int, form: Form) -> np.ndarray:
 
 
 def elements(array: np.ndarray) -> np.ndarray:
-    """An array's elements as bytes, one dim more."""
+    """Return an array's elements as bytes, with one more dim."""
     return np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint8).reshape(*array.shape, array.itemsize)
 
 
@@ -67,7 +67,7 @@ def fill(one: Layout, tensors: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def carry_out(part: ReceiverPlan, memories: Sequence[np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The receiver's memory, and how often each of its bytes was written."""
+    """Return the receiver's memory, and how often each of its bytes was written."""
     mine, times = np.full(nbytes, 0xEE, np.uint8), np.zeros(nbytes, int)
     for i in range(len(part.row)):
         for src, dst, run in zip(*(column.tolist() for column in part.runs(i, i + 1)), strict=True):
@@ -77,7 +77,7 @@ def carry_out(part: ReceiverPlan, memories: Sequence[np.ndarray], nbytes: int) -
 
 
 def prove_by_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> None:
-    """Run it on made-up values, and look at every byte."""
+    """Execute the plan on synthetic values, and compare every byte."""
     chance = np.random.default_rng(7)
     tensors: dict[str, np.ndarray] = {}
     for one in (*holdings, *wants):
@@ -111,14 +111,14 @@ def prove_by_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[L
 
 
 def cut(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
-    """A grid of boxes over the shape, uneven, some empty."""
+    """Return an uneven grid of boxes over the shape. Some boxes are empty."""
     edges = [sorted([0, n, *(chance.randint(0, n) for _ in range(chance.randint(0, 2)))]) for n in shape]
     cells = itertools.product(*(list(itertools.pairwise(edge)) for edge in edges))
     return [Box(start=tuple(a for a, _ in cell), stop=tuple(b for _, b in cell)) for cell in cells]
 
 
 def some_form(dtype: DType, shape: tuple[int, ...], box: Box, chance: random.Random) -> Form:
-    """The box in memory, its dims in any order, with or without padding."""
+    """Return a form for the box, with its dims in any order, with or without padding."""
     if chance.random() < 0.5:
         return Form(dtype=dtype, shape=shape, box=box)
     strides, step = [0] * len(shape), 1
@@ -129,7 +129,7 @@ def some_form(dtype: DType, shape: tuple[int, ...], box: Box, chance: random.Ran
 
 
 def some_side(word: str, model: dict[str, Form], chance: random.Random) -> list[Layout]:
-    """Each tensor cut as a grid, each box on one rank or several."""
+    """Return layouts in which each tensor is cut as a grid and each box is on one or several ranks."""
     rows: list[list[Row]] = [[] for _ in range(chance.randint(1, 4))]
     for name, whole in model.items():
         for box in cut(whole.shape, chance):
@@ -174,7 +174,7 @@ def test_fsdp_to_tensor_parallel_plan_uses_rectangles() -> None:
     part = plan.part(1)
     assert part.num_rows.tolist() == [2] * 4 and part.run_bytes.tolist() == [12] * 4
     assert part.src_pitch.tolist() == [24] * 4 and part.src.tolist() == [12] * 4
-    # They are contiguous here, so the second begins where the first ends; and this receiver begins with source 2.
+    # The rectangles are contiguous here, so the second begins where the first ends. The receiver begins with source 2.
     assert part.source.tolist() == [2, 3, 0, 1] and part.dst.tolist() == [48, 72, 0, 24]
     prove_by_bytes(plan, holdings, wants)
 
@@ -185,7 +185,7 @@ def test_whole_expert_is_one_run() -> None:
     wants = [layout(f"e{r}", [whole(n, (4, 4)) for i, n in enumerate(names) if i % 8 // 2 == r]) for r in range(4)]
     plan = plan_sync(holdings, wants)
     assert plan.link_bytes().tolist() == [[192, 0], [192, 0], [0, 192], [0, 192]]
-    assert len(plan.strip_run) == 2  # tensors of two kinds, by who holds them
+    assert len(plan.strip_run) == 2  # The tensors have two kinds, which differ in their holders.
     prove_by_bytes(plan, holdings, wants)
 
 

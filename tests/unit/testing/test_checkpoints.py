@@ -1,4 +1,4 @@
-"""The made-up checkpoints are what they say: readable by the format's own reader, deterministic, all different."""
+"""Synthetic checkpoints are readable by safetensors, deterministic, and all different."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_every_dtype_is_read_by_safetensors(tmp_path: Path, aligned: bool) -> No
     with safetensors_torch.safe_open(path, "pt") as file:
         assert set(file.keys()) == set(made)
         for name, (dtype, shape, data) in made.items():
-            if dtype in {DType.F6_E2M3, DType.F6_E3M2}:  # torch has no such types
+            if dtype in {DType.F6_E2M3, DType.F6_E3M2}:  # torch lacks these types.
                 continue
             tensor = file.get_tensor(name)
-            # torch packs two F4 in one element of the last dim.
+            # torch packs two F4 elements in one element of the last dim.
             expected = shape if dtype is not DType.F4 else (*shape[:-1], shape[-1] // 2)
             assert tensor.shape == expected, name
             assert not data or raw(tensor) == data, name

@@ -1,4 +1,4 @@
-"""The small Llama computes the same as trained and as served: alone, and cut for two ranks."""
+"""The small Llama computes the same as the trained model, on one rank and on two."""
 
 from __future__ import annotations
 
