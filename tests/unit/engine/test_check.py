@@ -94,7 +94,7 @@ class Place:
         self.num_made += 1
         return self._slabs[index]
 
-    def no_room(self, nbytes: int) -> DeviceOutOfMemory:
+    def memory_error(self, nbytes: int) -> DeviceOutOfMemory:
         return DeviceOutOfMemory(f"{nbytes} are needed")
 
 

@@ -165,13 +165,13 @@ def test_taken_thread_without_call_ends(kept: KeptThreads, monkeypatch: pytest.M
 
 
 def test_thread_is_reusable_before_join_returns(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    gives_back, seen, calls = kept._gives_back, list[bool](), list[Call]()
+    become_idle, seen, calls = kept._become_idle, list[bool](), list[Call]()
 
     def record(me: _Kept) -> bool:
         seen.append(calls[0]._ended.is_set())
-        return gives_back(me)
+        return become_idle(me)
 
-    monkeypatch.setattr(kept, "_gives_back", record)
+    monkeypatch.setattr(kept, "_become_idle", record)
     gate = threading.Event()
     calls.append(cast("Call", start(kept, lambda: bool(gate.wait(WAIT_S)) and None)))
     gate.set()

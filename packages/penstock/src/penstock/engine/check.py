@@ -156,7 +156,7 @@ class CudaChecker:
                 try:
                     warm_up(device)
                 except torch.cuda.OutOfMemoryError as error:
-                    raise self._place.no_room(_SEGMENT_BYTES) from error
+                    raise self._place.memory_error(_SEGMENT_BYTES) from error
             return _Passing(self._stream)
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
@@ -168,7 +168,7 @@ class CudaChecker:
                 return None
             for first, stop in ranges:
                 layout.digest(first, stop)
-            return _Passing(self._stream, layout.answers, ranges)
+            return _Passing(self._stream, layout.results, ranges)
 
     def _laid_out(self, slabs: Sequence[int]) -> _Layout:
         """Lay out the leaves of these slabs on the current stream, which must be the stream of the digests."""
@@ -182,7 +182,7 @@ class CudaChecker:
             return _Layout(self._expected, slabs, addresses, device, tuning)
         except torch.cuda.OutOfMemoryError as error:
             # The scratch memory is 1/16 of a slab of the digest, whose blocks have 1 KiB.
-            raise self._place.no_room(SMALL_SLAB_BLOCKS << 6) from error
+            raise self._place.memory_error(SMALL_SLAB_BLOCKS << 6) from error
 
 
 class _Layout:
@@ -211,7 +211,7 @@ class _Layout:
         bounds = np.append(first, len(number))[np.cumsum(np.append(0, num_rows))].tolist()
         self._bounds = dict(zip(slabs, pairwise(bounds), strict=True))
         self._digests = torch.empty(len(number), dtype=torch.int64, device=device)
-        self.answers = _Answers(expected, rows, first, wanted, is_pinned=device.type == "cuda")
+        self.results = _DigestResults(expected, rows, first, wanted, is_pinned=device.type == "cuda")
 
     def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
         merged: list[tuple[int, int]] = []
@@ -229,10 +229,10 @@ class _Layout:
     def digest(self, first: int, stop: int) -> None:
         self._leaves.digest(first, stop, out=self._digests)
         # Let the host compare the digests, so that no kernel is launched between the copies.
-        self.answers.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
+        self.results.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
 
 
-class _Answers:
+class _DigestResults:
     """Computed and expected digests in host memory. `first` is the first leaf of each row.
 
     An error that the caller stores refers to this object, so it must not refer to device memory.
@@ -253,22 +253,22 @@ class _Answers:
 
 
 class _Passing:
-    """Work that is queued on a stream. When it is complete, `done` compares the `ranges` of leaves in `answers`."""
+    """Work that is queued on a stream. When it is complete, `done` compares the `ranges` of leaves in `results`."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, answers: _Answers | None = None, ranges: Sequence[tuple[int, int]] = ()
+        self, stream: torch.cuda.Stream, results: _DigestResults | None = None, ranges: Sequence[tuple[int, int]] = ()
     ) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
-        self._answers = answers
+        self._results = results
         self._ranges = ranges
 
     def done(self) -> bool:
         if not self._event.query():
             return False
-        if self._answers is not None:
+        if self._results is not None:
             for first, stop in self._ranges:
-                self._answers.compare(first, stop)
+                self._results.compare(first, stop)
         return True
 
 

@@ -56,7 +56,7 @@ _lost: list[tuple[Uring, list[object]]] = []
 
 
 @dataclass(slots=True)
-class _Flying:
+class _RingRead:
     item: RingItem
     read: Queued
     start: float
@@ -66,7 +66,7 @@ class _Flying:
 class RingFetch:
     """An executor for fetch items on a ring. Its thread also starts the copies of the read bytes and waits for them.
 
-    Two threads would spend their time on the GIL at 55 GB/s. `place` takes the place items of reads in `threads`.
+    Two threads would spend their time on the GIL at 55 GB/s. `place` copies the bytes that `threads` read.
 
     Args:
         ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
@@ -92,13 +92,13 @@ class RingFetch:
         self._tokens = itertools.count()
         self._state = threading.Condition()
         self._closed = False
-        self._flying: dict[int, _Flying] = {}
+        self._reads: dict[int, _RingRead] = {}
         self._is_lost = False
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
         """Return whether a read or a copy is in flight."""
-        return bool(self._flying) or self._threads.is_busy() or self.place.is_busy()
+        return bool(self._reads) or self._threads.is_busy() or self.place.is_busy()
 
     def start(self, items: Iterable[RingItem]) -> None:
         """Execute all items in order. The ring's thread takes an item when the ring has a free entry. Call it once."""
@@ -138,7 +138,7 @@ class RingFetch:
         while True:
             self._submit()
             is_placing = self.place.turn()
-            if self._flying:
+            if self._reads:
                 # Wait only briefly while a device copies, because every released buffer lets another read start.
                 self._complete(POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
                 continue
@@ -149,7 +149,7 @@ class RingFetch:
                     self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
-        while len(self._flying) < self._depth:
+        while len(self._reads) < self._depth:
             if self._ticket.stopped:
                 # Items that were not created yet hold no resources.
                 self._items = iter(())
@@ -166,7 +166,7 @@ class RingFetch:
             elif not has_begun:
                 self._next = item
                 # If reads are in flight, `_complete` waits for them instead.
-                if not self._flying:
+                if not self._reads:
                     with self._state:
                         self._state.wait(POLL_S)
                 return
@@ -180,17 +180,17 @@ class RingFetch:
             self._threads.post(item)
             return True
         token = next(self._tokens)
-        flying = _Flying(item, read, time.perf_counter())
+        in_flight = _RingRead(item, read, time.perf_counter())
         self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
         # Store it last, because a read that could not be queued never completes.
-        self._flying[token] = flying
+        self._reads[token] = in_flight
         return True
 
     def _complete(self, timeout_s: float) -> None:
         try:
             completions = self._ring.wait(timeout_s)
         except OSError as error:
-            self._lose(error)
+            self._drop_ring(error)
             return
         now = time.perf_counter()
         if not completions:
@@ -200,39 +200,41 @@ class RingFetch:
             guarded(self._ticket, partial(self._end_read, token, result, now))
 
     def _end_read(self, token: int, result: int, now: float) -> None:
-        flying = self._flying.pop(token)
-        if result > 0 and flying.num_read + result < flying.read.nbytes:
+        in_flight = self._reads.pop(token)
+        if result > 0 and in_flight.num_read + result < in_flight.read.nbytes:
             # Queue the rest of a short read under the same token.
-            flying.num_read += result
-            at, left = flying.num_read, flying.read.nbytes - flying.num_read
-            self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
-            self._flying[token] = flying
+            in_flight.num_read += result
+            at, left = in_flight.num_read, in_flight.read.nbytes - in_flight.num_read
+            self._ring.queue_read(
+                in_flight.read.fd, in_flight.read.offset + at, in_flight.read.address + at, left, token
+            )
+            self._reads[token] = in_flight
             return
-        item = flying.item
+        item = in_flight.item
         if result <= 0:
-            self._ticket.fail(_fault(flying, -result))
+            self._ticket.fail(_fault(in_flight, -result))
             item.abandon()
             return
-        self._trace.add(self.name, item.name, flying.start, now, flying.read.nbytes)
+        self._trace.add(self.name, item.name, in_flight.start, now, in_flight.read.nbytes)
         copy = RunFailed() if self._ticket.stopped else guarded(self._ticket, item.arrived)
         if isinstance(copy, RunFailed):
             item.abandon()
         else:
             self.place.watch(item, copy, now)
 
-    def _lose(self, error: OSError) -> None:
+    def _drop_ring(self, error: OSError) -> None:
         """Drop the reads in flight after the ring failed, because they can never complete."""
         self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
         # Do not abandon the items, because the kernel may still write to their buffers.
-        _lost.append((self._ring, [flying.read.memory for flying in self._flying.values()]))
+        _lost.append((self._ring, [in_flight.read.memory for in_flight in self._reads.values()]))
         self._is_lost = True
-        self._flying.clear()
+        self._reads.clear()
 
     def _look_for_stalls(self, now: float) -> None:
-        for flying in self._flying.values():
-            if now - flying.start > self._stall_s:
+        for in_flight in self._reads.values():
+            if now - in_flight.start > self._stall_s:
                 # Do not abandon the item, because the kernel may still write to its buffer.
-                self._ticket.fail(SourceStalled(f"{flying.item.name}: no byte for {self._stall_s} s"))
+                self._ticket.fail(SourceStalled(f"{in_flight.item.name}: no byte for {self._stall_s} s"))
 
 
 class HostedExecutor:
@@ -280,8 +282,8 @@ class HostedExecutor:
             time.sleep(POLL_S)
 
 
-def _fault(flying: _Flying, code: int) -> SourceError:
-    span = (flying.read.offset + flying.num_read, flying.read.offset + flying.read.nbytes)
+def _fault(in_flight: _RingRead, code: int) -> SourceError:
+    span = (in_flight.read.offset + in_flight.num_read, in_flight.read.offset + in_flight.read.nbytes)
     if code:
-        return typed_error(OSError(code, os.strerror(code)), flying.read.uri, span)
-    return SourceTruncated("the file is shorter than its header promises", uri=flying.read.uri, byte_range=span)
+        return typed_error(OSError(code, os.strerror(code)), in_flight.read.uri, span)
+    return SourceTruncated("the file is shorter than its header promises", uri=in_flight.read.uri, byte_range=span)

@@ -209,7 +209,7 @@ class CudaPlace:
             except torch.cuda.OutOfMemoryError as error:
                 # Set this before the block ends and other threads stop waiting.
                 self.is_out_of_memory = True
-                raise self.no_room(sum(self._nbytes)) from error
+                raise self.memory_error(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
         # Allocate without the lock, because other threads need it to find their slab.
@@ -251,7 +251,7 @@ class CudaPlace:
             with torch.cuda.stream(self._caller):
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
-            raise self.no_room(nbytes) from error
+            raise self.memory_error(nbytes) from error
         self._stream.wait_stream(self._caller)
         return buffer
 
@@ -289,7 +289,7 @@ class CudaPlace:
             pending = self._pending[buffer.address] = CudaPending(self._driver, int(event.cuda_event))
         return pending
 
-    def no_room(self, nbytes: int) -> DeviceOutOfMemory:
+    def memory_error(self, nbytes: int) -> DeviceOutOfMemory:
         """Return the error for a failed allocation of `nbytes` bytes."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(

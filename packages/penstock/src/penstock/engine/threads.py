@@ -115,7 +115,7 @@ class KeptThreads(Closeable):
                 stays = True
             finally:
                 # Become idle before waking the waiter, because it may start the next call at once.
-                stays = stays and self._gives_back(me)
+                stays = stays and self._become_idle(me)
                 call.end()
             # Drop the call, because it may keep memory as large as the weights alive.
             del call
@@ -137,7 +137,7 @@ class KeptThreads(Closeable):
             return me.calls.get(timeout=IDLE_S)
         return None
 
-    def _gives_back(self, me: _Kept) -> bool:
+    def _become_idle(self, me: _Kept) -> bool:
         with self._lock:
             if self._is_closed or len(self._idle) >= MAX_IDLE:
                 return False

@@ -92,17 +92,17 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
         if index:
             raise IndexRefused("an index by a list is not supported", hint='use framework="pt"')
         index = slice(0, 0)
-    given = index if isinstance(index, tuple) else (index,)
-    entries = [_numpy_slice(entry) if isinstance(entry, slice) else entry for entry in given]
+    raw = index if isinstance(index, tuple) else (index,)
+    entries = [_numpy_slice(entry) if isinstance(entry, slice) else entry for entry in raw]
     if sum(isinstance(entry, EllipsisType) for entry in entries) > 1:
         raise IndexRefused("only one ellipsis (...) is allowed in an index")
-    num_given = sum(not isinstance(entry, EllipsisType) for entry in entries)
-    if num_given > len(shape):
-        raise IndexRefused(f"{num_given} indices for a tensor with {len(shape)} dims")
+    num_indices = sum(not isinstance(entry, EllipsisType) for entry in entries)
+    if num_indices > len(shape):
+        raise IndexRefused(f"{num_indices} indices for a tensor with {len(shape)} dims")
     bounds: list[int | slice] = []
     for position, entry in enumerate(entries):
         if isinstance(entry, EllipsisType):
-            bounds.extend([slice(None)] * (len(shape) - num_given))
+            bounds.extend([slice(None)] * (len(shape) - num_indices))
         else:
             bounds.append(_numpy_entry(entry, shape[len(bounds)], position))
     return tuple(bounds)

@@ -295,8 +295,8 @@ def fill(
         plan = session.plan = plan.in_order_of(order)
     # Use the targets as slabs, so that no second copy of the weights is needed. A slab that is copied on completion
     # fills a target that is not contiguous, is cast, or is cut from leaves.
-    by_itself = [row if regions is None else regions.line_of(row) for row in rows]
-    direct = [None if line is None else lines.memory(line) for line in by_itself]
+    line_of_slab = [row if regions is None else regions.line_of(row) for row in rows]
+    direct = [None if line is None else lines.memory(line) for line in line_of_slab]
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
     checker = session.checker(plan, place, None if regions is None else regions.leaves)
     window_bytes = session.settings.memory_bytes if any(memory is None for memory in direct) else 0
@@ -314,7 +314,7 @@ def fill(
     try:
         for slab in run.slabs():
             # The slab is verified by now, so corrupted bytes are never copied.
-            line = by_itself[slab]
+            line = line_of_slab[slab]
             if direct[slab] is not None and line is not None:
                 # Without a callback, the versions of all tensors are incremented in one call at the end.
                 if on_filled is not None:

@@ -97,39 +97,39 @@ def match_targets(
     rows: list[int] = []
     parts: list[list[Part]] = []
     used: dict[str, str] = {}
-    faults = _Faults(cast)
+    mismatches = _Mismatches(cast)
     for row, name in enumerate(table.names):
         wanted = name if rename is None else rename(name) if callable(rename) else rename.get(name)
         if wanted is None:
             continue
         if wanted not in targets:
             if strict:
-                faults.absent.append(name if wanted == name else f"{wanted} for {name}")
+                mismatches.absent.append(name if wanted == name else f"{wanted} for {name}")
             continue
         if wanted in used:
-            faults.twice.append(f"{name} and {used[wanted]} both go to {wanted}")
+            mismatches.twice.append(f"{name} and {used[wanted]} both go to {wanted}")
             continue
         used[wanted] = name
         tensor = targets[wanted]
         dtype, shape = torch_dtype(table.dtypes[row]), torch_shape(table.dtypes[row], table.shapes[row])
         if tuple(tensor.shape) != shape:
-            faults.shapes.append(
+            mismatches.shapes.append(
                 f"{name} has shape {list(shape)} in the weight set and {list(tensor.shape)} in the target"
             )
         elif tensor.dtype != dtype and not (can_cast(dtype, tensor.dtype) and cast in ("target", tensor.dtype)):
-            faults.dtypes.setdefault((dtype, tensor.dtype), []).append(name)
+            mismatches.dtypes.setdefault((dtype, tensor.dtype), []).append(name)
         else:
             rows.append(row)
             parts.append(_parts_of(wanted, tensor, table.dtypes[row], whole))
     if strict:
         places = {_place(tensor) for some in parts for _, tensor in some} if len(used) < len(targets) else set()
-        faults.missing = [n for n, t in targets.items() if n not in used and t.numel() and _place(t) not in places]
+        mismatches.missing = [n for n, t in targets.items() if n not in used and t.numel() and _place(t) not in places]
     elif not used and targets and len(table):
         message = f"no name matches: the weight set has {_some(table.names)}, and the target has {_some(list(targets))}"
         raise PlanError(message, hint=_RENAME)
     # Report all mismatches in one error, so that one run shows everything that `rename` must fix.
-    faults.check(any_used=bool(used))
-    return _once(session, table, rows, parts)
+    mismatches.check(any_used=bool(used))
+    return _without_tied_names(session, table, rows, parts)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
     return {stored, target} <= _CASTABLE
 
 
-def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
+def _without_tied_names(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
     """Return rows and parts without second names of tied weights. Raise PlanError if their bytes differ."""
     flat = [(at, number) for at, some in enumerate(parts) for number in range(len(some))]
     names = [table.names[rows[at]] for at, _ in flat]
@@ -175,7 +175,7 @@ def _once(session: LoadSession, table: TensorTable, rows: list[int], parts: list
     return Matched(table=table.take(rows), parts=parts)
 
 
-class _Faults:
+class _Mismatches:
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
         self.missing: list[str] = []

@@ -57,28 +57,28 @@ class LazyParameter(torch.Tensor):
 
     _parameter: torch.Tensor
     _wait: Callable[[], None]
-    _lets_go: Callable[[], bool]
+    _is_refillable: Callable[[], bool]
     _hold: Callable[[], None]
 
     @staticmethod
     def of(
         parameter: torch.Tensor,
         wait: Callable[[], None],
-        lets_go: Callable[[], bool],
+        is_refillable: Callable[[], bool],
         hold: Callable[[], None] = lambda: None,
     ) -> LazyParameter:
         """Create a pending tensor for a parameter or buffer, which must not be moved or resized.
 
         Args:
             wait: returns when the bytes have arrived, or raises the error of the load.
-            lets_go: returns whether another load may fill the parameter, after the last write of a failed load.
+            is_refillable: returns whether another load may fill the parameter, after the last write of a failed load.
             hold: keeps the pending tensor in the module while it is pickled. It is called after the bytes arrived.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(LazyParameter)
         pending._parameter = parameter
         pending._wait = wait
-        pending._lets_go = lets_go
+        pending._is_refillable = is_refillable
         pending._hold = hold
         if isinstance(parameter, torch.nn.Parameter):
             # Torch recognises a parameter of another class by this attribute.
@@ -116,7 +116,7 @@ def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     """
     if not isinstance(tensor, LazyParameter):
         return tensor
-    if not tensor._lets_go():
+    if not tensor._is_refillable():
         raise ConfigError("the module is still being loaded", hint="call wait() or close() of its BackgroundLoad first")
     if whole:
         tensor._wait()

@@ -133,15 +133,15 @@ class _SharedBlocks:
         if block.state is _State.READY:
             block.target = None
 
-    def make_room(self, nbytes: int, limit: int, owner: ReadAhead, spared_from: int) -> bool:
+    def make_space(self, nbytes: int, limit: int, owner: ReadAhead, keep_from: int) -> bool:
         """Release the least recently used blocks until `nbytes` more fit. Return False if they do not fit.
 
-        Keep the blocks of `owner` from offset `spared_from` on, because they will still be requested.
+        Keep the blocks of `owner` from offset `keep_from` on, because they will still be requested.
         """
         if self.nbytes + nbytes <= limit:
             return True
         for block in list(self.ready):
-            if block.users or (block.owner is owner and block.stop > spared_from):
+            if block.users or (block.owner is owner and block.stop > keep_from):
                 continue
             self.forget(block)
             if self.nbytes + nbytes <= limit:
@@ -265,7 +265,7 @@ class ReadAhead:
         self.blocks = ByteBlocks[_ReadBlock]()
         self.under_way = 0
         self.is_closed = False
-        self._given = RangeSet()
+        self._delivered = RangeSet()
         self._runs: list[_SequentialRun] = []
         # The expected ranges in order, at most as large as a block, the next range to queue, and the ranges by offset.
         self._expected: list[tuple[int, int]] = []
@@ -338,7 +338,7 @@ class ReadAhead:
             own = pieces.pop(0) if pieces and self._stall_s is None else None
             direct = [_ReadBlock(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
             shared_pool.queue.extendleft(reversed(direct))
-            self._given.add(start, stop)
+            self._delivered.add(start, stop)
             self._note(start, stop)
             self._queue_ahead(start, stop)
         try:
@@ -376,7 +376,7 @@ class ReadAhead:
             if start != run.position or is_expected or run.nbytes >= run.next_look_nbytes:
                 return None
             found = block.target[start - block.start : stop - block.start]
-            self._given.add(start, stop)
+            self._delivered.add(start, stop)
             run.position = stop
             run.nbytes += stop - start
             run.num_requests += 1
@@ -487,7 +487,7 @@ class ReadAhead:
         at = run.position
         while (at := self._next_free(at)) < self.nbytes:
             end = self._end_of_free(at, min(at + size, self.nbytes))
-            if end > horizon or not self._queue(at, end, spared_from=run.position):
+            if end > horizon or not self._queue(at, end, keep_from=run.position):
                 break
             at = end
         run.next_look_nbytes = run.nbytes + size // 4
@@ -502,7 +502,7 @@ class ReadAhead:
             at, limit = self._expected[self._next_expected]
             while (at := self._next_free(at)) < limit:
                 end = self._end_of_free(at, limit)
-                if self.blocks.nbytes + end - at > self._limit // 2 or not self._queue(at, end, spared_from=0):
+                if self.blocks.nbytes + end - at > self._limit // 2 or not self._queue(at, end, keep_from=0):
                     return
                 at = end
             self._next_expected += 1
@@ -527,22 +527,22 @@ class ReadAhead:
         """Return the first byte from `at` on that no block contains and that was not delivered."""
         while True:
             block = self.blocks.block_at(at)
-            end = self._given.end_of(at if block is None else block.stop)
+            end = self._delivered.end_of(at if block is None else block.stop)
             if end == at:
                 return at
             at = end
 
     def _end_of_free(self, at: int, stop: int) -> int:
-        for taken in (self.blocks.next_start(at), self._given.next_start(at)):
+        for taken in (self.blocks.next_start(at), self._delivered.next_start(at)):
             if taken is not None and taken < stop:
                 stop = taken
         return stop
 
-    def _queue(self, start: int, stop: int, *, spared_from: int) -> bool:
-        """Queue a block, or skip a small gap. Return False at the memory limit. See `_SharedBlocks.make_room`."""
-        if stop - start < _GAP_BYTES and self._given.next_start(start) == stop:
+    def _queue(self, start: int, stop: int, *, keep_from: int) -> bool:
+        """Queue a block, or skip a small gap. Return False at the memory limit. See `_SharedBlocks.make_space`."""
+        if stop - start < _GAP_BYTES and self._delivered.next_start(start) == stop:
             return True
-        if not shared_pool.make_room(stop - start, self._limit, self, spared_from):
+        if not shared_pool.make_space(stop - start, self._limit, self, keep_from):
             return False
         block = _ReadBlock(self, start, stop)
         self.blocks.add(block)
@@ -567,7 +567,7 @@ class ReadAhead:
         for block in list(self.blocks):
             shared_pool.forget(block)
 
-    def let_go(self) -> None:
+    def reset_after_fork(self) -> None:
         """Drop the parent's blocks and reads in a forked child."""
         self.blocks = ByteBlocks[_ReadBlock]()
         self.under_way = 0
@@ -575,4 +575,4 @@ class ReadAhead:
         self._next_expected = 0
 
 
-_alive = lifecycle.release_after_fork(ReadAhead.let_go)
+_alive = lifecycle.release_after_fork(ReadAhead.reset_after_fork)

@@ -73,7 +73,7 @@ class SharedFiles:
         self.reports: list[SharedReadReport] = []
         self._intents: queue.SimpleQueue[_Intent] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._conduct, name="penstock-shared-files", daemon=True)
+        self._thread = threading.Thread(target=self._run_collectives, name="penstock-shared-files", daemon=True)
         start_thread(self._thread)
 
     def open(
@@ -109,17 +109,17 @@ class SharedFiles:
         if self._is_broken:
             return
         if error is not None:
-            self._leave(error)
+            self._report_failure(error)
             return
         try:
             with self._lock:
                 self._finish_read()
-            self._say(_Intent(word=END))
+            self._send_intent(_Intent(word=END))
         except PenstockError as failed:
-            self._leave(failed)
+            self._report_failure(failed)
             raise
 
-    def _leave(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Report an error to the other ranks. The group is not used again, because ranks may be at different points."""
         self._is_broken = True
         forget_group(self._group)
@@ -134,9 +134,9 @@ class SharedFiles:
                 read.close()
         with contextlib.suppress(PenstockError):
             # Report the error separately, because a finished exchange has not reported it.
-            self._say(_Intent(word=FAILED, error=known))
+            self._send_intent(_Intent(word=FAILED, error=known))
 
-    def _say(self, intent: _Intent) -> None:
+    def _send_intent(self, intent: _Intent) -> None:
         self._intents.put(intent)
         # All waits of the thread have deadlines. Once it has ended, every intent raises its error.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
@@ -144,7 +144,7 @@ class SharedFiles:
         if not intent.is_agreed.is_set():
             raise self._error or Cancelled("the exchange thread has ended")
 
-    def _conduct(self) -> None:
+    def _run_collectives(self) -> None:
         """Make all collectives of this rank, for the program's intents or to report that there is no intent yet."""
         try:
             with contextlib.ExitStack() as ends:
@@ -190,7 +190,7 @@ class SharedFiles:
                 self._finish_read()
                 self._begin_read(file)
             except PenstockError as error:
-                self._leave(error)
+                self._report_failure(error)
                 raise
             assert self._read is not None
             return self._read
@@ -208,7 +208,7 @@ class SharedFiles:
         try:
             names = self._order(weights.manifest.tensors.names)
             read = SharedRead(weights, self._ranks, names, self._settings, self._verify)
-            self._say(_Intent(word=BEGIN, digest=read.digest, read=read))
+            self._send_intent(_Intent(word=BEGIN, digest=read.digest, read=read))
         except PenstockError:
             weights.close()
             raise

@@ -453,7 +453,7 @@ class SharedRead:
             while True:
                 if self._error is not None:
                     return FAILED
-                if self._has_room(k):
+                if self._has_space(k):
                     return READY
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -462,7 +462,7 @@ class SharedRead:
                 self._changed.wait(left)
                 self._busy_s += time.monotonic() - began
 
-    def _has_room(self, k: int) -> bool:
+    def _has_space(self, k: int) -> bool:
         """Return whether the window can hold the bytes of round k, after dropping tensors that are not awaited."""
         if self._discards:
             return True
@@ -470,23 +470,23 @@ class SharedRead:
         for _, _, piece in self._pieces(k):
             arriving[piece.row] = arriving.get(piece.row, 0) + piece.nbytes
         need = sum(nbytes for row, nbytes in arriving.items() if self._tensors[row].goes_to_window)
-        room = self._window_limit - need
-        if self._window_bytes <= room:
+        space = self._window_limit - need
+        if self._window_bytes <= space:
             return True
         # The rest of a tensor with a taken slice may never be requested.
-        self._drop(room, lambda tensor: tensor.is_taken)
-        if self._window_bytes <= room:
+        self._drop(space, lambda tensor: tensor.is_taken)
+        if self._window_bytes <= space:
             return True
         waited = [self._position[row] for row in self._waited if not self._tensors[row].is_complete]
         if any(position <= max(self._position[row] for row in arriving) for position in waited):
             # A thread waits for this round, so let the window exceed its limit by one round.
-            self._drop(room + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
+            self._drop(space + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
             return True
         # Drop skipped tensors if all awaited tensors arrive later, or if the program has requested nothing for so long
         # that the other ranks cannot wait any longer.
         if waited or time.monotonic() - self._progressed > self._settings.stall_s:
-            self._drop(room, lambda tensor: True)
-            if self._window_bytes > room:
+            self._drop(space, lambda tensor: True)
+            if self._window_bytes > space:
                 for row in arriving:
                     if self._tensors[row].goes_to_window and not self._tensors[row].num_waiting:
                         self._release(self._tensors[row])

@@ -71,7 +71,9 @@ class BackgroundLoad(Closeable):
         self._has_arrived = [False] * (len(filled.order) + 1)
         self._pending: dict[int, list[tuple[LazyParameter, torch.Tensor, list[Place]]]] = {}
         for tensor, places, slab in filled.replaced:
-            pending = LazyParameter.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
+            pending = LazyParameter.of(
+                tensor, partial(self._await, slab), self._is_refillable, partial(self._hold, slab)
+            )
             self._pending.setdefault(slab, []).append((pending, tensor, places))
         # The slabs whose pending tensors were restored for pickling, and the thread that pickles them.
         self._held: dict[int, int] = {}
@@ -84,7 +86,7 @@ class BackgroundLoad(Closeable):
         """Return whether the load has ended, with or without an error. `wait` then returns or raises at once."""
         return self._report is not None or self._error is not None
 
-    def _lets_go(self) -> bool:
+    def _is_refillable(self) -> bool:
         if not self.done or threading.current_thread() is self._thread:
             return False
         # This wait is short, because the running reads are cancelled.

@@ -1,4 +1,4 @@
-"""Blocks in tiers of memory with budgets. The least recently used block is moved to free space.
+"""Blocks in tiers of memory with budgets. Space is freed by moving the least recently used block.
 
 A block is in one tier at a time. Its old room stays while a reader uses it, or as a copy in a slower tier with
 `Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A thread
@@ -147,7 +147,7 @@ class Tiers(Closeable):
             self._idle(entry)
             return
         try:
-            place = self._bring(entry, to, is_new=True)
+            place = self._pin_in(entry, to, is_new=True)
         except BaseException:
             self._forget(entry)
             raise
@@ -161,7 +161,7 @@ class Tiers(Closeable):
         means not to move it. Raise NotFound for an unknown block, and BudgetTooSmall without enough space.
         """
         entry, to = self._entry(block), self._index(tier)
-        place = self._bring(entry, to)
+        place = self._pin_in(entry, to)
         try:
             yield place.room
         finally:
@@ -177,7 +177,7 @@ class Tiers(Closeable):
         entry, to = self._entry(block), self._index(tier)
 
         def bring() -> None:
-            self._unpin(entry, self._bring(entry, to))
+            self._unpin(entry, self._pin_in(entry, to))
 
         return self._pool.submit(bring)
 
@@ -277,7 +277,7 @@ class Tiers(Closeable):
         """Record progress of the current move, which resets the stall timers of waiting threads."""
         self._progress = time.monotonic()
 
-    def _bring(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
+    def _pin_in(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
         """Return an entry's pinned room in `to` or a faster tier. With `is_new` the caller adds the entry."""
         while True:
             with self._state:
@@ -305,7 +305,7 @@ class Tiers(Closeable):
                     self._misses += 1
                 try:
                     place = self._open(entry, to)
-                    if entry.at < self._source and self._shift(entry, to, place):
+                    if entry.at < self._source and self._move_bytes(entry, to, place):
                         return place
                 except BaseException:
                     self._failed(entry, is_new)
@@ -364,7 +364,7 @@ class Tiers(Closeable):
         """Return a new room in `to`, pinned and counted. The caller must hold `_turn`."""
         tier = self._levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
-        self._make_room(to, charge)
+        self._make_space(to, charge)
         place = _OccupiedRoom(tier.open_room(entry.block.nbytes), charge, 1)
         with self._state:
             entry.places[to] = place
@@ -372,7 +372,7 @@ class Tiers(Closeable):
             self._peak_bytes[to] = max(self._peak_bytes[to], self._used_bytes[to])
         return place
 
-    def _shift(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
+    def _move_bytes(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
         """Move an entry's bytes to a new room. Return False if they were corrupted. A failure closes the room."""
         old = entry.at
         src = entry.places[old]
@@ -420,7 +420,7 @@ class Tiers(Closeable):
             entry.busy = False
             self._state.notify_all()
 
-    def _make_room(self, at: int, charge: int) -> None:
+    def _make_space(self, at: int, charge: int) -> None:
         """Move the least recently used blocks down until `charge` fits. The caller must hold `_turn`."""
         level, used = self._levels[at], self._used_bytes
         if level.budget_bytes is None:
@@ -471,7 +471,7 @@ class Tiers(Closeable):
             self._idle(entry)
             return False
         try:
-            if any(self._sink(entry, to) for to in range(entry.at + 1, self._source + 1)):
+            if any(self._move_down(entry, to) for to in range(entry.at + 1, self._source + 1)):
                 return True
             self._report_move(entry, entry.at)
         except BaseException:
@@ -484,7 +484,7 @@ class Tiers(Closeable):
         budget = " or ".join(level.budget for level in below) or self._levels[entry.at].budget
         raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes, budget=budget)
 
-    def _sink(self, entry: _TieredBlock, to: int) -> bool:
+    def _move_down(self, entry: _TieredBlock, to: int) -> bool:
         """Move an entry down to `to`. Return False without enough space, or if the source cannot be read again."""
         if to == self._source:
             if entry.again:
@@ -496,7 +496,7 @@ class Tiers(Closeable):
             return True
         try:
             place = self._open(entry, to)
-            self._shift(entry, to, place)
+            self._move_bytes(entry, to, place)
         except BudgetTooSmall:
             return False
         except DiskFull as error:
