@@ -26,7 +26,7 @@ from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.regions import TensorRegions
 from penstock.loader.report import FilePath, LoadReport
 from penstock.loader.run import LoadRun, Readers
-from penstock.loader.tensor import TensorMappings, as_tensor, as_tensors, torch_dtype, torch_shape
+from penstock.loader.tensor import TensorMappings, as_tensors, torch_dtype, torch_shape
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.phases import Phases
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -530,11 +530,7 @@ class LoadSession(Closeable):
             at, flat = slice(start, stop), memory(slab)
             raw = torch.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
             del flat
-            if stop - start == 1:
-                yield table.names[at], [as_tensor(raw, table.dtypes[start], shapes[start])]
-            else:
-                # Empty rows in this range become empty tensors.
-                yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
+            yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
             # Hold no reference while the caller has the batch, so that dropped tensors release their slab at once.
             del raw
             row = stop

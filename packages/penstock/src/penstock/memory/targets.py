@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,18 +22,6 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _Extent = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
 """Memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element. A
 contiguous tensor has an empty shape and strides."""
-
-
-class _Described:
-    def __init__(self, extent: _Extent) -> None:
-        address, nbytes, shape, strides, itemsize = extent
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": shape or (nbytes,),
-            "strides": strides or (1,),
-            "typestr": f"|V{itemsize}",
-        }
 
 
 def require_initialised(name: str, tensor: torch.Tensor) -> None:
@@ -152,11 +142,17 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
     return extent
 
 
+def _described(extent: _Extent) -> npt.NDArray[np.void]:
+    """Return an array over the memory, which numpy compares by address and never reads."""
+    address, nbytes, shape, strides, itemsize = extent
+    interface = {"version": 3, "data": (address, True), "shape": shape or (nbytes,), "typestr": f"|V{itemsize}"}
+    return np.asarray(SimpleNamespace(__array_interface__=interface | {"strides": strides or (1,)}))
+
+
 def _share(one: _Extent, other: _Extent) -> bool:
     if not one[3] and not other[3]:
         return True
     try:
-        views = np.asarray(_Described(one)), np.asarray(_Described(other))
-        return np.shares_memory(*views, max_work=_MAX_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(_described(one), _described(other), max_work=_MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
