@@ -148,19 +148,29 @@ def test_device_batches_queue_ahead_of_host_batches() -> None:
     assert log == ["queue 0", "ready 0", "queue 1", "ready 1"]
 
 
-def test_failed_copy_leaves_no_readable_version(monkeypatch: pytest.MonkeyPatch) -> None:
+Tensors = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def tensors(monkeypatch: pytest.MonkeyPatch) -> Tensors:
+    """Return trained tensors, which are copied in several batches, and zeros for a receiver."""
     monkeypatch.setattr(offer, "COPY_BYTES", 1024)
     trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
-    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+    return trained, {name: torch.zeros_like(value) for name, value in trained.items()}
+
+
+def fail() -> None:
+    raise DestinationError("the device failed")
+
+
+def test_failed_copy_leaves_no_readable_version(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, served = tensors
     with ps.publisher("failing", trained, mode="snapshot") as publisher, ps.subscriber("failing", served) as subscriber:
         publisher.publish(1)
         assert subscriber.update(1).version == 1
         before = {name: value.clone() for name, value in served.items()}
         for value in trained.values():
             value += 1
-
-        def fail() -> None:
-            raise DestinationError("the device failed")
 
         with monkeypatch.context() as patched:
             call_before_copy(patched, 3, fail)
@@ -172,17 +182,12 @@ def test_failed_copy_leaves_no_readable_version(monkeypatch: pytest.MonkeyPatch)
         assert all(torch.equal(served[name], value) for name, value in trained.items())
 
 
-def test_failed_copy_withdraws_fleet_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offer, "COPY_BYTES", 1024)
-    trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
-    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+def test_failed_copy_withdraws_fleet_version(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, served = tensors
     with ps.publisher("fleet", trained, mode="snapshot") as publisher, ps.subscriber("fleet", served) as subscriber:
         publisher.wait_subscribers(1)
         publisher.publish(1)
         assert subscriber.update(1).version == 1
-
-        def fail() -> None:
-            raise DestinationError("the device failed")
 
         with monkeypatch.context() as patched:
             call_before_copy(patched, 3, fail)
@@ -195,10 +200,8 @@ def test_failed_copy_withdraws_fleet_version(monkeypatch: pytest.MonkeyPatch) ->
         assert all(torch.equal(served[name], value) for name, value in trained.items())
 
 
-def test_receiver_reads_during_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offer, "COPY_BYTES", 1024)
-    trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
-    served = {name: torch.zeros_like(value) for name, value in trained.items()}
+def test_receiver_reads_during_copy(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, served = tensors
     with ps.publisher("early", trained, mode="snapshot") as publisher, ps.subscriber("early", served) as subscriber:
         versions: list[int] = []
         reader = threading.Thread(target=lambda: versions.append(subscriber.update(1, timeout_s=30.0).version))
