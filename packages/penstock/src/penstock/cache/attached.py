@@ -250,7 +250,6 @@ def attach(
                     attached = _Search(client, model, revision or "", wanted_device, stall_s).attach(phases, verify)
                 break
             except SourceBusy:
-                # The cache is bringing the model back from a lower tier.
                 deadline = max(deadline, time.monotonic() + stall_s)
             except _PASSING as error:
                 # The hub refuses a wrong token permanently. A cache may only have refused an old grant.
@@ -296,7 +295,6 @@ class _Search:
                 except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
-            # If the hub does not respond, it forgets this member after its TTL.
             with contextlib.suppress(PenstockError):
                 self.hub.leave(self.hub.member)
         assert last is not None
@@ -366,8 +364,8 @@ class _Search:
             for region in regions:
                 region.check()
             if len(wrong):
-                # If the cache's own bytes are wrong, `recheck` raises an error and the cache reloads the model. A cache
-                # of an earlier version does not support this request.
+                # `recheck` raises an error if the cache's own bytes are wrong. Caches of earlier versions do not
+                # support it.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
@@ -431,7 +429,6 @@ def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
         raise FormatError(f"a weight cache's log has {len(chunks)} of {count} chunks")
     leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
-    # Every chunk is in the log exactly once, so the number of digests must match the number of leaves.
     if len(leaves) != len(digests):
         raise FormatError(f"a weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
     leaves[layout.chunks.leaves_of(chunks)] = digests
@@ -461,11 +458,9 @@ def _tensors_in(
         mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
         offsets = offset_of[mine].tolist()
         dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
-        # Create all tensors of a region in one call, because a model may have 60,000.
         tensors |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
         for row, offset in zip(mine, offsets, strict=True):
             rows[row] = whole[offset : offset + int(table.nbytes[row])]
-    # Tensors without elements are in no region.
     none = torch.empty(0, dtype=torch.uint8, device=regions[0].device if regions else "cpu")
     for row in range(len(table)):
         if row not in tensors:
@@ -569,7 +564,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     if not tensor.numel() or type(tensor.data) is not torch.Tensor:
         return id(tensor), 0, 0
     if tensor.is_meta:
-        # Meta tensors all have the address 0.
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes
     return tensor.data_ptr(), 0, tensor.nbytes
 

@@ -95,7 +95,6 @@ class HandOverHandler:
         failure = running.exception()
         if failure is None:
             return HandOverState(state="kept")
-        # Another thread may have removed the failed request already.
         self._started.pop(hand_over.key, None)
         if not isinstance(failure, PenstockError):
             return HandOverState(state="failed", error=repr(failure), hint="report this as a bug in Penstock")
@@ -181,7 +180,6 @@ def _cache_of(device: torch.device) -> Path:
         try:
             accepts = marker.read_text(encoding="utf-8")
         except OSError:
-            # The cache has just exited.
             continue
         if accepts != device_id(device) or private_socket_fault(str(socket)):
             continue

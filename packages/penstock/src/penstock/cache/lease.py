@@ -55,7 +55,6 @@ class LeaseRenewal:
         with self._peer as peer:
             while not self._closing.wait(self._timing.lease_renew_s):
                 try:
-                    # The request renews the lease, and the reply contains the state of the memory.
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
                     # A suspended cache process still holds its memory, so the tensors stay valid.

@@ -175,7 +175,6 @@ class ResidentModel:
     def moved(self, tier: str, room: Room | None) -> None:
         """Serve the weights after a move into memory, or drop them after a move to a lower tier."""
         weights, member = self.served, self._fleet.member
-        # Other tiers hold the bytes in a pool or a file, which engines cannot map.
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
         elif not self.is_leaving and (weights.tier or weights.state != "whole"):
@@ -215,7 +214,6 @@ class ConvertedModel(ResidentModel):
         stem = stem_of(file.name for file in manifest.files)
         layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes, stem=stem)
         assert manifest.leaves is not None
-        # The manifest has the order of the file, but the layout is sorted by name.
         row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
         order = np.array([row_of[name] for name in layout.table.names], np.int64)
         leaves = take_leaves(manifest.leaves, num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), order)

@@ -141,7 +141,6 @@ class WeightCache:
         self.state = CacheState.NEW
         self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
-        # The caller's thread adds models, and an executor thread adds parameters from engines.
         self._adding = threading.Lock()
         self._handed_over: HandOverHandler | None = None
         # Run one reload at a time, because concurrent reloads would compete for memory and for one link.
@@ -320,7 +319,6 @@ class WeightCache:
         resident = ConvertedModel(self._fleet(Identity(model=model)), key, nbytes, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
             raise ConfigError(f"{model!r} is already kept from the same conversion")
-        # The conversion's sources may have changed or been deleted.
         self._add(resident, again=False)
 
     def models(self) -> list[ResidentStatus]:
@@ -374,8 +372,7 @@ class WeightCache:
             # Readers that wait for a busy member would wait forever, so raise an error instead.
             raise NotFound(resident.why, hint="start the weight cache again, or drop the model")
         try:
-            # Move the model in the background, because the lease request needs a response before its reader considers
-            # this member stalled.
+            # The lease request must get a response before its reader considers this member stalled.
             self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
         except TimeoutError:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
@@ -464,12 +461,10 @@ class WeightCache:
         # In this state no server thread brings the model back, and no thread reloads it.
         if not resident.become(ResidentState.DROPPING):
             raise SourceBusy(f"{resident.name!r} is {before}", hint="increase drain_s")
-        # Engines read this state when they renew their leases, and can detach.
         weights.set_state("draining")
         self.member.beat_now()
         if remaining := self.member.server.drain(key, drain_s):
             attached = self.member.server.num_attached(key)
-            # Restore the state, because a model that is still in use must not be lost.
             weights.set_state("whole")
             resident.become(before)
             self.member.server.show(weights)

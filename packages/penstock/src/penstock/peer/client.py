@@ -67,8 +67,7 @@ class PeerClient(Closeable):
         stall_s: float,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        # Never send the hub's token to a peer. Members announce their own addresses, so a malicious member could
-        # collect tokens.
+        # Never send the hub's token to a peer, because malicious members could collect tokens.
         self.upstream = upstream
         self._member = member
         self._key = key
@@ -158,7 +157,6 @@ class PeerClient(Closeable):
             SourceStalled: the member did not respond in time.
             PlanError: the member uses another major version of the protocol.
         """
-        # The hub must issue a new grant for each lease request.
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )

@@ -59,7 +59,6 @@ class WeightLayout:
     ) -> WeightLayout:
         """Create the layout for tensors in any order."""
         rows = name_order(table)
-        # A peer's table is already sorted.
         ordered = table if rows == list(range(len(table))) else table.take(rows)
         chunk_bytes = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=chunk_bytes)
@@ -108,7 +107,6 @@ def from_message(message: TableMessage) -> WeightLayout:
         raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
     if min(chain.from_iterable(message.shapes), default=0) < 0:
         raise FormatError("a peer's tensor table has a negative dimension")
-    # The stem becomes part of a file name.
     if not is_safe_stem(message.stem):
         raise FormatError(f"a peer sent the stem {message.stem[:100]!r}, which is not valid in a file name")
     table = tabulate(message.names, message.dtypes, message.shapes)
@@ -328,8 +326,7 @@ class LocalWeights:
         self._num_logged = 0
         self._sources: list[str] = []
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
-        # Peers read from `_handles`, and this process's reads write to `_into`, which contains `_handles` and
-        # registrations of transports that only fill memory.
+        # Peers read from `_handles`. This process's reads write to `_into`, which includes fill-only transports.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         # With tiny chunks the padding between tensors may be another chunk, which a joined read would overwrite.
@@ -404,8 +401,7 @@ class LocalWeights:
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # Padding in this process's arenas is unused, so a joined read may overwrite it. Elsewhere the gap between
-            # two tensors may be another tensor.
+            # A joined read may overwrite padding in this process's arenas, but elsewhere the gap may be a tensor.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
             joined[theirs, ours] = segments.joined(padding_bytes=padding)
@@ -485,7 +481,6 @@ class LocalWeights:
     def check_revision(self, expected: str = "") -> None:
         """Raise IntegrityError unless the digests match the `w1-` revisions of the identity and the caller."""
         root = self.root()
-        # A caller may pass a prefix of a revision.
         for named in (self.identity.revision, expected):
             if named.startswith("w1-") and not root.startswith(named):
                 raise IntegrityError(f"the digests belong to revision {root}, not {named}", uri=f"penstock:{self.key}")

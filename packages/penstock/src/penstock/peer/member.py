@@ -120,7 +120,6 @@ class Member:
         self.links = links
         self.server = server
         self.trust = trust
-        # This stack closes the server, the transports and the hub's client.
         self._opened = contextlib.ExitStack()
         self._pid = os.getpid()
         self.hub = hub
@@ -141,7 +140,6 @@ class Member:
         self._grants: GrantChecker | None = None
         self._grant_key = b""
         self._record = boot_record()
-        # Times of the last heartbeat, and of the last request that replaced a heartbeat.
         self._beaten_s = self._reported_s = 0.0
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._hello = Hello(
@@ -187,10 +185,8 @@ class Member:
             tls = MemberTls.read()
             trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None and host_and_port(listen)[0] not in LOOPBACK:
-                # A hub without authentication gives grants to any process.
                 message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
                 raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
-            # The data port of the `http` transport is at the same host address.
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             serving = None if tls is None or listen is None else tls.serving
             links = opened.enter_context(
@@ -231,7 +227,6 @@ class Member:
         self.welcome = self._register(join_s, needs_hub=needs_hub)
         # The registration counts as a heartbeat, because the members of a starting fleet send many requests now.
         self._beaten_s = self._reported_s = time.monotonic()
-        # Start the thread last, because it uses everything above.
         start_thread(self._beats)
         self._opened = opened.pop_all()
         watch(self)
@@ -302,7 +297,6 @@ class Member:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights
         self.server.show(weights)
-        # The same key was served from other memory, which may no longer be read.
         if before is not None and before is not weights:
             before.close()
         # Readers are looking for sources now, and the next regular heartbeat may be a second away.
@@ -355,8 +349,7 @@ class Member:
     def _until_beat_s(self) -> float:
         # A slow hub gets fewer heartbeats, but at least two within the time after which it would forget this member.
         interval_s = max(self.welcome.beat_s, min(self.hub.rest_s, self.welcome.ttl_s / 4))
-        # A request renews only one key. It postpones a heartbeat only once, because the hub forgets the other keys
-        # without heartbeats.
+        # A request renews only one key, so it postpones a heartbeat only once.
         return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
 
     def _beat(self) -> None:
@@ -391,8 +384,7 @@ class Member:
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
         """Digest a chunk that a reader reported as wrong. If it is corrupt, stop serving and return True."""
-        # Do not trust the report, because the reader may lie or have defective memory. Spot checks alone would detect a
-        # corrupt chunk late: with 3,800 chunks (60 GB) a round of heartbeats takes two hours.
+        # The reader may lie or have defective memory. A round of spot checks takes two hours for 60 GB.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._stop_serving(weights, chunk)
         return weights.damage is not None
@@ -465,8 +457,7 @@ class Member:
         )
         reply = self._call_hub(lambda: self.hub.upstreams(request))
         if is_first:
-            # The request reported the new weights, so skip one heartbeat. When 1,000 members start together, heartbeats
-            # were a quarter of the requests in the busiest second.
+            # The request reported the new weights. With 1,000 members, a quarter of the first requests were heartbeats.
             self._reported_s = time.monotonic()
         return reply
 
@@ -529,13 +520,11 @@ class Member:
         self._closing.set()
         self._beat_now.set()
         self._beats.join(LEAVE_S)
-        # A heartbeat after the last message would register this member again. A running heartbeat waits for an
-        # unresponsive hub, so skip the message then.
+        # A heartbeat after the last message would register this member again.
         if not self._beats.is_alive() and self.away is None:
             with contextlib.suppress(PenstockError):
                 self.hub.leave(self.id, within_s=LEAVE_S)
         self._opened.close()
-        # The hub's client is closed, which aborts a running heartbeat.
         self._beats.join()
 
     def __enter__(self) -> Member:

@@ -296,7 +296,6 @@ class PeerServer:
                 self._leases[lease].is_displaced = True
             for lease, leased in same_key:
                 if leased.reader == request.member:
-                    # The reader restarted or reconnected and needs only one lease.
                     self._end(lease)
             # The random id of a lease is the only authorisation of later requests.
             new_lease = secrets.token_hex(16)
@@ -428,8 +427,7 @@ class PeerServer:
                     value = None
                 case _:
                     raise NotFound("no such path")
-        # Here the caller has proved a grant, a lease or a session. An unauthenticated caller must not occupy the
-        # connections that are reserved for members.
+        # An unauthenticated caller must not occupy the connections that are reserved for members.
         exchange.prove()
         return value
 
@@ -452,7 +450,6 @@ class PeerServer:
                 raise FormatError("after and wait_ms must be numbers below 2**63")
             # A waiting request occupies a thread, so limit the wait.
             reply = weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
-            # The number of readers may have changed during the wait.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such path")
 

@@ -38,21 +38,17 @@ class BoundaryPlanner:
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
         self._membership = membership
-        # `_planning` is held for a whole plan, and `_lock` only for access to the tables, so that ranks can report
-        # their requirements during planning.
+        # Ranks can report their requirements during planning, which holds only `_planning`.
         self._lock = threading.Lock()
         self._planning = threading.Lock()
-        # For each member: the layout of all rows, the digest and layout of the required rows, and the last version that
-        # the member requested.
+        # For each member: the layout of all rows, the required rows with a digest, and the last requested version.
         self._layouts: dict[str, Layout] = {ours.member: ours}
         self._required: dict[str, tuple[str, Layout]] = {}
         self._requested: dict[str, int] = {}
         self._ranks: tuple[SyncMember, ...] = ()
         self._version = -1
-        # The error of this version, or an empty text.
         self._why = ""
         self._plan: SyncPlan | None = None
-        # The members and digests of `_plan`.
         self._plan_token: tuple[str, ...] = ()
 
     def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
@@ -108,7 +104,6 @@ class BoundaryPlanner:
         """Return the plan for these ranks. Hold `_planning`."""
         members = [rank.member for rank in ranks]
         with self._lock:
-            # Drop processes that were replaced since the previous version.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in members}
             self._required = {name: want for name, want in self._required.items() if name in members}
             self._requested = {name: version for name, version in self._requested.items() if name in members}
@@ -158,7 +153,6 @@ class BoundaryExchange:
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
-        # Rank 0 waits for the other ranks as a live publish waits for subscribers.
         self._peers = SubscriberProgress(self._timing) if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
@@ -192,7 +186,6 @@ class BoundaryExchange:
             yield
         except BaseException as error:
             if isinstance(error, PenstockError):
-                # Only the exchange's buffers were written.
                 error.mutated = False
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
@@ -207,7 +200,6 @@ class BoundaryExchange:
             self._report(version, epoch, "")
             self._wait_for_ranks(version, epoch)
         finally:
-            # The caller may change the parameters after this.
             self._local_version.fence()
             self._version_status.post(epoch, version, is_open=False)
 
@@ -216,8 +208,7 @@ class BoundaryExchange:
         if self._peers is not None:
             # Every version needs every rank, even a rank that was late before.
             self._peers.absent.clear()
-            # Another rank may request the decision while this rank still waits for the members, so the version must
-            # have begun already.
+            # Another rank may request the decision while this rank still waits for members.
             self._peers.begin(version, [self._member.id])
             ranks = self._ranks(epoch)
             self._peers.begin(version, [rank.member for rank in ranks])

@@ -64,7 +64,6 @@ class Offer:
         memory_bytes: int | None,
     ) -> None:
         chosen = () if transforms is None else choose(transforms, rows)
-        # With several ranks, a rank may have no matching tensors.
         if transforms is not None and not chosen and world_size == 1:
             raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns or the tags")
         names = {choice.row.name for choice in chosen}
@@ -154,7 +153,6 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
-    # Exclude rows in the later regions, which the caller fills.
     order = order[layout.offset[order] + span[order] <= first[-1]]
     # Copies on one stream finish in order, so the first rows arrive first.
     streams = streams_of(src)
@@ -169,7 +167,6 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
     at, nbytes = at[nbytes > 0], nbytes[nbytes > 0]
     if not len(at):
         return Strips(at=at, run_bytes=at, num_rows=at, pitch=at)
-    # The spans of column slices of one tensor overlap.
     by_offset = np.argsort(at, kind="stable")
     at, stop = at[by_offset], np.maximum.accumulate((at + nbytes)[by_offset])
     region = np.searchsorted(first, at, side="right")
@@ -210,8 +207,7 @@ class VersionSnapshot(Closeable):
         self._precomputed: tuple[PrecomputedDigests, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
-            # The device digests, because a host core digests at an eighth of the speed of the copy. The digests refer
-            # to the first regions of the copy, in order, so all regions must be on devices.
+            # A host core digests at an eighth of the copy's speed. The digests must cover the copy's first regions.
             if on_host and len(live) <= MOST_PRECOMPUTED and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._precomputed = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
@@ -256,7 +252,6 @@ class VersionSnapshot(Closeable):
         Raises:
             DestinationError: the device failed. Readers of an announced version wait until the next `fence`.
         """
-        # The copy overwrites the version that readers may be reading.
         self.local_version.fence()
         if self._copy is not None:
             # The device digests its memory while the copy engine moves the bytes to the host.
@@ -266,8 +261,7 @@ class VersionSnapshot(Closeable):
             announce()
             return seconds
         begun = time.perf_counter()
-        # A receiver in direct mode pauses its engine when the version is announced. It must not wait for a training
-        # step, so finish the queued work first.
+        # A receiver in direct mode pauses its engine at the announcement, so finish the queued training step first.
         wait_events(record_events(self._devices), stall_s, work="kernel queued before the snapshot")
         self.local_version.begin(version, metadata)
         announce()

@@ -83,7 +83,6 @@ class Publisher(Closeable):
             announcements=self._announcements,
             progress=self._progress,
         )
-        # The report of the newest snapshot with a two-phase commit, and the decision.
         self._pending: tuple[PublishReport, Future[Decision]] | None = None
         self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
         self._took_s = 0.0
@@ -104,8 +103,7 @@ class Publisher(Closeable):
 
     def _open(self) -> None:
         status, membership = self._announcements.status, self._membership
-        # Another member may learn of this rank from the hub and send requests, so set the handler before the first
-        # report.
+        # Members that learn of this rank from the hub send requests, so set the handler before the first report.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
             self.member.check_grant,
@@ -316,7 +314,6 @@ class Publisher(Closeable):
         if self._state is PublisherState.CLOSED:
             raise Cancelled("the publisher was closed")
         if self.rank != 0:
-            # Rank 0 may have restarted with a new epoch since the previous version.
             self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
@@ -356,7 +353,6 @@ class Publisher(Closeable):
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
         """Publish a version, and in live mode wait for its outcome. Return the copy's seconds, and the decision."""
         self._enter_open(PublisherState.SHOWING)
-        # The outcome of a snapshot is not known here.
         decision = Decision(is_over=True)
         try:
             copy_s = strategy.show(version, metadata)
@@ -398,8 +394,7 @@ class Publisher(Closeable):
             if self._announcements.is_withdrawn:
                 self._withdraw()
             else:
-                # After an error the version may still be committed, and receivers that learn this from the hub read the
-                # version here.
+                # After an error the version may still be committed, and receivers read it here.
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
@@ -546,6 +541,5 @@ def publisher(
         registered.register(member)
         membership = Membership(member, name, stall_s)
         this_rank = Publisher.open(membership, registered, mode=mode, rank=trainer_rank, world_size=world_size)
-        # From here on `close` ends the registrations and leaves the sync.
         stack.pop_all()
     return this_rank

@@ -118,7 +118,6 @@ class FirstVersions:
         self._newest = newest
         self._changed = threading.Condition()
         self._latest: int | None = None
-        # First process of each rank, by rank.
         self._members: dict[int, str] = {}
 
     def begin(self, latest: int) -> None:
@@ -302,8 +301,7 @@ class SubscriberProgress:
                 return
             expected = state.expected.get(member)
             if state.ballot is not None and progress.outcome:
-                # A subscriber of an old release reports `committed`. Such a subscriber gets no version before the
-                # decision.
+                # Subscribers of old releases report `committed`, but get no version before the decision.
                 standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
                 state.ballot = state.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
             elif progress.outcome == "failed":
@@ -370,7 +368,6 @@ class SubscriberProgress:
             state = self._versions[version]
             state.fleet = decision
             state.is_over = True
-            # The hub may have recorded a withdrawal before this verdict.
             state.committed = list(verdict.prepared) if decision.outcome == "committed" else []
             state.late = list(verdict.late)
             state.failed = dict(verdict.failed)

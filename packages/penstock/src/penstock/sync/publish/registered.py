@@ -189,8 +189,7 @@ class Registered(Closeable):
             options, links = self._options, self._member.links
             memories: tuple[Memory, ...] = (*offer.memories, *offer.filled)
             layout = layout_of(offer.rows, self._member.id, "", memories)
-            # A planner that knows the old layout must not reuse its descriptors, so each registration needs a new
-            # address.
+            # A planner that knows the old layout must not reuse its descriptors, so change the address.
             address = secrets.token_hex(8)
             snapshot: VersionSnapshot | None = None
             if options.copies is None:
@@ -213,7 +212,6 @@ class Registered(Closeable):
             local_version.regions.warm_up()
             if self._connect is not None:
                 self._connect(offer)
-            # From here on `close` ends the registrations.
             stack.pop_all()
         self.layout, self.digest = local_version.layout, local_version.layout.digest()
         self._registration = _Registration(

@@ -134,8 +134,7 @@ class TwoPhase:
         rank = self._rank
         proposal = verdict.decision(rank.announcements.epoch, version)
         try:
-            # Without a recorded commit no subscriber goes live, so a withdrawal needs no record. The record is for
-            # operators, and for subscribers that cannot reach this rank.
+            # Without a recorded commit no subscriber goes live, so the record of a withdrawal is optional.
             return rank_group.recorded(rank.membership, proposal, rank.stall_s if verdict.is_commit else 0.0)
         except PenstockError as error:
             if not verdict.is_commit:

@@ -78,7 +78,6 @@ def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ..
     chosen = []
     for tag, patterns in patterns_of.items():
         form = format_of(tag)
-        # The user has already tagged the other rows.
         plain = [row for row in rows if not row.form.tag]
         kept_plain = _reasons_plain(form, plain, patterns)
         for row in plain:
@@ -161,7 +160,6 @@ def _lay_out(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, FormatOutput]], list[tuple[Chosen, Box]]]:
     """Return the rows that own blocks, by layer, and the outputs and boundary blocks of each row."""
-    # Receivers read layer by layer.
     mine = [choice for choice in chosen if choice.owned.num_elements]
     mine = [mine[i] for i in layer_order([choice.row.name for choice in mine])[0].tolist()]
     parts = [(choice, part) for choice in mine for part in _outputs(choice, choice.owned)]
@@ -253,7 +251,6 @@ def _batches(
             jobs.setdefault(key, []).append(_job(choice, inside, cut(choice.row.tensor, _from(inside, box)), outs))
         for edge, buffer in boundary.get(id(choice), ()):
             jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
-            # The exchange reads only the elements of other ranks.
             if common := common_box(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)

@@ -36,7 +36,6 @@ class Buffer:
         self.grid = grid
         self.offset = offset
         self.pieces: list[BufferPiece] = [] if piece is None else [piece]
-        # True until the first write, while the buffer is its initial piece.
         self.untouched = piece is not None
         # For each checkpoint tensor that was completely overwritten, the tensor that replaced it.
         self.replaced: dict[str, str] = {}
@@ -130,7 +129,6 @@ def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
     if common_box(whole, box) is None:
         yield piece
         return
-    # Cut off the parts before and after the box in each dim.
     start, stop = list(whole.start), list(whole.stop)
     for dim in range(len(start)):
         for low, high in ((start[dim], box.start[dim]), (box.stop[dim], stop[dim])):

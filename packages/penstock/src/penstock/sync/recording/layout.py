@@ -158,7 +158,6 @@ def fill(
 
 def install(record: LayoutRecord, piece: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a record's source box into the target. `piece` has that box's shape and may be on any device."""
-    # Bring the source's runs into the target's order.
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))

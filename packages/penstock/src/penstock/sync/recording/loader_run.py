@@ -90,7 +90,6 @@ def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: 
 
 def own_loader(model: torch.nn.Module) -> Load:
     """Return the model's own loader, which is `load_weights` or else `load_state_dict`."""
-    # The wrappers for torch.compile and data parallelism add a prefix to all names.
     model = unwrapped(model)
     # vLLM and SGLang define `load_weights`, which takes the checkpoint's own names.
     own = getattr(model, "load_weights", None)
@@ -107,7 +106,6 @@ class _Pass:
         # The last tensor that the loader received, or "" after it has received all tensors.
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
-        # The model's tensors and their memory before the run.
         self._saved = [(group, dict(group)) for group in groups]
         self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
 
@@ -115,8 +113,7 @@ class _Pass:
         """Yield the recording tensors one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
-            # Watching their creation would take a third of the time of a recording. They must be created during the
-            # run, because in inference mode torch refuses views of tensors that were created outside.
+            # Unwatched creation saves a third of the time. In inference mode torch refuses views of older tensors.
             with torch._C._DisableTorchDispatch():
                 tensor = self._recorder.checkpoint_tensor(name, dtype, shape)
             yield name, tensor

@@ -83,8 +83,7 @@ class _OperatorWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # By default torch wraps `__torch_dispatch__` to hide it from Dynamo, and the wrapper imports Dynamo, which
-        # takes 1 to 4 s in the first update of a process.
+        # Torch's default wrapper imports Dynamo, which takes 1 to 4 s in the first update of a process.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +113,6 @@ class LoadRecorder:
         """Tensors that were copied to an unknown place, with the reason."""
         # Loaders copy from several threads. The lock is re-entrant because an operator may decompose into others.
         self._lock = threading.RLock()
-        # The key is the storage, which several live tensors may share.
         self._live: dict[int, list[LiveBuffer]] = {}
         # Checkpoint tensors with the same dtype and shape differ only in their buffers.
         self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, StrideGrid, StrideMap]] = {}
@@ -259,7 +257,6 @@ class LoadRecorder:
 
     def _copy(self, buffer: Buffer, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the pieces of a source to a target in a buffer, with conversions. Raise NotBoxes."""
-        # `copy_` broadcasts its source.
         expanded = source
         if source.shape != target.shape:
             expanded = self.view_of(source, lambda meta: meta.expand(target.shape))
@@ -315,7 +312,6 @@ class LoadRecorder:
                 return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
-            # The loader computes shapes, indices or expert maps of its own.
             if not writes and not any(self.is_tracked(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             rule = RULES.get(packet)
@@ -414,8 +410,7 @@ def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     # A tensor that the loader creates without storage cannot become a weight.
     if device.type == "meta":
         return func(*args, **kwargs)
-    # Integers such as expert maps must have values during the recording. `like` may be a recording tensor without
-    # values, so an empty tensor of its shape replaces it.
+    # Integers such as expert maps need values. `like` may have no values, so replace it.
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
@@ -512,7 +507,6 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
-    # The loader created the index, so its values are real.
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
     shape = (*source.shape[:dim], len(rows), *source.shape[dim + 1 :])
     out = recorder.allocated(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)

@@ -277,7 +277,6 @@ class Requirements:
 
     def install(self, names: Iterable[str] | None = None) -> None:
         """Permute, cast and copy the verified rows of these tensors on the current stream. None means all tensors."""
-        # The rows of a name without steps arrived in the parameters themselves.
         with self._writing():
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
@@ -498,7 +497,6 @@ class _Destinations:
             try:
                 target = target.view(record.source_box.shape)
             except RuntimeError:
-                # The strides do not allow the view.
                 return None
         # Without a contiguous innermost dim every element would be a separate read.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
@@ -508,7 +506,6 @@ class _Destinations:
 
     def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """Allocate scratch, and return the requirements."""
-        # Scratch places have no tensors yet, which distinguishes them from live places.
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)

@@ -90,7 +90,6 @@ class StrideGrid:
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.strides = tuple(strides)
-        # Dims of extent 1 have arbitrary strides.
         wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
         self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
 
@@ -135,8 +134,7 @@ class StrideGrid:
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
             raise NotBoxes("a view that steps inside an element")
-        # The inner digit is in the dim with the largest stride up to the view's stride. If the view continues past the
-        # end of that dim, the next digit is in the dim around it, and the two dims must be dense together.
+        # Start in the dim with the largest stride up to the view's stride, and continue in the dims around it.
         inner: list[Digit] = []
         while True:
             dim = self._outer_first[level]
@@ -162,8 +160,7 @@ def between(
     shape: Sequence[int],
 ) -> StrideMap:
     """Return the copy between two views of `shape`. Offsets count elements. Raise NotBoxes for uneven steps."""
-    # Views of experts differ only in their starts. While each dim of a view ends inside the tensor dim in which it
-    # begins, the digits do not depend on the start.
+    # Views of experts differ only in their starts, on which the digits usually do not depend.
     even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
     if even is not None:
         digits, source_reach, target_reach = even
@@ -208,7 +205,6 @@ def _between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    # Locate the source's digits in the target, which may split them again.
     source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
     for digits, stride in zip(placed, target_strides, strict=True):
