@@ -19,6 +19,7 @@ from penstock.sync.recording.requirements import record
 from penstock.sync.recording.stride_map import (
     MAX_BOXES,
     NotBoxes,
+    StridedView,
     StrideGrid,
     StrideMap,
     _between,
@@ -103,7 +104,7 @@ def full(shape: tuple[int, ...]) -> StrideGrid:
 
 
 def test_contiguous_copy_is_one_box() -> None:
-    (only,) = boxes(between(full((8, 6)), 13, (6, 1), full((2, 3)), 0, (3, 1), (2, 3)))
+    (only,) = boxes(between(StridedView(full((8, 6)), 13, (6, 1)), StridedView(full((2, 3)), 0, (3, 1)), (2, 3)))
     assert only.source_box() == Box(start=(2, 1), stop=(4, 4))
     assert only.target_box() == Box.full((2, 3))
     assert only.order() == ((2, 3), (0, 1))
@@ -111,14 +112,16 @@ def test_contiguous_copy_is_one_box() -> None:
 
 def test_split_heads_become_one_box_each() -> None:
     # View kv_b [2 heads * (3 + 1), 5] as [2, 4, 5] and copy the first 3 rows of each head.
-    cut = boxes(between(full((8, 5)), 0, (20, 5, 1), full((2, 3, 5)), 0, (15, 5, 1), (2, 3, 5)))
+    cut = boxes(
+        between(StridedView(full((8, 5)), 0, (20, 5, 1)), StridedView(full((2, 3, 5)), 0, (15, 5, 1)), (2, 3, 5))
+    )
     assert [one.source_box() for one in cut] == [Box(start=(0, 0), stop=(3, 5)), Box(start=(4, 0), stop=(7, 5))]
     assert [one.target_box().start for one in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
 def test_restricted_map_splits_into_several_parts() -> None:
     # View 12 rows as [3, 4], transpose to [4, 3], and copy rows 2 to 9 of the flat result.
-    whole = between(full((12,)), 0, (1, 4), full((12,)), 0, (3, 1), (4, 3))
+    whole = between(StridedView(full((12,)), 0, (1, 4)), StridedView(full((12,)), 0, (3, 1)), (4, 3))
     parts = [part for cut in restrict(whole, Box(start=(2,), stop=(9,))) for part in boxes(cut)]
     rows = {}
     for part in parts:
@@ -147,10 +150,10 @@ def test_cached_digits_match_uncached_result() -> None:
         if len(shape) == 3:
             strides = [(outer, 5, inner) for outer, inner in strides]
         for mine, theirs, offset in product(strides, strides, range(24)):
-            given = source, offset, mine, target, (7 * offset) % 24, theirs, shape
+            views = StridedView(source, offset, mine), StridedView(target, (7 * offset) % 24, theirs)
             # All starts have the same digits, unless the view leaves a dim of a tensor.
-            found = outcome(partial(between, *given))
-            assert found == outcome(partial(_between, *given)), given
+            found = outcome(partial(between, *views, shape))
+            assert found == outcome(partial(_between, *views, shape)), views
             kinds.add(type(found))
     assert kinds == {StrideMap, str}
 
@@ -160,18 +163,18 @@ def test_cached_digits_match_uncached_result() -> None:
 )
 def test_unevenly_strided_view_is_refused(offset: int, strides: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(NotBoxes):
-        between(full((8, 6)), offset, strides, full((8, 6)), 0, strides, shape)
+        between(StridedView(full((8, 6)), offset, strides), StridedView(full((8, 6)), 0, strides), shape)
 
 
 def test_tensor_with_repeated_elements_is_refused() -> None:
     with pytest.raises(NotBoxes, match="repeats"):
-        between(StrideGrid((4, 6), (0, 1)), 0, (0, 1), full((4, 6)), 0, (6, 1), (4, 6))
+        between(StridedView(StrideGrid((4, 6), (0, 1)), 0, (0, 1)), StridedView(full((4, 6)), 0, (6, 1)), (4, 6))
 
 
 def test_too_many_boxes_are_refused() -> None:
     many = 2 * MAX_BOXES + 2
     with pytest.raises(NotBoxes, match="separate boxes"):
-        boxes(between(full((many,)), 0, (2,), full((many // 2,)), 0, (1,), (many // 2,)))
+        boxes(between(StridedView(full((many,)), 0, (2,)), StridedView(full((many // 2,)), 0, (1,)), (many // 2,)))
 
 
 def test_incompatible_reshapes_are_refused() -> None:

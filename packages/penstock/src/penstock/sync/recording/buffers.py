@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock.plan.intersect import common_box
 from penstock.sync.recording.layout import Step
-from penstock.sync.recording.stride_map import StrideGrid, StrideMap, between, boxes, chain, restrict
+from penstock.sync.recording.stride_map import StridedView, StrideGrid, StrideMap, between, boxes, chain, restrict
 from penstock.types import Box
 
 
@@ -147,16 +147,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def strided(self) -> StridedView:
+        """Return the view without its shape."""
+        return StridedView(self.buffer.grid, self.offset, self.strides)
+
     def region(self) -> list[StrideMap]:
         """Return the viewed boxes of the buffer, as maps to themselves. Raise NotBoxes."""
-        grid = self.buffer.grid
-        return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))
+        return boxes(between(self.strided, self.strided, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[BufferPiece]:
         """Yield this view's pieces as pieces of `target`'s buffer. Both views have the same shape. Raise NotBoxes."""
-        mine, theirs = self.buffer, target.buffer
-        whole = between(mine.grid, self.offset, self.strides, theirs.grid, target.offset, target.strides, self.shape)
-        for part in boxes(whole):
+        mine = self.buffer
+        for part in boxes(between(self.strided, target.strided, self.shape)):
             # The usual source is a whole checkpoint tensor, whose single piece needs no intersection.
             if mine.untouched:
                 yield replace(mine.pieces[0], map=part)

@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -150,45 +151,41 @@ class StrideGrid:
             extent, stride, level = extent // count, stride * count, level - 1
 
 
-def between(
-    source: StrideGrid,
-    source_offset: int,
-    source_strides: Sequence[int],
-    target: StrideGrid,
-    target_offset: int,
-    target_strides: Sequence[int],
-    shape: Sequence[int],
-) -> StrideMap:
-    """Return the copy between two views of `shape`. Offsets count elements. Raise NotBoxes for uneven steps."""
+class StridedView(NamedTuple):
+    """A view of a tensor. The offset and the strides count elements."""
+
+    grid: StrideGrid
+    offset: int
+    strides: tuple[int, ...]
+
+
+def between(source: StridedView, target: StridedView, shape: tuple[int, ...]) -> StrideMap:
+    """Return the copy between two views with `shape`. Raise NotBoxes if a view steps unevenly."""
     # Views of experts differ only in their starts, on which the digits usually do not depend.
-    even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
+    even = _even(source._replace(offset=0), target._replace(offset=0), shape)
     if even is not None:
         digits, source_reach, target_reach = even
-        source_start = source.start(source_offset)
-        if source.has(source_start, source_reach):
-            target_start = target.start(target_offset)
-            if target.has(target_start, target_reach):
+        source_start = source.grid.start(source.offset)
+        if source.grid.has(source_start, source_reach):
+            target_start = target.grid.start(target.offset)
+            if target.grid.has(target_start, target_reach):
                 return StrideMap(source_start=source_start, target_start=target_start, digits=digits)
-    return _between(source, source_offset, source_strides, target, target_offset, target_strides, shape)
+    return _between(source, target, shape)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _even(
-    source: StrideGrid,
-    source_strides: tuple[int, ...],
-    target: StrideGrid,
-    target_strides: tuple[int, ...],
-    shape: tuple[int, ...],
+    source: StridedView, target: StridedView, shape: tuple[int, ...]
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Return a copy's digits and its reach in each dim at either end, or None if they depend on the starts."""
     try:
-        whole = _between(source, 0, source_strides, target, 0, target_strides, shape)
+        whole = _between(source, target, shape)
     except NotBoxes:
         return None
     # With one digit for each dim of the view, no dim was split at the end of a tensor dim.
     if len(whole.digits) != sum(extent > 1 for extent in shape):
         return None
-    reach = [[0] * len(source.shape), [0] * len(target.shape)]
+    reach = [[0] * len(source.grid.shape), [0] * len(target.grid.shape)]
     for n, source_dim, source_step, target_dim, target_step in whole.digits:
         for ends, dim, step in ((reach[0], source_dim, source_step), (reach[1], target_dim, target_step)):
             if dim >= 0:
@@ -196,23 +193,16 @@ def _even(
     return whole.digits, tuple(reach[0]), tuple(reach[1])
 
 
-def _between(
-    source: StrideGrid,
-    source_offset: int,
-    source_strides: Sequence[int],
-    target: StrideGrid,
-    target_offset: int,
-    target_strides: Sequence[int],
-    shape: Sequence[int],
-) -> StrideMap:
-    source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
+def _between(source: StridedView, target: StridedView, shape: tuple[int, ...]) -> StrideMap:
+    # Locate the source's digits in the target, which may split them again.
+    source_start, placed = source.grid.place(source.offset, list(zip(shape, source.strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
-    for digits, stride in zip(placed, target_strides, strict=True):
+    for digits, stride in zip(placed, target.strides, strict=True):
         below = 1
         for digit in reversed(digits):
             halves.append((digit, stride * below))
             below *= digit[0]
-    target_start, ends = target.place(target_offset, [(digit[0], stride) for digit, stride in halves])
+    target_start, ends = target.grid.place(target.offset, [(digit[0], stride) for digit, stride in halves])
     joined: list[Digit] = []
     for ((_, dim, step, _, _), _), parts in zip(halves, ends, strict=True):
         below = 1
