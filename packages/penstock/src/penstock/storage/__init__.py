@@ -212,7 +212,6 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory or a symlink to one. False for a loop of symlinks."""
     try:
         return entry.is_dir()
     except OSError:

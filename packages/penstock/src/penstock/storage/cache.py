@@ -48,9 +48,7 @@ class CacheStats:
     """Counters of the cache for one source."""
 
     hits: int = 0
-    """Chunks found on disk."""
     misses: int = 0
-    """Chunks read from the source."""
     rotten: int = 0
     """Chunk files with a wrong digest, and files that are not chunks."""
     asked_bytes: int = 0
@@ -254,7 +252,6 @@ class CachedSource(HashedReads):
 
 
 def _fill(descriptor: int, offset: int, views: list[memoryview]) -> int:
-    """Fill `views` from `offset`. Return the number of bytes read, which is smaller at the end of the file."""
     left, start = list(views), offset
     while left:
         received = os.preadv(descriptor, left[:MAX_BUFFERS], offset)

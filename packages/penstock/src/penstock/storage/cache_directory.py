@@ -100,12 +100,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _folder(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Open a directory of the cache level by level, without following symlinks.
-
-        Raises:
-            FileNotFoundError: a level is missing or is not a directory of this user. `make` creates such a level
-                instead.
-        """
+        """Open a directory level by level, without following symlinks. Raises FileNotFoundError for a foreign level."""
         if make:
             self._make()
         descriptor = os.open(self.path, _FOLDER_FLAGS)
@@ -122,10 +117,7 @@ class CacheDirectory:
             os.close(descriptor)
 
     def open_chunk(self, file: Path, nbytes: int) -> int | None:
-        """Return a descriptor of a chunk file, or None if it is not a file of this user with that size.
-
-        Raises FileNotFoundError if the file does not exist, and OSError if the directory cannot be read.
-        """
+        """Return a descriptor of a chunk file, or None if it is foreign or has another size. Raises OSError."""
         with self._folder(file.parent) as folder:
             try:
                 descriptor = os.open(file.name, _FILE_FLAGS, dir_fd=folder)

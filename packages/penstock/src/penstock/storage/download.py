@@ -33,11 +33,7 @@ class Downloaded:
 
 
 def inside(directory: Path, name: str, *, uri: str) -> Path:
-    """Return the path of `name` below a directory.
-
-    Raises:
-        PlanError: the path is outside, for example because of `..`.
-    """
+    """Return the path of `name` below a directory. Raises PlanError for a path outside, for example because of `..`."""
     root = directory.resolve()
     path = (root / name.lstrip("/")).resolve()
     if not path.is_relative_to(root) or path == root:

@@ -16,9 +16,7 @@ _MAX_AHEAD_BYTES = 256 * MIB
 class FileDigest:
     """The SHA-256 of a file whose ranges arrive in any order.
 
-    Args:
-        expected: the digest in hexadecimal.
-        stall_s: seconds that a range waits for the ranges before it. Then the digest is abandoned.
+    A range waits at most `stall_s` for the ranges before it. Then the digest is abandoned.
 
     Attributes:
         is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest

@@ -49,18 +49,14 @@ _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 
 
 class FileSource(LocalFile):
-    """A local file as a `Source`.
+    """A local file as a `Source`. Raises as `LocalFile`.
 
     Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only head and tail of the
     request are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast
     as 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
 
     Attributes:
-        state: the file's state at open. It is compared after every read.
         why: why some absent bytes were not read by direct I/O. "" if all were.
-
-    Raises:
-        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: see `LocalFile`.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:

@@ -86,15 +86,12 @@ def fill(
 
     Args:
         uri: `org/name`, `hf://org/name@REVISION`, or a file, folder or glob in it.
-        settings: limits. None reads them from the environment.
-        storage_options: `token`, `endpoint`.
         on_bytes: called with the number of bytes fetched so far and the total.
 
     Raises:
         ConfigError: the URI is not a repository on a hub.
         DiskFull, DestinationError: the cache cannot be written.
-        IntegrityError: a file differs from the hub's digest.
-        SourceError: the hub failed.
+        IntegrityError, SourceError: a file differs from the hub's digest, or the hub failed.
     """
     return _fill(texts_of(uri)[0], None, settings or Settings.read(), storage_options or {}, on_bytes)
 
@@ -187,15 +184,6 @@ def _inside(uri: str) -> str:
 
 
 class _HubCache:
-    """A repository's directory in the local cache.
-
-    Args:
-        stall_s: longest wait, in seconds, for a file of another process that does not grow.
-
-    Attributes:
-        snapshot: the directory of the commit's files.
-    """
-
     def __init__(self, contents: Contents, *, stall_s: float) -> None:
         self._hub = library()
         # The revision from the URI becomes a file name.
@@ -210,14 +198,7 @@ class _HubCache:
         self._stall_s = stall_s
 
     def fill(self, copy: Copy) -> list[Path]:
-        """Write missing files into the cache, and return the paths of the files written.
-
-        Raises:
-            DiskFull, DestinationError: the cache cannot be written.
-            FormatError: the hub states no digest for a file.
-            IntegrityError: a file differs from the hub's digest.
-            PenstockError: `copy` failed. No file of the commit is visible then.
-        """
+        """Write missing files into the cache, and return the paths of the files written."""
         with typed(self._root):
             self._locks.mkdir(parents=True, exist_ok=True)
             (self._repository / "blobs").mkdir(parents=True, exist_ok=True)

@@ -160,8 +160,6 @@ class GgufHeader(Header):
 
 
 class _Reader:
-    """A cursor over the start of a source, which is read on demand."""
-
     def __init__(self, source: Source, first: bytearray) -> None:
         self.data = first
         self.at = 0
@@ -228,15 +226,7 @@ class _Reader:
 
 
 def read_header(source: Source, first: bytearray) -> GgufHeader:
-    """Read and check a file's header.
-
-    Args:
-        first: the bytes already read from its start.
-
-    Raises:
-        FormatError: the header is malformed or inconsistent, or its version or byte order is unsupported.
-        SourceTruncated: the file ends inside the header or before the end of the bodies.
-    """
+    """Read and check a header, whose first bytes were read. Raises FormatError or SourceTruncated."""
     reader = _Reader(source, first)
     uri = source.uri
     if reader.take(4) != MAGIC:
@@ -440,11 +430,7 @@ def _table(
 
 
 def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
-    """Check that a split model has each of its parts exactly once, and all tensors.
-
-    Raises:
-        FormatError: a part is missing, is a duplicate, or belongs to a different model.
-    """
+    """Raise FormatError unless a split model has each of its parts exactly once, and all tensors."""
     parts = [(name, header) for name, header in headers if isinstance(header, GgufHeader)]
     counts = {_part(header, "split.count", name, uri) for name, header in parts}
     if not counts or counts == {0} or (counts == {1} and len(parts) == 1):

@@ -33,13 +33,7 @@ def gguf_header(source: Source) -> gguf.GgufHeader | None:
 
 
 def read_header(source: Source) -> Header:
-    """Read and check the header of a safetensors or GGUF file.
-
-    Raises:
-        FormatError: the header is malformed or inconsistent, or the file has another format.
-        UnsafeFormat: the file is a pickle.
-        SourceTruncated: the file ends inside the header or before the end of the bodies.
-    """
+    """Read and check a safetensors or GGUF header. Raises FormatError, UnsafeFormat (a pickle) or SourceTruncated."""
     is_named = source.uri.partition("?")[0].endswith(gguf.SUFFIX)
     guess = gguf.GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES
     first = bytearray(min(guess, source.nbytes))
@@ -62,18 +56,13 @@ def is_pickled_name(name: str) -> bool:
 
 
 def _is_pickle(first: bytes | bytearray) -> bool:
-    """Return whether a file begins like a pickle from torch."""
     # The header length of a safetensors file may look like a pickle's magic, but JSON follows.
     is_safetensors = bytes(first[4:9]) == b"\0\0\0\0{"
     return bytes(first[:4]).startswith(_MAGICS) and not is_safetensors
 
 
 def pickle_refusal(files: Sequence[str], uri: str) -> UnsafeFormat:
-    """Return the error for pickled weights.
-
-    Args:
-        files: paths or URIs. Remote files must be downloaded first, so only their last segments are listed.
-    """
+    """Return the error for pickled weights. Remote files must be downloaded first, so only their names are listed."""
     is_remote = any("://" in file for file in files)
     names = [file.partition("?")[0].rpartition("/")[2] if is_remote else file for file in files]
     some_names = ", ".join(name.rpartition("/")[2] for name in names[:3]) + (", ..." if len(names) > 3 else "")

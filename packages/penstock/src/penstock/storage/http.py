@@ -126,7 +126,6 @@ class HttpSource:
     Args:
         uri: name for errors, without secrets.
         seen: validators from the first response.
-        settings: `retries`, `stall_s`, `ca_file`.
         trusted: certificates. None uses `network.bundles`.
     """
 
@@ -212,18 +211,7 @@ def _hold_pool(settings: Settings, trusted: tuple[Bundle, ...]) -> Pool:
 
 
 def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> HttpSource:
-    """Open a plain http(s) URL.
-
-    Args:
-        uri: the URL. Its user and password are sent but never shown.
-        settings: `retries`, `stall_s`, `ca_file`.
-        storage_options: `bearer_token`, or `username` and `password`.
-
-    Raises:
-        ConfigError: the URL or an option is wrong.
-        FormatError: the object is stored or sent with an encoding.
-        SourceError: the server did not return the object.
-    """
+    """Open a plain http(s) URL. Its user and password are sent but never shown. Raises ConfigError or SourceError."""
     origin, name = PlainOrigin(uri, storage_options or {}), clean(uri)
     return open_origin(name, origin, lambda seen: HttpSource(name, origin, seen, settings=settings), settings=settings)
 
@@ -254,15 +242,8 @@ def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, se
 def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
     """Return status, headers and body of a response that is not an object, such as a hub's listing.
 
-    The body of a refusal is empty. The request is retried after temporary refusals.
-
-    Args:
-        limit: maximum size of the body in bytes.
-        settings: `retries`, `stall_s`, `ca_file`.
-
-    Raises:
-        FormatError: the response is too long or compressed.
-        SourceUnavailable, SourceStalled: the server did not respond.
+    The body of a refusal is empty. The request is retried after temporary refusals. Raises FormatError if the response
+    is compressed or longer than `limit` bytes, and SourceUnavailable or SourceStalled.
     """
     pool, patience = _hold_pool(settings, bundles(settings)), Patience(uri, settings)
     try:

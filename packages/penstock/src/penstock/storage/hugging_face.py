@@ -38,14 +38,10 @@ _NO_ANSWER = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the
 
 
 class _Lfs(msgspec.Struct):
-    """The hub's entry for the content of a large file."""
-
     sha256: str
 
 
 class _Sibling(msgspec.Struct):
-    """The hub's entry for a file."""
-
     rfilename: str
     size: int | None = None
     lfs: _Lfs | None = None
@@ -53,8 +49,6 @@ class _Sibling(msgspec.Struct):
 
 
 class _Info(msgspec.Struct):
-    """The hub's response about a revision of a repository."""
-
     sha: str | None = None
     siblings: list[_Sibling] | None = None
 

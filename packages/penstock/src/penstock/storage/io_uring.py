@@ -50,11 +50,7 @@ def refusal() -> str:
 
 
 class Uring:
-    """A ring of reads in flight, for use by one thread.
-
-    Attributes:
-        limits_workers: whether the kernel can limit its workers (since 5.15).
-    """
+    """A ring of reads in flight, for use by one thread. `limits_workers` is False before Linux 5.15."""
 
     def __init__(
         self, fd: int, params: bytearray, rings: mmap.mmap, entries: mmap.mmap, *, limits_workers: bool
@@ -84,15 +80,7 @@ class Uring:
 
     @classmethod
     def open(cls, entries: int, num_workers: int) -> Uring:
-        """Make a ring in the kernel and map it.
-
-        Args:
-            entries: maximum number of reads in flight.
-            num_workers: maximum number of reads that the kernel processes at once.
-
-        Raises:
-            OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
-        """
+        """Make a ring for `entries` reads, of which the kernel processes `num_workers` at once. Raises OSError."""
         # The kernel returns its features and the offsets of the rings in this struct.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
@@ -133,13 +121,10 @@ class Uring:
         self._unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Submit queued reads. If no read is complete, wait for a completion or the timeout.
+        """Submit queued reads, and wait for a completion or the timeout if no read is complete. Raises OSError.
 
         Returns:
             Completed reads as (token, result). The result is the number of bytes read, or a negative errno.
-
-        Raises:
-            OSError: the ring failed. Reads in flight may continue, but their completions are lost.
         """
         is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
         if is_complete and not self._unsubmitted:

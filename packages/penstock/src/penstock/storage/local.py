@@ -103,12 +103,7 @@ class LocalFile:
         return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
-        """Raise if the open file was modified, with one system call. Its path may name another file.
-
-        Raises:
-            SourceChanged: the file was written to.
-            SourceTruncated: the file is shorter.
-        """
+        """Raise SourceChanged or SourceTruncated if the open file was modified. Its path may name another file."""
         # This runs after every read, so compare three fields first.
         try:
             now = os.fstat(self._fd)
@@ -118,12 +113,7 @@ class LocalFile:
             self._require_unchanged(None)
 
     def check_unchanged(self) -> None:
-        """Raise unless the path still names the opened file, unmodified.
-
-        Raises:
-            SourceChanged: the file was modified, replaced or removed.
-            SourceTruncated: the file is shorter.
-        """
+        """Raise SourceChanged or SourceTruncated unless the path still names the opened file, unmodified."""
         self._require_unchanged(self._path)
 
     def _require_unchanged(self, path: str | None) -> None:
@@ -220,13 +210,7 @@ def _settled(fd: int, path: str) -> FileState:
 
 
 def read_bounded(path: str, max_bytes: int) -> bytes:
-    """Return the content of a small regular file (an index, a manifest, a key).
-
-    Raises:
-        FormatError: the file has more than `max_bytes`.
-        SourceChanged: the file was written to during the read.
-        SourceError: see `LocalFile`.
-    """
+    """Return the content of a small regular file. Raises FormatError above `max_bytes`, or SourceError."""
     file = LocalFile.open(path)
     try:
         if file.nbytes > max_bytes:
@@ -341,12 +325,9 @@ def address_of(buffer: memoryview) -> int:
 
 
 def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Extend a file to at least `nbytes` and reserve space for all of it, until `is_over` returns True.
+    """Extend a file to at least `nbytes` and reserve space for all of it, until `is_over` returns True. Raises OSError.
 
     Only the length is set if the file system cannot reserve space (NFS before 4.2, ZFS, ramfs).
-
-    Raises:
-        OSError: there is not enough space. A part may be reserved.
     """
     for at in range(0, nbytes, _RESERVED_BYTES):
         if is_over():

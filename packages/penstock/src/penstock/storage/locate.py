@@ -195,13 +195,7 @@ def format_hint(
 
 
 def require_local(uri: Uri) -> None:
-    """Raise unless a local path exists. This opens no file, and skips remote URIs.
-
-    Raises:
-        NotFound: the path does not exist or has no weight files.
-        UnsafeFormat, ConfigError: see `resolve`.
-        PermissionDenied, SourceUnavailable: see `list_uris`.
-    """
+    """Raise NotFound unless a local path exists and has weights. This opens no file, and skips remote URIs."""
     place = _text(uri)
     if is_remote(place):
         return
@@ -277,10 +271,6 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     """Return the files that `uri` names, as `list_uris` does. Also accept the URL of an HTTP directory.
 
     HTTP has no listing, so only the weights, the index, the manifest and small files with usual names are found.
-
-    Raises:
-        NotFound, PermissionDenied, SourceUnavailable: see `list_uris`.
-        FormatError: the index is malformed.
     """
     if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX):
         return list_uris(uri, settings=settings, storage_options=storage_options)
@@ -309,11 +299,7 @@ def directory_prefix(uri: str) -> str:
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Return the URI of the manifest of `uri`, in the directory or next to the single file.
-
-    Raises:
-        ConfigError: `uri` is a glob over directories or a URL with a query, which have no manifest.
-    """
+    """Return the URI of a manifest, in the directory or next to the single file. Raises ConfigError if impossible."""
     place = _text(uri)
     prefix = _prefix_of(place)
     where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
@@ -420,10 +406,7 @@ def _parts(file: str) -> list[str]:
 
 
 def _sidecar_of_only_file(file: str) -> str | None:
-    """Return the manifest of the directory in which `file` is the only model.
-
-    An engine that searches a directory itself passes the path of the weight file.
-    """
+    """Return the manifest of the directory in which `file` is the only model, for engines that pass only the file."""
     if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
     prefix = file[: file.rfind("/") + 1]
@@ -529,15 +512,7 @@ def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
-    """Return the files that belong together, in order, and log the other files once.
-
-    Args:
-        files: weight files, or their indexes, in one directory.
-        also: more files of the directory, which are considered but not returned.
-
-    Raises:
-        ConfigError: there are several variants and no plain file.
-    """
+    """Return the weight files or indexes that belong together, and log the rest. `also` has more names to consider."""
     kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
     names = [_last_segment(file) for file in (*kept, *also)]
     if any(not _ADAPTER.fullmatch(name) and not name.startswith(".") for name in names):

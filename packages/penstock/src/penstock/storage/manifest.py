@@ -41,7 +41,6 @@ class Sidecar(msgspec.Struct, forbid_unknown_fields=True):
     body: bytes
     """Names, dtypes and shapes; see `digest.leaf.canonical`."""
     file_index: bytes
-    """One int64 for each row."""
     offset: bytes
     """One int64 for each row, in bytes from the start of the file."""
     leaves: bytes | None
@@ -74,12 +73,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
-    """Decode a manifest, and check its types, leaf size and revision, but not its rows.
-
-    Raises:
-        FormatError: the bytes are not a manifest.
-        IntegrityError: the revision does not match the content.
-    """
+    """Decode a manifest, and check its types, leaf size and revision, but not its rows. Raises as `decode`."""
     if not raw.startswith(MAGIC):
         raise FormatError("the file is not a penstock manifest", uri=uri)
     try:
@@ -107,12 +101,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
 
 
 def decode(raw: bytes, *, uri: str) -> Manifest:
-    """Decode a manifest and check all of it. Rows are sorted by name.
-
-    Raises:
-        FormatError: the manifest is malformed or contradicts itself.
-        IntegrityError: the revision does not match the content.
-    """
+    """Decode and check a manifest, sorted by name. Raises FormatError, or IntegrityError for a wrong revision."""
     return unpack(read_sidecar(raw, uri=uri), uri=uri)
 
 
@@ -214,11 +203,7 @@ def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
 
 
 def sign(raw: bytes, private_key_pem: bytes) -> bytes:
-    """Return the detached Ed25519 signature (64 bytes) of a manifest's bytes.
-
-    Raises:
-        ConfigError: the key is not an unencrypted Ed25519 private key in PEM.
-    """
+    """Return the detached Ed25519 signature (64 bytes) of a manifest. Raises ConfigError for a wrong key."""
     try:
         key = load_pem_private_key(private_key_pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -231,12 +216,7 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
 
 
 def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
-    """Verify a manifest's bytes against their signature.
-
-    Raises:
-        IntegrityError: the signature does not match these bytes and this key.
-        ConfigError: the key is not an Ed25519 public key in PEM.
-    """
+    """Raise IntegrityError unless the signature matches a manifest and key, and ConfigError for a wrong key."""
     hint = "export the public key with: openssl pkey -in KEY -pubout"
     try:
         key = load_pem_public_key(public_key_pem)

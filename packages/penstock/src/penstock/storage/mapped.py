@@ -67,11 +67,7 @@ class MappedFile(LocalFile):
 
     @classmethod
     def open(cls, path: str, *, state: FileState | None = None) -> Self:
-        """See `LocalFile.open`.
-
-        Args:
-            state: the state in which the file was first opened. None accepts any state.
-        """
+        """See `LocalFile.open`. Raises SourceChanged unless the file is still in `state`, if given."""
         file = super().open(path)
         if state is not None and not state.same_content(file.state):
             file.close()
@@ -121,9 +117,6 @@ class MappedFile(LocalFile):
 
         Gaps between views are skipped. Call this for chunks of 8 MiB from two to four threads. Source:
         benchmarks/results/cpu2_202611/files.md.
-
-        Raises:
-            SourceTruncated, SourceChanged, SourceUnavailable: the file ended early, or the device failed.
         """
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
@@ -188,7 +181,6 @@ class MappedFile(LocalFile):
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
     def _live(self, offset: int, stop: int) -> list[tuple[MappedRange, int]]:
-        """Return the live views that overlap with the given range, and their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
             parts = [(self._views[i](), self._starts[i]) for i in range(first, last)]
@@ -197,12 +189,7 @@ class MappedFile(LocalFile):
 
 
 class Mapping:
-    """A private, writable mapping of a file's range. It is unmapped with its last reference.
-
-    Raises:
-        OSError: from mmap(2). ENOMEM if no mapping or address space is left, ENODEV if the file system cannot map
-            files.
-    """
+    """A private, writable mapping of a file's range. It is unmapped with its last reference."""
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
@@ -213,7 +200,7 @@ class Mapping:
 
     @classmethod
     def map(cls, fd: int, offset: int, nbytes: int) -> Mapping:
-        """Map a range of an open file. Raises as the class describes."""
+        """Map a range of an open file. Raises OSError."""
         # Map the file over an anonymous reservation, which C code unmaps. An mmap of the file would hold a duplicate
         # descriptor. With a direct call of mmap(2), a signal could arrive before Python stores the address.
         slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
@@ -270,14 +257,7 @@ class MappedRange:
         return memoryview(np.asarray(self).data)
 
     def populate(self, start: int, nbytes: int) -> bool:
-        """Read a range and map its pages, without copying.
-
-        Returns:
-            False without effect before Linux 5.14.
-
-        Raises:
-            OSError: EFAULT if the file is too short or the device failed, or ENOMEM.
-        """
+        """Read a range and map its pages. Return False without effect before Linux 5.14. Raises OSError."""
         if not _LINUX:
             return False
         # madvise(2) needs an aligned address.

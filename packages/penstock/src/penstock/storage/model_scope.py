@@ -131,8 +131,6 @@ class ModelScopeStorage(RepositoryStorage):
 
 
 class _ListedFile(msgspec.Struct):
-    """The hub's entry for a file or directory."""
-
     Path: str
     Size: int = 0
     Sha256: str | None = None
@@ -171,7 +169,6 @@ class _Listing:
         self._num_requests = 0
 
     def entries(self) -> list[_ListedFile]:
-        """Return all files and directories."""
         return self._pages() if self._where.kind == "dataset" else self._below("")
 
     def _pages(self) -> list[_ListedFile]:
@@ -266,7 +263,6 @@ def _sha256_of(source: FileSource) -> str:
 
 @contextmanager
 def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
-    """Map the library's errors to typed errors."""
     errors = _library().errors
     try:
         yield

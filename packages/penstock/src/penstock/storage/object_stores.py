@@ -145,17 +145,12 @@ class ObjectKey:
 
 
 def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -> ObjectKey:
-    """Return the store and key that `uri` names, without network access.
+    """Return the store and key that `uri` names, without network access. Raises ConfigError or MissingExtra.
 
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
-        settings: `retries`, `stall_s` and `ca_file`.
         options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
             `profile` for s3. They take precedence over the environment.
-
-    Raises:
-        ConfigError: the URI or an option is wrong.
-        MissingExtra: an AWS profile is named but boto3 is not installed.
     """
     check_process()
     scheme, _, rest = uri.partition("://")
@@ -376,7 +371,6 @@ _FSSPEC = {
 
 
 def _check_options(scheme: str, options: Iterable[tuple[object, object]]) -> None:
-    """Raise ConfigError for fsspec's option names and for names and values of wrong types."""
     for name, value in options:
         if not isinstance(name, str):
             fault, use = f"the name {name!r} in storage_options is not a str", "use the name of an option"
@@ -472,15 +466,7 @@ def _brief(error: Exception) -> str:
 
 
 def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
-    """Read a profile. A missing file counts as empty.
-
-    Args:
-        name: the profile. None uses the profile of the environment, or `default`.
-        environ: the variables `AWS_*`.
-
-    Raises:
-        ConfigError: a file cannot be read or parsed.
-    """
+    """Read a profile, by default that of the environment. A missing file counts as empty. Raises ConfigError."""
     named = name or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     profile = named or "default"
     config = _sections(environ.get("AWS_CONFIG_FILE", "~/.aws/config"), must_parse=named is not None)

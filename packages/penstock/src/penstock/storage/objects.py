@@ -133,11 +133,7 @@ class AnonymousOrigin:
 
 
 class StoreSource:
-    """A `Source` that reads through obstore with one copy, for stores whose URLs cannot be signed.
-
-    Attributes:
-        why: why signed URLs cannot be used.
-    """
+    """A `Source` that reads through obstore with one copy. `why` says why URLs cannot be signed."""
 
     def __init__(self, place: ObjectKey, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
         self.uri = place.uri
@@ -201,17 +197,7 @@ class StoreSource:
 
 
 def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
-    """Open one object for ranged reads.
-
-    Args:
-        settings: `retries`, `stall_s`, `ca_file`.
-        storage_options: options of the store by obstore's names. They take precedence over the environment.
-
-    Raises:
-        ConfigError: the URI or an option is wrong.
-        MissingExtra: see `locate_object`.
-        NotFound, PermissionDenied, SourceUnavailable, SourceStalled: the store did not return the object.
-    """
+    """Open one object for ranged reads. Raises ConfigError, MissingExtra or SourceError."""
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
     if not place.key or place.key.endswith("/"):
@@ -251,14 +237,8 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
 def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
     """Return the sorted objects that `uri` names: one object, all directly under a prefix, or all matches of a glob.
 
-    Args:
-        uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
-            across segments).
-
-    Raises:
-        NotFound: no object matches.
-        FormatError: the listing exceeds a limit, such as `MAX_LISTED_KEYS`.
-        ConfigError, PermissionDenied, SourceUnavailable, SourceStalled: see `open_object`.
+    In a glob, `*`, `?` and `[...]` match within a segment, and `**` across segments. Raises NotFound if no object
+    matches, and FormatError if the listing exceeds a limit, such as `MAX_LISTED_KEYS`.
     """
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
@@ -319,10 +299,6 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     """Return a small object, or None if it does not exist.
 
     An absent object raises PermissionDenied if the user may read but not list the bucket.
-
-    Raises:
-        FormatError: the object is larger than `MAX_SMALL_BYTES`.
-        ConfigError, PermissionDenied, SourceUnavailable, SourceStalled: see `open_object`.
     """
     try:
         source = open_object(uri, settings=settings, storage_options=storage_options)

@@ -119,11 +119,7 @@ class OutputSet:
         return [header + body for header, body in zip(self.data_offset, self._body_nbytes, strict=True)]
 
     def create(self) -> None:
-        """Make the directory and its files, with headers and with space for the bodies. Existing files stay.
-
-        Raises:
-            DiskFull: there is not enough space. A new directory is removed again.
-        """
+        """Make the directory and files, with headers and space for bodies. Existing files stay. Raises DiskFull."""
         # An existing directory has bytes that a resumed job needs.
         is_new = not self.directory.exists()
         try:
@@ -232,14 +228,7 @@ class OutputSet:
                 os.fsync(fd)
 
     def read_back(self, small: Mapping[str, Content]) -> None:
-        """Read the headers back, so that only a readable set replaces a previous set.
-
-        Args:
-            small: files to be published with the set. Manifests and weight files among them are also read.
-
-        Raises:
-            DestinationError: a file differs from the bytes written.
-        """
+        """Read headers and the `small` manifests and weights back. Raises DestinationError for a difference."""
         rows: list[dict[str, _Entry]] = [{} for _ in self.names]
         table = self.table
         for row, (file, at, nbytes) in enumerate(
@@ -273,15 +262,10 @@ class OutputSet:
                         parse_header(content[8:stop], file_nbytes=len(content), uri=str(path))
 
     def publish(self, into: Path, small: Mapping[str, Content], *, replace: bool = False) -> None:
-        """Sync all files, add small files (index, manifest, configuration), and publish the set at `into` atomically.
+        """Sync all files, add the `small` files (content by name), and publish the set at `into` atomically.
 
-        Args:
-            small: content by file name. A name may contain directories.
-            replace: replace a weight set at `into`, which is then removed.
-
-        Raises:
-            ConfigError: other files are at `into`.
-            DiskFull, DestinationError: nothing was published or removed.
+        With `replace`, a weight set at `into` is replaced and then removed. Raises ConfigError if other files are at
+        `into`. After DiskFull or DestinationError nothing was published or removed.
         """
         # Sync bytes before names, so that after a crash no name leads to an incomplete file.
         self.sync()
@@ -370,14 +354,8 @@ def publish_remote(
 ) -> None:
     """Upload a set, its index and manifest last, and remove the local files.
 
-    Args:
-        small: content of small files by name, including the manifest.
-        settings: `retries`, `stall_s`, `ca_file`.
-        storage_options: options of the store by obstore's names.
-
-    Raises:
-        ConfigError: a weight set or other files are already under the prefix.
-        SourceUnavailable, PermissionDenied: the store failed. Without a manifest, the next upload may overwrite files.
+    `small` has small files by name, including the manifest. Raises ConfigError if a weight set or other files are
+    already under the prefix. After another error the set has no manifest, and the next upload may overwrite its files.
     """
     from penstock.storage.objects import remove_object, upload_file, write_small
 

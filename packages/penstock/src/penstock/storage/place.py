@@ -58,12 +58,7 @@ class OutputPlace:
 
     @classmethod
     def at(cls, destination: str | os.PathLike[str]) -> OutputPlace:
-        """Return the place of a path or file:// URI.
-
-        Raises:
-            ConfigError: no file can have this name.
-            DestinationError: the place cannot be inspected.
-        """
+        """Return the place of a path or file:// URI. Raises ConfigError or DestinationError."""
         path = Path(local_path(text_of(destination)))
         # `.`, `..` and `/` have no name for a staging directory next to them.
         path = Path(os.path.realpath(path)) if path.name in {"", ".."} else path.absolute()
@@ -82,14 +77,9 @@ class OutputPlace:
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise unless the place is free, or has only a weight set from Penstock that `replace` allows to be replaced.
+        """Raise ConfigError unless the place is free, or has only a weight set that `replace` allows to be replaced.
 
-        Args:
-            sources: URIs that the work reads.
-
-        Raises:
-            ConfigError: other files or a source are here, or the directory cannot be replaced.
-            DestinationError: the place cannot be inspected.
+        No local source of `sources` may be in the place.
         """
         with typed(self.path):
             require_apart(sources, self.path, replace=replace)
@@ -117,9 +107,9 @@ def _reason_to_stay(path: Path) -> str:
 
 
 def _is_mount(path: Path) -> bool:
-    """Return whether a directory is a mount point, including bind mounts."""
     if os.path.ismount(path):
         return True
+    # `ismount` does not detect bind mounts.
     real = os.fsencode(os.path.realpath(path))
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
@@ -150,11 +140,7 @@ def _staging_in(where: Path, path: Path) -> Iterator[Path]:
 
 
 def require_free(into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError if something exists at `into`, except an empty directory.
-
-    Args:
-        replace: also accept a weight set that Penstock wrote, if its directory has no other files.
-    """
+    """Raise ConfigError if a path exists, except an empty directory, or with `replace` a weight set from Penstock."""
     if not os.path.lexists(into) or (into.is_dir() and not _entries(into)):
         return
     if not replace:
@@ -265,12 +251,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 class DestinationClaim(Closeable):
-    """A writer's locked staging directory. Closing it or exiting the process releases the lock.
-
-    Args:
-        fd: descriptor of the locked file in `staging`.
-        new: directories that were made for the claim, innermost first.
-    """
+    """A writer's locked staging directory. Closing it or exiting the process releases the lock."""
 
     def __init__(self, staging: Path, fd: int, new: list[Path]) -> None:
         self.staging = staging
@@ -282,17 +263,11 @@ class DestinationClaim(Closeable):
 
     @classmethod
     def open(cls, place: Path, staging: Path, *, mode: int = 0o777, is_shared: bool = False) -> DestinationClaim:
-        """Make the directory and lock it.
+        """Make the directory and lock it. Raises DestinationError.
 
         Args:
-            place: destination of the result.
             staging: the directory from `place.staging`, or any directory for results that are uploaded.
-            mode: mode of the directory, before the umask.
             is_shared: allow concurrent writers of the place. The last to publish decides.
-
-        Raises:
-            DestinationError: another process writes to this place, or the directory cannot be made or belongs to
-                another user.
         """
         where = staging.parent
         with typed(place):
@@ -392,13 +367,7 @@ def remove_dead(place: OutputPlace, kind: str) -> None:
 
 
 def lock_within(fd: int, wait_s: float) -> None:
-    """Lock an open file or directory. Closing the descriptor releases the lock.
-
-    Raises:
-        BlockingIOError: another process held the lock for `wait_s`.
-        OSError: this file system cannot lock such a file.
-        Cancelled, KeyboardInterrupt: see `waits.pause`.
-    """
+    """Lock an open file until its descriptor is closed. Raises BlockingIOError after `wait_s`, or OSError."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -412,11 +381,7 @@ def lock_within(fd: int, wait_s: float) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock while names in it are checked and changed.
-
-    Raises:
-        DestinationError: another process has held the lock for too long.
-    """
+    """Hold a directory's lock while names in it are checked and changed. Raises DestinationError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

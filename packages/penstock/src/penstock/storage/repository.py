@@ -59,7 +59,6 @@ class RepositoryAddress:
 
     scheme: str
     kind: str
-    """`model`, `dataset` or `space`."""
     name: str
     revision: str | None
     path: str
@@ -184,14 +183,10 @@ class RepositoryStorage(ABC):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """Return a revision that does not move, and its files, with at most one request.
 
-        Args:
-            where: the repository. Its revision may move.
-            is_new: offline, read the local cache again, because another process may have filled it.
+        Raises SourceError or MissingExtra.
 
-        Raises:
-            NotFound: the repository or revision does not exist, or is not in the cache of an offline process.
-            PermissionDenied, SourceUnavailable: the hub did not accept the request.
-            MissingExtra: the hub's library is not installed.
+        Args:
+            is_new: offline, read the local cache again, because another process may have filled it.
         """
 
     @abstractmethod
@@ -249,11 +244,7 @@ class RepositoryStorage(ABC):
         return source
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
-        """Return the files that a URI names now, including files in subdirectories. Raises as `list`.
-
-        Args:
-            default: the revision to report for a URI without a revision.
-        """
+        """Return the files that a URI names now, with subdirectories. `default` replaces a missing revision."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options, is_new=True)
         named = {path: files[path] for path in paths_of(where, files, below=True)}
@@ -307,12 +298,7 @@ class RepositoryStorage(ABC):
         return raw
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """Store a repository's manifest or its signature in the user's cache, by revision.
-
-        Raises:
-            ConfigError: other files cannot be written, because the hub is read-only.
-            DestinationError: the cache cannot be written.
-        """
+        """Store a manifest or its signature in the user's cache, by revision. Raises ConfigError for other files."""
         where = parse(uri, self.scheme)
         if not where.path.endswith(_KEPT_LOCALLY):
             raise ConfigError("a repository on the hub is read-only", uri=uri, hint="write to a local path")

@@ -142,15 +142,7 @@ def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatErro
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
-    """Check a header's JSON against the file's size.
-
-    Args:
-        raw: the JSON, without its length.
-
-    Raises:
-        FormatError: the header is malformed or inconsistent.
-        SourceTruncated: the file ends before the bodies that the header describes.
-    """
+    """Check a header's JSON, without its length, against the file's size. Raises FormatError or SourceTruncated."""
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
     if not raw.startswith(b"{"):
@@ -328,8 +320,7 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     """Return the `weight_map` of a `*.safetensors.index.json`: shard file by tensor name, relative to the index.
 
-    Raises:
-        FormatError: the index is malformed, has a duplicate name, or names a shard outside its directory.
+    Raises FormatError if the index is malformed, has a duplicate name, or names a shard outside its directory.
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
@@ -375,12 +366,10 @@ def encode_header(
 ) -> bytes:
     """Return the start of a file, the length and the JSON, padded so that the bodies are aligned.
 
+    Raises FormatError if the bytes of a tensor do not match its shape, and PlanError for an invalid or duplicate name.
+
     Args:
         entries: name, dtype, shape, start and stop of each body, in bytes from the first body.
-
-    Raises:
-        FormatError: the bytes of a tensor do not match its shape, or the header exceeds the format's limit.
-        PlanError: the format does not allow the name of a tensor, or two tensors have the same name.
     """
     header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, dtype, shape, start, stop in entries:
@@ -408,7 +397,6 @@ _WALK_LIMIT_BYTES = 32 * MIB
 
 
 def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: str) -> T:
-    """Decode `raw` with a typed decoder. Raises FormatError."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

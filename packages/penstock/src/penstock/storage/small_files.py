@@ -19,9 +19,7 @@ TOO_MANY = f"the folders of the model have more than {MAX_FILES} files"
 def walk(
     root: str, *, follow_links: bool = False, max_below: int | None = MAX_FILES
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a local directory by name, and why paths are omitted.
-
-    Hidden files are ignored. The files of the directory itself come first.
+    """Return the visible files below a local directory by name, and why paths are omitted.
 
     Args:
         follow_links: also follow symlinks to folders, visiting each folder once.

@@ -287,15 +287,10 @@ class TimedReads:
 
 
 def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
-    """Read a small source and close it.
+    """Read a small source and close it. Raises FormatError if it has more than `MAX_SMALL_BYTES`.
 
     Args:
         stall_s: see `TimedReads`. None sets no deadline.
-
-    Raises:
-        FormatError: the source has more than `MAX_SMALL_BYTES`.
-        SourceStalled: the deadline has passed.
-        SourceError: see `Source.readv`.
     """
     if stall_s is not None:
         source = TimedReads(source, stall_s)

@@ -93,8 +93,6 @@ class WeightSet(Closeable):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Opened:
-    """An open file of the set and its header."""
-
     name: str
     source: Source
     header: Header
@@ -297,11 +295,7 @@ _OTHER_INDEX = (
 def _check_index(
     table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], wanted: Collection[str] | None, uri: str
 ) -> None:
-    """Raise FormatError unless the opened files hold exactly the tensors that the index assigns to them.
-
-    Args:
-        wanted: check only these tensors. None checks all.
-    """
+    """Raise FormatError unless the opened files hold exactly the (wanted) tensors that the index assigns to them."""
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
     differ = [row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b] if stated != actual else []
@@ -324,12 +318,7 @@ def _check_index(
 
 
 def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
-    """Return the error for `verify=True` without digests.
-
-    Args:
-        why: why there are no digests, from `WeightSet.why_unverified`.
-        hint: an alternative for the user, or "".
-    """
+    """Return the error for `verify=True` without digests. `hint` is an alternative for the user."""
     how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
     return NotFound(f"verify=True, but {why}", uri=uri, hint=how)
 
@@ -465,11 +454,6 @@ def build(
         leaf_bytes: bytes covered by each digest.
         threads: reader threads, each with a buffer of 8 MiB, or of one leaf if that is longer. 0 chooses by cores.
         on_bytes: called with the size of each window read, by one thread at a time.
-
-    Raises:
-        ConfigError: `leaf_bytes` is not positive.
-        IntegrityError: a file differs from the digest of its storage.
-        SourceError: see `Source.readv`.
     """
     if leaf_bytes <= 0:
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
@@ -514,8 +498,6 @@ _Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """A range of a file, and the pieces of tensors in it."""
-
     file: int
     offset: int
     nbytes: int

@@ -89,9 +89,6 @@ def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a file that gets the name `path` at the end of the block, complete and synced.
 
     Until then it has a random name, so that a symlink from another user is neither followed nor replaced.
-
-    Raises:
-        DestinationError, DiskFull: the file cannot be written. The previous file at `path` stays.
     """
     new = path.with_name(f".{short_name(path)}.{secrets.token_hex(8)}")
     with typed(path):
