@@ -1,4 +1,4 @@
-"""A short `make chaos`: rounds of each kind, in which nothing may be wrong, hang or leak."""
+"""A short `make chaos`: rounds of each kind must not return wrong bytes, hang or leak."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_late_member_needs_no_storage(host: Host, small_checkpoint: Path, expect
     member = first.wait_for("joined")["member"]
     early = assert_fetched(
         first, expected_tensors
-    )  # it read storage without a manifest: it made the digests that others compare with
+    )  # It read storage without a manifest and computed the digests for other members.
     assert (early["verified"], early["verified_against"]) == (False, "hashed on read, nothing to compare with")
     late = assert_fetched(host.start(), expected_tensors)
     assert late["storage_bytes"] == 0 and list(late["paths"]) == [f"shm <- {member[:8]}"]
@@ -79,7 +79,7 @@ def test_sigterm_leaves_fleet_cleanly(host: Host, small_checkpoint: Path, expect
     begun = time.monotonic()
     goes.kill(signal.SIGTERM)
     assert goes.process.wait(20) == 0
-    assert time.monotonic() - begun < 8  # it waits neither for readers that are done nor for anybody's deadline
+    assert time.monotonic() - begun < 8  # It waits neither for readers that have finished nor for a deadline.
     host.wait_for_holdings(lambda held: len(held) == 1)
     assert assert_fetched(host.start(), expected_tensors)["storage_bytes"] == 0
 
@@ -93,7 +93,7 @@ def test_draining_holder_accepts_no_readers(host: Host, small_checkpoint: Path, 
     holder.wait_for("serving")
     holder.kill(signal.SIGTERM)
     host.wait_for_holdings(lambda held: any(one.state == "draining" for one in held))
-    late = host.start(fallback=str(small_checkpoint))  # whom it asks is the reader, and storage
+    late = host.start(fallback=str(small_checkpoint))  # The source of the bytes is the reader or storage.
     assert_fetched(reader, expected_tensors)
     assert not any(
         holder.events["joined"]["member"][:8] in path for path in assert_fetched(late, expected_tensors)["paths"]
@@ -109,13 +109,13 @@ def test_refused_readers_use_other_holders(host: Host, small_checkpoint: Path, e
         reader.wait_for("ready")
     readers[0].proceed()
     host.wait_for_holdings(has_reader_of_whole_holder)
-    for reader in readers[1:]:  # the holder's one place is taken for some seconds
+    for reader in readers[1:]:  # The holder's only slot is in use for some seconds.
         reader.proceed()
     reports = [assert_fetched(reader, expected_tensors) for reader in readers]
     assert sum(report["storage_bytes"] for report in reports) == 0
     member = holder.events["joined"]["member"][:8]
     from_holder = sum(n for report in reports for path, n in report["paths"].items() if member in path)
-    assert from_holder < 2 * nbytes_of(expected_tensors)  # others gave most
+    assert from_holder < 2 * nbytes_of(expected_tensors)  # Other members sent most bytes.
 
 
 def test_refusal_names_alternatives(host: Host, small_checkpoint: Path, expected_tensors) -> None:
@@ -124,7 +124,7 @@ def test_refusal_names_alternatives(host: Host, small_checkpoint: Path, expected
     reader = host.start()
     member = reader.wait_for("joined")["member"]
     host.wait_for_holdings(has_reader_of_whole_holder)
-    reader.kill(signal.SIGSTOP)  # its place stays taken, and nobody gets anything from it
+    reader.kill(signal.SIGSTOP)  # Its slot stays in use, and no reader gets bytes from it.
     refused = host.start(wait_s=5.0, environ={"PENSTOCK_STALL_S": "2.0"})
     message = refused.wait_for("failed")["message"]
     assert "this member has reached its maximum number of readers" in message and refused.process.wait(20) == 3
@@ -194,7 +194,7 @@ def test_report_gives_path_and_reason(host: Host, small_checkpoint: Path, expect
     report = assert_fetched(host.start(connection={"transports": ["http"]}), expected_tensors)
     path = f"http <- {holder.events['joined']['member'][:8]}"
     assert list(report["paths"]) == [path]
-    assert "shm" in report["why"][path]  # why nothing nearer
+    assert "shm" in report["why"][path]  # The reason why no nearer source was used.
     # Storage is read when no member has the model, and the report says so. It never silently replaces a peer.
     alone = assert_fetched(host.start(model="other", fallback=str(small_checkpoint)), expected_tensors)
     assert list(alone["paths"]) == [f"storage {small_checkpoint}"]

@@ -1,4 +1,4 @@
-"""Draining a member of a real fleet by the command: readers go elsewhere, even after the hub lost its memory."""
+"""The command drains a member of a real fleet: readers use other members, even after the hub lost its memory."""
 
 from __future__ import annotations
 

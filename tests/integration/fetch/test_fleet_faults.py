@@ -40,7 +40,7 @@ DONE_S = 60.0
 """Time limit for a drill. It takes two seconds, or some more if a process falls silent."""
 SHORT_TIMEOUTS = SMALL_CHUNKS | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
-    "penstock.hub.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
+    "penstock.hub.client._MAX_PAUSE_S": 0.1,  # A new hub waits one and a half heartbeats.
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
     "penstock.hub.claims.CLAIM_STALL_S": 3.0,
@@ -53,7 +53,7 @@ ROLES = ("source", "receiver", "relay", "reader of storage", "host of the hub", 
 
 
 class FaultRun:
-    """A fleet and its loss."""
+    """A fleet that loses a process."""
 
     def __init__(self, seed: int, fork_server: ForkServer, uris: tuple[str, str]) -> None:
         self.seed, self.fork_server = seed, fork_server
@@ -105,7 +105,7 @@ class FaultRun:
         self.hub_url = str(values["listen"])
 
     def run(self) -> None:
-        """Lose a process. Raise what went wrong."""
+        """Lose a process, and raise the resulting error."""
         with self.stack:
             if self.role == "redis":
                 (self.directory / "redis").mkdir()
@@ -117,7 +117,7 @@ class FaultRun:
             self.check_outcome(workers, self.lose(workers))
 
     def begin(self) -> list[Worker]:
-        """The first member hosts the hub if no process does. The last one cannot read storage."""
+        """The first member hosts the hub if no process does. The last member cannot read storage."""
         first = self.start(whole=not self.is_cold)
         first.wait_for("joined" if self.is_cold else "fetched")
         return [first, self.start(), self.start(), self.start(fallback=False)]
@@ -150,7 +150,7 @@ class FaultRun:
         return lost
 
     def relay(self, workers: list[Worker]) -> Worker | None:
-        """Return a receiver that another one is reading."""
+        """Return a receiver that another receiver is reading."""
         url = find_hub(self.directory)
         if url is None:
             return None
@@ -177,10 +177,10 @@ class FaultRun:
         assert read <= nbytes + again, f"survivors read {read} of {nbytes} bytes"
         if lost is not None and self.number == signal.SIGSTOP:
             lost.kill(signal.SIGCONT)
-            self.check(lost, deadline)  # it was only silent: it goes on where it was
+            self.check(lost, deadline)  # The process was only silent, and continues.
 
     def check(self, worker: Worker, deadline: float) -> tuple[int, int]:
-        """Check that it has the right bytes. Return their number and how many are from storage."""
+        """Check the bytes. Return their number and the number of bytes from storage."""
         report = worker.wait_for("fetched", timeout_s=deadline - time.monotonic())
         got = worker.wait_for("digests", timeout_s=deadline - time.monotonic())["digests"]
         assert got == _wanted[self.fallback], "wrong bytes"
@@ -193,7 +193,7 @@ _wanted: dict[str, str] = {}
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Write weights of 8 MiB in few tensors, which are cheap for a worker, without and with a manifest."""
+    """Write weights of 8 MiB in few tensors, without and with a manifest."""
     plain = tmp_path_factory.mktemp("few") / "plain"
     write_llama(plain, num_layers=1, hidden=512, vocab=2048, shards=2)
     sealed = plain.with_name("sealed")
@@ -209,7 +209,8 @@ def run_with_fault(seed: int, fork_server: ForkServer, places: tuple[str, str]) 
     one, begun, verdict = FaultRun(seed, fork_server, places), time.monotonic(), ""
     try:
         one.run()
-    except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
+    # Report the seed, and continue with the other seeds.
+    except (PenstockError, OSError, AssertionError, RuntimeError) as error:
         verdict = f"{type(error).__name__}: {error}"
     return str(one), verdict, time.monotonic() - begun
 

@@ -30,7 +30,7 @@ class Link:
         self.names = {NEAR: f"penstock-{os.getpid()}-near", FAR: f"penstock-{os.getpid()}-far"}
 
     def open(self) -> str:
-        """Return why it is not possible here, or "" if it is."""
+        """Return why the test is not possible here, or "" if it is possible."""
         near, far = self.names.values()
         words = [
             ["ip", "netns", "add", near],
@@ -48,11 +48,11 @@ class Link:
         return f"namespaces are not permitted: {failed}" if failed else ""
 
     def on(self, address: str) -> list[str]:
-        """Return the words that run a command on that host."""
+        """Return the command line that runs a command on that host."""
         return ["ip", "netns", "exec", self.names[address], "unshare", "--pid", "--fork", "--kill-child"]
 
     def cut(self) -> None:
-        """Drop every packet, or take the link down if that is not possible."""
+        """Drop every packet, or disable the link if that is not possible."""
         near = self.names[NEAR]
         if not run("tc", "-n", near, "qdisc", "replace", "dev", "pv0", "root", "netem", "loss", "100%"):
             assert run("ip", "-n", near, "link", "set", "pv0", "down")
@@ -112,4 +112,4 @@ def test_partition_during_transfer_is_survived(
         assert_fetched(near, expected_tensors)
         paths = assert_fetched(far, expected_tensors)["paths"] | assert_fetched(farther, expected_tensors)["paths"]
         assert any(path == f"http <- {holder.events['joined']['member'][:8]}" for path in paths), paths
-        assert far.events["fetched"]["seconds"] > CUT_S  # it was under way
+        assert far.events["fetched"]["seconds"] > CUT_S  # The transfer was running.

@@ -66,7 +66,7 @@ def test_refused_member_reads_storage_immediately(hub, small_checkpoint, expecte
         run(["fetch", "--to", str(tmp_path / "out"), *asked])
     said = json.loads(capsys.readouterr().out)
     assert not ended.value.code
-    assert said["wall_s"] < float(FAR_S) / 4  # half of it, where a hub that is away is waited for
+    assert said["wall_s"] < float(FAR_S) / 4  # A missing hub is waited for during half of the deadline.
     assert ["refused" in fault and "this token is not for m" in fault for fault in said["faults"]] == [True]
     assert ["it refused: this token is not for m" in why for why in said["why"].values()] == [True]
     assert_same(by_safetensors(tmp_path / "out"), expected_tensors)
@@ -103,7 +103,7 @@ def test_draining_holder_is_reported(hub, small_checkpoint, expected_tensors, mo
             leaving.start()
             why, said = WhyRequest(model="m", identity=held.identity), "is draining with"
             while not any(said in line and "admits no new reader" in line for line in reader.member.hub.why(why).lines):
-                time.sleep(0.02)  # ended by pytest's deadline
+                time.sleep(0.02)  # The deadline of pytest ends the process.
             with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as late:
                 weights: dict[str, torch.Tensor] = {}
                 report = late.fetch(weights, fallback=small_checkpoint)

@@ -39,7 +39,7 @@ def test_slow_receiver_does_not_slow_its_readers(host: Host, small_checkpoint: P
     for worker in [host.start() for _ in range(3)]:
         assert_fetched(worker, expected_tensors)
     assert "fetched" not in slow.events
-    assert any(one.state == "filling" for one in host.holdings())  # it is far from done still
+    assert any(one.state == "filling" for one in host.holdings())  # The fetch is far from complete.
 
 
 def test_member_below_rate_floor_is_skipped(host: Host, small_checkpoint: Path, expected_tensors) -> None:
@@ -83,7 +83,7 @@ def test_dead_reader_frees_its_lease(host: Host, small_checkpoint: Path, expecte
 
 
 def test_reused_address_is_not_taken_for_dead_member(host: Host, small_checkpoint: Path, expected_tensors) -> None:
-    keeps = host.start(fallback=str(small_checkpoint))  # and hosts the hub
+    keeps = host.start(fallback=str(small_checkpoint))  # The process also hosts the hub.
     assert_fetched(keeps, expected_tensors)
     first = host.start(connection={"listen": "127.0.0.1:0", "transports": ["http"]})
     assert_fetched(first, expected_tensors)
@@ -115,7 +115,7 @@ def test_stopped_reader_resumes_without_delaying_others(host: Host, small_checkp
     host.wait_for_holdings(has_reader_of_whole_holder)
     reader.kill(signal.SIGSTOP)
     assert_fetched(host.start(), expected_tensors)
-    time.sleep(5)  # longer than its patience, which is for others: it did not wait for them
+    time.sleep(5)  # The wait is longer than the reader's patience with other members, so it did not wait for them.
     reader.kill(signal.SIGCONT)
     assert_fetched(reader, expected_tensors)
 

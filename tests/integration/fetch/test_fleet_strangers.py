@@ -1,4 +1,4 @@
-"""Ports of members: none without `listen`; with it, strangers who hold connections do not delay a reader."""
+"""Ports of members: without `listen` there are none. With it, idle connections of strangers do not delay a reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_member_listens_only_when_told(host: Host, small_checkpoint: Path, expec
     assert listening_ports(quiet.process.pid) == []
     listening = host.start(connection={"listen": "127.0.0.1:0"})
     assert_fetched(listening, expected_tensors)
-    assert len(listening_ports(listening.process.pid)) == 2  # its door and its data port
+    assert len(listening_ports(listening.process.pid)) == 2  # The control port and the data port.
 
 
 def test_strangers_do_not_delay_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:

@@ -1,4 +1,4 @@
-"""Members that present certificates to each other: addresses and weights use TLS, and nobody else is admitted."""
+"""Members that present certificates to each other: addresses and weights use TLS, and strangers are rejected."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_public_listen_address_accepts_certificates(authority: Authority, tmp_pa
 
     tls = MemberTls.read()
     assert tls is not None
-    with pytest.raises(ConfigError, match="cannot listen on"):  # not: open to strangers
+    with pytest.raises(ConfigError, match="cannot listen on"):  # It must not be open to strangers.
         PeerServer.start(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.serving)
 
 

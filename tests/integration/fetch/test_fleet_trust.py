@@ -1,4 +1,4 @@
-"""A member that lies about its address and records its requests learns nothing that it could use elsewhere."""
+"""A member that lies about its address and records its requests learns nothing that is useful elsewhere."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from penstock.peer import server as peer_server
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
-"""An identity is compared whole. Ignoring a field would treat different weights as equal."""
+"""An identity is compared completely. Ignoring a field would treat different weights as equal."""
 
 
 def with_more_fields(value: Any, *, inside: str = "") -> Any:
@@ -95,7 +95,7 @@ def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
             do_GET = do_POST = do_PUT = do_DELETE = forward
 
             def log_message(self, *_: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         servers[-1].daemon_threads = True
@@ -203,7 +203,7 @@ def test_refusal_from_newer_hub_is_raised(hub: str, monkeypatch: pytest.MonkeyPa
 
 def test_member_logs_hub_with_different_major_version(hub: str, caplog) -> None:
     with ps.join("m", connection=hub) as fleet:
-        # For the hub it now has a different version, as all members do after an upgrade.
+        # For the hub the member now has a different version, as all members do after an upgrade.
         headers = fleet.member.hub._headers
         headers[PROTOCOL_HEADER] = "3.0"
         fleet.member.beat_now()
@@ -230,7 +230,7 @@ def test_member_refuses_reader_with_different_major_version(hub: str, room: str)
 
 @pytest.fixture
 def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make members of this process answer as members of the next major version may."""
+    """Make members of this process respond as members of the next major version may."""
     send = peer_server._send
 
     def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Heartbeats of a member: the first request of a fetch replaces one, once between two heartbeats."""
+"""The first request of a fetch replaces a heartbeat of the member, once between two heartbeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 
 BEAT_S = 1.0
-"""Heartbeat interval. A hub asks for heartbeats after 0.75 to 1 times this."""
+"""Heartbeat interval. Members send heartbeats after 0.75 to 1 times this."""
 
 
 class NotedBeats(Directory):
@@ -46,7 +46,7 @@ def test_first_request_replaces_one_heartbeat(host: Host, expected_tensors: dict
             fleet.offer(expected_tensors)
             member = fleet.member
             weights = member.weights[0]
-            # Wait for a regular heartbeat after those at the start.
+            # Wait for a regular heartbeat after the heartbeats at the start.
             hub.wait_for(lambda beats: len(beats) > 3)
             time.sleep(0.4 * BEAT_S)
             requested = time.monotonic()

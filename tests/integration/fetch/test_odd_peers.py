@@ -49,7 +49,7 @@ def whole(fleet: ps.Fleet) -> LocalWeights:
 
 @pytest.mark.parametrize("door", ["unix:///none", "unix:///dev/null", "http://a..b:80"])
 def test_unreachable_member_is_skipped(small_checkpoint: Path, expected_tensors, door: str) -> None:
-    with HubClient.connect(None) as hub:  # hosts it, so that nobody's going takes what it knows along
+    with HubClient.connect(None) as hub:  # It hosts the hub, so that the exit of another process does not end the hub.
         with ps.join("m") as first:
             first.fetch({}, fallback=str(small_checkpoint))
             held = whole(first).status()
@@ -143,7 +143,7 @@ def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
         true_log = other.log_after
 
         def wait_for_lie(serial: int, wait_s: float) -> LogReply:
-            # Otherwise the reader may have everything from this member before it asks the other one.
+            # Otherwise the reader may have everything from this member before it connects to the other member.
             assert told.wait(20)
             return true_log(serial, wait_s)
 
@@ -175,7 +175,7 @@ def test_unreachable_memory_is_read_from_storage(
 
 
 def test_target_with_wrong_bytes_is_reported_mutated(tmp_path: Path) -> None:
-    """Use one chunk, so that nothing is verified before it is found to be wrong."""
+    """Use one chunk, so that no chunk is verified before the wrong bytes are detected."""
     path = tmp_path / "model.safetensors"
     write_file(path, {"t": (DType.U8, (1000,), memoryview(bytes(range(250)) * 4))}, {})
     manifest(str(path))
@@ -200,7 +200,7 @@ def test_untouched_target_is_reported_unmutated() -> None:
 def test_unreadable_claim_is_reassigned_soon(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes progress with members' bytes, so it would keep its claim for that long."""
+    """The reader makes progress with members' bytes, so it would hold its claim for that long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
 
@@ -211,7 +211,7 @@ def test_unreadable_claim_is_reassigned_soon(
             raise SourceUnavailable("the disk is gone")
         for some in read(self, chunks, lambda: None):
             yield some
-            while len(reads) < 2 and time.monotonic() < deadline:  # the other has been given its part
+            while len(reads) < 2 and time.monotonic() < deadline:  # The other reader has been assigned its share.
                 time.sleep(0.01)
 
     deadline = time.monotonic() + 60
@@ -252,7 +252,7 @@ def test_repeated_fetch_leaves_no_old_registration(small_checkpoint: Path) -> No
 
 
 def test_weights_contradicting_revision_are_not_committed() -> None:
-    """Their digests and bytes agree, so only the revision reveals it."""
+    """Their digests and bytes agree, so only the revision reveals the difference."""
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights(), revision=f"w1-{'0' * 64}")
         found: dict[str, torch.Tensor] = {}
@@ -276,7 +276,7 @@ def test_storage_with_wrong_revision_is_not_read(checkpoint_with_manifest: Path)
 
 
 def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
-    """It holds a part of the revision in the manifest."""
+    """The module holds a subset of the tensors in the manifest's revision."""
     both = {"a": torch.arange(100.0), "b": torch.arange(100.0)}
     save_file(both, tmp_path / "model.safetensors")
     manifest(str(tmp_path))
@@ -296,7 +296,7 @@ def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
 def test_member_with_hanging_storage_blocks_nobody(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is alive, and abandons storage no sooner than the others would stop waiting for it."""
+    """The member is alive, and abandons storage no sooner than the others would stop waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
 

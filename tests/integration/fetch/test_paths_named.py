@@ -35,7 +35,7 @@ def said(*command: str) -> str:
 
 
 def wait_until_whole(count: int) -> None:
-    """A heartbeat tells the hub."""
+    """Wait until a heartbeat has told the hub that the member is complete."""
     deadline = time.monotonic() + 30
     while json.dumps(json.loads(said("status", "m", "--format", "json"))).count('"whole"') < count:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""The ports of a member: both can be pinned, in Python and by the command, and no third one is opened."""
+"""The ports of a member: both can be pinned, in Python and by the command, and no third port is opened."""
 
 from __future__ import annotations
 

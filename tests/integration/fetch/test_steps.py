@@ -1,4 +1,4 @@
-"""Size of one read: one chunk at first, more if reads are fast, and large at once if memory is only mapped."""
+"""Size of a read: one chunk at first, more chunks if reads are fast, and many at once if memory is only mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets, dtypes, sizes and identities that a fetch fills or refuses."""
+"""Targets, dtypes, sizes and identities that a fetch fills or rejects."""
 
 from __future__ import annotations
 

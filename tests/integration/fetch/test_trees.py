@@ -1,4 +1,4 @@
-"""Receivers on several hosts, each a thread here, in two trees: what each sends and receives, and one that stalls."""
+"""Receivers on several hosts, each a thread here, in two trees: their sent and received bytes, and a stalled member."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Hosts:
                 granted = {upstream.member: upstream for upstream in now.upstreams}
                 same = tuple(granted.get(upstream.member, upstream) for upstream in first[member.id].upstreams)
                 return msgspec.structs.replace(first[member.id], upstreams=same)
-            # The hub does not answer between the first and the last receiver that it knows, not even with a layout.
+            # The hub does not respond between the first and the last receiver that it knows, not even with a layout.
             self._all_here.wait(timeout=30)
             member.report_now()
             self._all_here.wait(timeout=30)
-            # The hub's relay may have been computed before the last one reported.
+            # The hub's relay may have been computed before the last receiver reported.
             deadline = time.monotonic() + 30
             while not ask(member, weights, can_read_storage=can_read_storage).orders:
                 assert time.monotonic() < deadline, "the hub does not place this member"
@@ -106,7 +106,7 @@ class Hosts:
         monkeypatch.setattr(UpstreamReader, "note_read", note_read)
 
     def start(self, **join) -> None:
-        """Let all join with these arguments, and let the first one offer the weights."""
+        """Make all receivers join with these arguments, and let the first offer the weights."""
         connection = ps.ConnectionSettings(listen="127.0.0.1:0", transports=["http"])
         for _ in range(NUM_RECEIVERS + 1):
             fleet = self._stack.enter_context(ps.join("m", connection=connection, **join))
@@ -151,7 +151,7 @@ def test_receivers_read_chunks_from_two_parents(hosts: Hosts, monkeypatch: pytes
             assert chunks == set(range(tree, NUM_CHUNKS, NUM_TREES))
         assert sum(hosts.given[member, source].total() for source in set(parents)) == NUM_CHUNKS
         num_with_two += len(set(parents)) == NUM_TREES
-    # The first ones to join may form a chain above the trees.
+    # The first receivers to join may form a chain above the trees.
     assert num_with_two > NUM_RECEIVERS // 2
     given: Counter[str] = Counter()
     for (_, source), chunks_read in hosts.given.items():
@@ -203,7 +203,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
 def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, may_go_on, lock = ChunkChoice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
-    """The member, and the tree in which it sends and receives no more chunks."""
+    """Stall a member, and the tree in which it sends and receives no more chunks."""
     last_s = [0.0]
 
     def may_read_half(choice: ChunkChoice, reader: UpstreamReader, tree: int) -> bool:

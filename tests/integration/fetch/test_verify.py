@@ -1,7 +1,4 @@
-"""Which digests a fetch trusts: the manifest's, otherwise those of the member that read storage.
-
-Errors name the culprit.
-"""
+"""A fetch trusts the manifest's digests, or those of the member that read storage. Errors name the culprit."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import penstock as ps
 from penstock.errors import IntegrityError, NotFound, PeerLost
 
 RARE_HEARTBEATS = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
-"""Start a hub with so rare heartbeats that no member finds its own damaged memory in time."""
+"""Start a hub with rare heartbeats, so that no member detects its own corrupt memory in time."""
 
 
 def flip(directory: Path) -> None:
@@ -37,7 +34,7 @@ def test_manifest_identifies_weights_at_any_location(
     shutil.copytree(checkpoint_with_manifest, copy)
     first = assert_fetched(host.start(fallback=str(checkpoint_with_manifest)), expected_tensors)
     assert first["verified"] and first["verified_against"] == "the manifest's digests"
-    # Another location has the same revision, so its bytes need not be read.
+    # A different location has the same revision, so its bytes need not be read.
     second = assert_fetched(host.start(fallback=str(copy)), expected_tensors)
     assert second["storage_bytes"] == 0 and second["verified_against"] == "the manifest's digests"
     assert assert_fetched(host.start(), expected_tensors)["revision"] == first["revision"] == second["revision"]
@@ -47,7 +44,8 @@ def test_unverified_copies_are_different_weights(
     host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(small_checkpoint, copy, copy_function=shutil.copyfile)  # of another time of writing
+    # The copies have a different modification time.
+    shutil.copytree(small_checkpoint, copy, copy_function=shutil.copyfile)
     assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
     assert list(assert_fetched(host.start(fallback=str(copy)), expected_tensors)["paths"]) == [f"storage {copy}"]
 
@@ -72,7 +70,7 @@ def test_storage_changed_during_fetch_delivers_nothing(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint_with_manifest if has_manifest else small_checkpoint, copy)
-    with ps.join("bystander"):  # the hub is here: the worker ends
+    with ps.join("bystander"):  # The hub runs here, so the worker exits.
         worker = host.start(fallback=str(copy), storage_pause_s=0.1)
         worker.wait_for("joined")
         host.wait_for_holdings(lambda held: any(one.have for one in held))
@@ -93,13 +91,13 @@ def test_holder_with_bad_memory_is_named(
     has_storage: bool,
 ) -> None:
     uri = str(checkpoint_with_manifest if has_manifest else small_checkpoint)
-    with ps.join("bystander"):  # the hub is here: the holder ends once it is told
+    with ps.join("bystander"):  # The hub runs here, so the holder exits when it is told to.
         bad = host.start(RARE_HEARTBEATS, fallback=uri, corrupt_at=7)
         member = bad.wait_for("joined")["member"]
         bad.wait_for("corrupted")
         if not has_storage:
             good = host.start(fallback=uri, connection={"transports": ["http"]})
-            good.wait_for("fetched")  # from the bad one, and from storage what that gave wrong
+            good.wait_for("fetched")  # The bytes are from the bad holder, and the wrong chunks from storage.
         reader = host.start(fallback=uri if has_storage else None)
         report = assert_fetched(reader, expected_tensors)
         if has_storage:
@@ -107,7 +105,7 @@ def test_holder_with_bad_memory_is_named(
             why = ("digest", "does not hold that key")
             named = [fault for fault in report["faults"] if member[:8] in fault and any(text in fault for text in why)]
             assert named, report["faults"]
-            assert report["storage_bytes"]  # all of it, if the wrong chunk is the first one that is verified
+            assert report["storage_bytes"]  # The difference is all bytes if the wrong chunk is verified first.
         # A complaint affects only the member that complains, because all members here are one caller. But the holder
         # learns which chunk it was, finds it wrong itself, and stops serving.
         hub, deadline = host.hub(), time.monotonic() + 30
@@ -160,7 +158,7 @@ def test_holder_contradicting_manifest_is_excluded(
             report = reader.fetch(weights, fallback=checkpoint_with_manifest)
             assert_same(weights, expected_tensors)
             assert any("differ from the manifest's" in fault for fault in report.faults)
-            assert report.storage_bytes == report.nbytes  # nothing was taken from it
+            assert report.storage_bytes == report.nbytes  # No bytes were read from it.
         # PeerLost may occur on a busy machine, because the hub lists the member that left until its heartbeats are
         # missed.
         with ps.join("m") as late, pytest.raises((NotFound, PeerLost)):
