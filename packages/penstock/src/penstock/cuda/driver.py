@@ -515,8 +515,7 @@ class CudaDriver:
         If `QUEUE_DEPTH` copies may be waiting on the stream (`may_wait`), the calls release the interpreter's lock.
         None means that they may if there are more than a few copies.
         """
-        # A batch is one call for all copies, and releases the lock. Drivers before CUDA 12.8 and the legacy stream have
-        # no batch.
+        # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream have no batch.
         if len(nbytes) <= _FEW or self._batch is None or not stream:
             releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
             queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]

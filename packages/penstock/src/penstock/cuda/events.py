@@ -28,7 +28,6 @@ def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream
     with driver.entered(index):
         handle = driver.make_stream()
     if owner is not None:
-        # At the end of the process the driver frees everything.
         weakref.finalize(owner, _destroy, driver, index, handle, os.getpid()).atexit = False
     return torch.cuda.ExternalStream(handle, device=device)
 

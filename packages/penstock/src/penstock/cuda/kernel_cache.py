@@ -115,10 +115,9 @@ class Launch:
         if can_use_copy and self._queued is None and (kernel := _loaded(self._shape, self._device)) is not None:
             self._queued = _Queued(kernel, self._arguments, len(more))
         if can_use_copy and self._queued is not None:
-            # Use the number of the device, as in `device_context`.
             stream = torch.cuda.current_stream(self._device.index)
             if not _thread.has_context:
-                # This makes the device's context current in a thread that has no context yet.
+                # `query` makes the device's context current in a thread that has no context yet.
                 stream.query()
                 _thread.has_context = True
             self._queued.run(more, stream.cuda_stream, num_programs)
@@ -127,8 +126,7 @@ class Launch:
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
         if can_use_copy and key not in _compiled:
-            # The next launch looks once for the copy of this process or of another rank, since Triton needs ten times
-            # as long.
+            # The next launch looks once for the stored copy, since Triton needs ten times as long.
             _compiled.add(key)
             _store(compiled, _path(*key))
             _kernels.pop(key, None)
@@ -246,7 +244,7 @@ class _Kernel:
         self.copy = copy
         self.function = ctypes.c_void_p()
         module = ctypes.c_void_p()
-        # This makes the device's context current in this thread.
+        # `query` makes the device's context current in this thread.
         torch.cuda.current_stream().query()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), copy.cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self.function), module, copy.symbol.encode()))

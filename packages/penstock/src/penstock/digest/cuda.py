@@ -253,7 +253,7 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
     """Cut leaves into slabs of at most `slab_tiles` tiles or one leaf. Each leaf gets the tiles of the longest one."""
     slabs = []
     while first_leaf < stop_leaf:
-        # This is the maximum that can fit, and it fits if no leaf is longer than the first.
+        # At most this many leaves fit, and they do fit if no leaf is longer than the first.
         stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
         candidates = tiles[first_leaf:stop]
         max_tiles = int(candidates.max())
@@ -270,8 +270,7 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
 
 @functools.lru_cache(maxsize=64)
 def _constants(device: torch.device) -> torch.Tensor:
-    # Allocate in a separate thread. While an engine with a sleep mode loads a model, allocations of the calling thread
-    # go to a pool whose memory is removed later.
+    # Use another thread, since an engine may remove the memory that its loading thread allocates.
     with Threads(1, "penstock-constants") as pool:
         return pool.submit(lambda: torch.from_numpy(xxh3_constants.constants()).to(device)).result()
 
@@ -286,7 +285,6 @@ def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torc
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels for `device` or read them from a cache, which takes seconds once per process. Thread-safe."""
-    # Digest an aligned, an unaligned and a short leaf.
     data = torch.zeros(2048, dtype=torch.uint8, device=device)
     at = data.data_ptr()
     plan_leaves(np.array([at, at + 1, at]), np.array([1024, 1024, 4]), device).digest()
@@ -364,7 +362,6 @@ def plan_strips(
 
 
 def _row_slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
-    # Align to 16, where the kernels are fastest.
     padded = -(-nbytes // 16) * 16
     stop = np.cumsum(padded)
     batches, begin = [], 0

@@ -169,8 +169,7 @@ class ClientConnection:
             deadline.add_bytes(len(body))
         self.wire.set_pace(deadline.left_s())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server with too many connections responds and closes before it reads the request. Its response is still
-            # in the socket's buffer.
+            # A server with too many connections may respond and close before it reads the request.
             self.wire.send_all(message)
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300

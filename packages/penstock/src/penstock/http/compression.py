@@ -83,7 +83,7 @@ class Planes:
         if len(stored) == count:
             return np.frombuffer(stored, np.uint8)
         try:
-            # The decoder allocates the stated size.
+            # The decoder allocates the stated size, which comes from a peer.
             if zstandard.frame_content_size(stored) != count:
                 raise FormatError("the size of a plane does not match its block")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
@@ -205,7 +205,7 @@ class CompressionChoice:
         """Count a request that is about to be sent. Return whether to compress its response. Call `end` afterwards."""
         with self._lock:
             now = time.monotonic()
-            # Pauses between requests must not count.
+            # A pause between requests must not count.
             if not any(self._active):
                 self._at = now
             if self._always is None and not self._is_open and now - self._decided_at > AGAIN_S:

@@ -72,7 +72,7 @@ class HttpConnection:
 
     def set_pace(self, pace_s: float) -> None:
         """Set how long a call may wait for its first byte. A present pace up to 5 % longer is kept."""
-        # This saves three system calls for each piece of a read and for most messages.
+        # Keeping the pace saves three system calls for each piece of a read and for most messages.
         if pace_s <= self._pace_s <= 1.05 * pace_s:
             return
         pace_s = max(pace_s, 0.001)
@@ -165,8 +165,7 @@ class HttpConnection:
             return
         view, deadline = memoryview(data), None
         while True:
-            # On a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader would hold the thread
-            # in `send`.
+            # On a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader would block `send`.
             with contextlib.suppress(BlockingIOError):
                 view = view[self._sock.send(view, socket.MSG_DONTWAIT) :]
             if not view:

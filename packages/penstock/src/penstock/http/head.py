@@ -116,8 +116,7 @@ class MessageParser:
         """Add received bytes. Return the bytes after the head once it is complete. Raises MalformedMessage."""
         received = self._received + data
         end = received.find(b"\r\n\r\n", max(0, len(self._received) - 3))
-        # Parse whole lines as they arrive, so that other protocols are refused at the first line. Stop at the empty
-        # line, because the caller has memory for the body.
+        # Parse whole lines as they arrive, to refuse other protocols early. The caller has memory for the body.
         stop = received.rfind(b"\n") + 1 if end < 0 else end + 4
         if (len(received) if end < 0 else stop) > self._max_bytes:
             raise MalformedMessage(f"the message head has more than {self._max_bytes} bytes")

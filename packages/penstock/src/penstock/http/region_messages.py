@@ -50,8 +50,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def runs(self) -> tuple[I64, I64]:
         """Return offsets and sizes. Raises FormatError unless all runs are inside the region."""
-        # The columns come from a peer, and these checks protect memory outside the region. The last check subtracts,
-        # because a sum of two large int64 could overflow.
+        # The columns are hostile. Subtract in the last check, because a sum of two large int64 could overflow.
         if len(self.src) != len(self.length) or len(self.src) % 8:
             raise FormatError(f"the columns have {len(self.src)} and {len(self.length)} bytes")
         src = np.frombuffer(self.src, "<i8")

@@ -182,7 +182,7 @@ class HttpServer(ThreadedListener):
 
     def forget(self) -> None:
         """In a forked child, close the copies of the parent's sockets."""
-        # This renews the lock that closing a connection needs.
+        # The listener renews the lock that closing a connection needs.
         super().forget()
         for wire in list(self._wires):
             wire.close()
@@ -213,8 +213,7 @@ class HttpServer(ThreadedListener):
         exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
-                # The length of a chunked body could be checked only while it arrives, and no client of Penstock sends
-                # one.
+                # A chunked body could be checked only while it arrives, and no client of Penstock sends one.
                 raise FormatError("the request body has no Content-Length")
             self._handle(exchange)
         except RequestRefused as refused:

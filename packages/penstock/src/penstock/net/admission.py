@@ -58,8 +58,7 @@ class ConnectionLimits:
     def for_descriptors(cls, num_descriptors: int, *, idle_s: float = 60.0, answer_s: float = 30.0) -> ConnectionLimits:
         """Return the limits for a process that may open this many file descriptors."""
         total = max(16, min(num_descriptors - _KEPT_DESCRIPTORS, _MAX_CONNECTIONS))
-        # An unproven connection costs memory until its deadline. Closing it early costs CPU time each time the peer
-        # reconnects.
+        # Closing an unproven connection before its deadline costs CPU time each time the peer reconnects.
         unproven = min(total // 2, _MAX_UNPROVEN)
         return cls(
             total=total,
@@ -107,7 +106,7 @@ class Connection:
         self.cut = cut
         self._admission = admission
         self._is_busy = False
-        # Set under the admission's lock, so that only one thread aborts the connection.
+        # The admission's lock guards this flag, so that only one thread aborts the connection.
         self._is_cut = False
 
     def expect(self, seconds: float) -> None:
@@ -155,7 +154,7 @@ class Admission:
         # A flood needs a victim for each connection, and ordered sets find it in constant time. Oldest first.
         self._unproven: OrderedDict[Connection, None] = OrderedDict()
         self._by_address: dict[str, OrderedDict[Connection, None]] = {}
-        # Longest unused first.
+        # Connections of a principal, with the longest unused first.
         self._by_principal: dict[str, OrderedDict[Connection, None]] = {}
         self._swept_at = time.monotonic() - SWEEP_S
         # Connections that were past their deadline at the last check and are not aborted yet.
@@ -206,8 +205,7 @@ class Admission:
         """Abort connections past their deadline, at most `most`. Call this at least about once a second."""
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
-            # A process that was stopped or short of CPU did not read what the peers sent, so extend their deadlines by
-            # the pause.
+            # A process that was stopped or short of CPU did not read what the peers sent.
             paused_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
             self._swept_at = now
             with self._lock:
@@ -250,7 +248,7 @@ class Admission:
 
     def forget(self) -> None:
         """In a forked child, renew the lock, so that copies of the parent's connections can be closed."""
-        # Another thread of the parent may have held it at the fork.
+        # Another thread of the parent may have held the lock at the fork.
         self._lock = threading.Lock()
 
     def report(self, what: str) -> None:

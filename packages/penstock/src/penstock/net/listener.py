@@ -78,8 +78,7 @@ class GuardedListener(socket.socket):
         """Start to listen, or change the backlog of a listening socket."""
         super().listen(backlog)
         if self._spare < 0:
-            # Closed to accept and drop a connection when no descriptor is free. Otherwise the connection would stay in
-            # the backlog and wake the loop again and again.
+            # Without a spare descriptor, a connection that cannot be accepted would wake the loop again and again.
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
@@ -117,8 +116,7 @@ class GuardedListener(socket.socket):
             sock.peer = ""
         else:
             sock.peer = str(address[0])
-            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK. asyncio does not set this
-            # for these sockets.
+            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK, also with asyncio.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", partial(cut, sock))
@@ -207,8 +205,7 @@ class ThreadedListener:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # The connection was closed before it was accepted, or the kernel is short of memory. The pause
-                    # keeps this loop from spinning in the second case.
+                    # The connection was closed early, or the kernel is short of memory, when this loop must not spin.
                     if self._is_open:
                         time.sleep(0.05)
 
@@ -247,10 +244,9 @@ class ThreadedListener:
             return
         self._is_open = False
         with contextlib.suppress(OSError):
-            # This wakes the thread, even if a forked child has a copy of the socket.
+            # The shutdown wakes the thread, even if a forked child has a copy of the socket.
             self._listener.shutdown(socket.SHUT_RDWR)
-        # The thread itself closes the socket. Closed here, its number might name another file before the thread's next
-        # `poll`, which would then wait forever.
+        # The thread closes the socket itself, since its number could otherwise name another file at the next `poll`.
         if self._thread.ident is None:
             self._listener.close()
         elif threading.current_thread() is not self._thread:

@@ -262,7 +262,7 @@ def _remove(path: Path, fd: int) -> None:
 def _sweep(parent: Path) -> None:
     """Remove the directories of dead processes of this user in `parent`."""
     for path in parent.glob(f"{_PREFIX}*"):
-        # OSError: the directory is in use, is being made, or belongs to another user.
+        # The directory may be in use, be incomplete, or belong to another user.
         with contextlib.suppress(OSError):
             fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -152,8 +152,7 @@ def _open_nixl(setup: TransportSetup) -> Transport:
 
 def _unless_nixl(setup: TransportSetup) -> str:
     # Over TCP, NIXL is not faster than `http`, does not protect memory from a process that has a descriptor, and UCX
-    # aborts a holder that was stopped until its readers gave up. So without RDMA, NIXL is only used for device memory,
-    # which `http` cannot reach. Source: docs/design/fetch.md.
+    # aborts a holder that was stopped until its readers gave up. Source: docs/design/fetch.md.
     if setup.is_named:
         return ""
     if setup.listen is None:

@@ -138,7 +138,7 @@ class Shared:
             with self._driver.entered(self._device):
                 fd = self._driver.export_fd(address)
             if fd is None:
-                # The owner has freed the memory, and the peer detects that pieces are missing.
+                # The owner has freed the memory. The peer detects that pieces are missing.
                 return
             yield fd
 
@@ -452,8 +452,8 @@ class CudaIpcTransport:
                 try:
                     mapped = map_peer(self._driver, device, source, payload)
                 finally:
-                    # After a failure, this raises a better reason if the holder is gone. After a success, it proves
-                    # that the memory still belonged to the holder.
+                    # After a failure, `check` may raise a better reason. After a success, it proves that the holder
+                    # still had the memory.
                     claim.check()
                 with self._lock:
                     self._mapped.put(claim, mapped, device)

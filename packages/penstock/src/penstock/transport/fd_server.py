@@ -167,8 +167,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
             while received < count:
                 _, fds, flags, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
                 received += len(fds)
-                # The kernel dropped descriptors for which this process has no number. A truncated full message instead
-                # means that the peer sends more than it may.
+                # The kernel dropped descriptors for which this process has no number.
                 if flags & socket.MSG_CTRUNC and len(fds) < _PER_MESSAGE:
                     _close_all(fds)
                     raise DestinationError("no file descriptor is left for the peer's memory", uri=uri, hint=_HINT)

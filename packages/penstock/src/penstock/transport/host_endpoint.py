@@ -133,8 +133,8 @@ class GenerationTable:
         """Publish the current generation of the registration in this slot."""
         if self.is_mine:
             at = _SLOT_WORDS * slot
-            # Write zero first and the generation last. A reader in between then finds no valid generation, and never a
-            # new generation with an old checksum.
+            # Write zero first and the generation last, so that a reader never sees a new generation with an old
+            # checksum.
             self._words[at] = 0
             self._words[at + 1] = checksum
             self._words[at + 2] = serial
@@ -159,7 +159,7 @@ class GenerationTable:
     def forget(self) -> None:
         """Close the page's descriptors without a change that readers can see."""
         self.is_mine = False
-        # Close them now, or processes that join and leave repeatedly would accumulate descriptors until a collection.
+        # Close them now, or processes that join and leave repeatedly would accumulate descriptors.
         self._closer()
         self._words.release()
         self._mapped.close()

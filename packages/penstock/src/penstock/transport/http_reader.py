@@ -138,7 +138,7 @@ class Read:
 
     def begin(self, wire: HttpConnection) -> bool:
         """Register a connection that is about to receive. Return False if the read has already failed."""
-        # `fail` must be able to abort it, so that no byte is written afterwards.
+        # `fail` must be able to abort the connection, so that no byte is written afterwards.
         with self.changed:
             if self.error is None:
                 self._receiving.add(wire)
@@ -382,8 +382,8 @@ class _Carrier:
 
     def _receive_coded(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
         """Receive compressed frames, one per chunk, then the trailer. Return False if the read has failed."""
-        # Receive a chunk together with the head of the next one, so that each chunk takes one call. Most links are
-        # uncompressed and never need the buffer.
+        # Receive a chunk together with the next head, so that each chunk takes one call. Most links never need the
+        # buffer.
         self._coded = self._coded or memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
         read, buffer = part.read, self._coded
         wire.set_pace(SILENCE_S)

@@ -90,7 +90,7 @@ class NixlHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        # A reader in between then sees no valid generation, and never a new generation with an old checksum.
+        # A reader must never see a new generation with an old checksum.
         at.words[self.slot, 0] = 0
         at.words[self.slot, 1] = checksum_of(descriptor)
         at.words[self.slot, 0] = descriptor.generation

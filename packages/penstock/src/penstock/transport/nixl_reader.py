@@ -151,7 +151,7 @@ class Agent:
                 local = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 remote = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
                 transfer = PostedTransfer(agent.initialize_xfer("READ", local, remote, peer))
-                # `close` must abort it even if this call does not return.
+                # `close` must abort the transfer even if this call does not return.
                 self._transfers.add(transfer)
                 agent.transfer(transfer.xfer)
                 return transfer
@@ -193,7 +193,7 @@ class Agent:
 
     def _release(self, transfer: PostedTransfer) -> None:
         xfer, transfer.xfer = transfer.xfer, None
-        # On failure NIXL frees it with the agent.
+        # On failure NIXL frees the transfer with the agent.
         with contextlib.suppress(*self._failed):
             if xfer is not None and not self._is_left:
                 xfer.release()
