@@ -8,10 +8,11 @@ detects the end and closes it.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.logs import log_named
@@ -214,37 +215,30 @@ class Admission:
                 self._late = [conn for conn in self._open if conn.deadline < now and not conn._is_cut]
         late = self._late[:most]
         self._late = self._late[len(late) :]
-        with self._lock:
-            # Deadlines may have moved since the check.
-            late = [conn for conn in late if conn.deadline < now and not conn._is_cut]
-            for conn in late:
-                conn._is_cut = True
-                self._forget_unproven(conn)
-        for conn in late:
-            conn.cut()
+        # Deadlines may have moved since the check.
+        late = self._abort(conn for conn in late if conn.deadline < now)
         if any(not conn.is_proven for conn in late):
             self.report("a connection sent no complete request in time")
 
     def cut_all(self) -> None:
         """Abort every connection. Servers call this when they close."""
-        with self._lock:
-            victims = [conn for conn in self._open if not conn._is_cut]
-            for conn in victims:
-                conn._is_cut = True
-                self._forget_unproven(conn)
-        for conn in victims:
-            conn.cut()
+        self._abort(self._open)
 
     def make_room(self) -> None:
         """Abort the oldest unproven connections, because the process is out of file descriptors."""
-        with self._lock:
-            victims = [conn for conn, _ in zip(self._unproven, range(16), strict=False)]
-            for conn in victims:
-                self._forget_unproven(conn)
-                conn._is_cut = True
-        for conn in victims:
-            conn.cut()
+        self._abort(itertools.islice(self._unproven, 16))
         self.report("no file descriptor is left for a connection: raise RLIMIT_NOFILE")
+
+    def _abort(self, victims: Iterable[Connection]) -> list[Connection]:
+        """Abort and return the connections that no other thread aborts. Iterate `victims` under the lock."""
+        with self._lock:
+            chosen = [conn for conn in victims if not conn._is_cut]
+            for conn in chosen:
+                conn._is_cut = True
+                self._forget_unproven(conn)
+        for conn in chosen:
+            conn.cut()
+        return chosen
 
     def forget(self) -> None:
         """In a forked child, renew the lock, so that copies of the parent's connections can be closed."""
