@@ -1,4 +1,4 @@
-"""Both sides of adapters: tensors that move, shares of whole tensors, and versions in a receiver's memory."""
+"""Publishing and receiving adapters: tensors that move, and shares of unsliced tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> N
             received = receiver.receive(version)
             assert received.keys() == SHAPES.keys()
             assert all(torch.equal(received[name], tensor) for name, tensor in whole(version).items())
-    # No rank has all of it. Each has three or four of seven rows.
+    # Each rank has three or four of seven rows.
     assert sorted(len(share.params["up.weight"].tensor) for share in shares) == [3, 4]
 
 

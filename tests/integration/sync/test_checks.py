@@ -1,4 +1,4 @@
-"""Checks that write to a staged version or keep a part of it: the published bytes go live."""
+"""Checks that write to a staged version or hold its tensors: the published bytes go live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks declare the same parts of their DTensors that torch itself gathers."""
+"""Ranks declare the same shards of their DTensors that torch gathers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.sync.shards import Shard, ShardRow, declared
 
-Told = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
+EncodedRows = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 
 
-def told(rows: tuple[ShardRow, ...]) -> Told:
-    """Return rows as another process receives them."""
+def encoded(rows: tuple[ShardRow, ...]) -> EncodedRows:
     return [(row.name, row.form.shape, row.form.box.start, row.tensor.numpy().copy()) for row in rows]
 
 
-def heard(rank: Told) -> tuple[ShardRow, ...]:
+def decoded(rank: EncodedRows) -> tuple[ShardRow, ...]:
     held: dict[str, list[Shard]] = {}
     for name, shape, offset, values in rank:
         held.setdefault(name, []).append(Shard(tensor=torch.from_numpy(values), global_shape=shape, offset=offset))
     return declared(held)
 
 
-def assert_whole(ranks: list[Told], true: dict[str, torch.Tensor]) -> None:
-    """Return all tensors, assembled by a plan from the ranks' rows."""
+def assert_whole(ranks: list[EncodedRows], true: dict[str, torch.Tensor]) -> None:
+    """Assemble all tensors by a plan from the ranks' rows."""
     mine = {name: torch.full_like(tensor, 7) for name, tensor in true.items()}
-    move([heard(rank) for rank in ranks], [declared(mine)])
+    move([decoded(rank) for rank in ranks], [declared(mine)])
     for name, tensor in true.items():
         assert torch.equal(mine[name], tensor), name
 
@@ -60,7 +59,7 @@ def cases() -> Iterator[tuple[tuple[int, ...], list[Any], tuple[int, ...]]]:
     yield (), [], ()
 
 
-def _distributed(rank: int, world_size: int) -> Told:
+def _distributed(rank: int, world_size: int) -> EncodedRows:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, distribute_tensor
     from torch.distributed.tensor import Shard as ShardOf
@@ -74,7 +73,7 @@ def _distributed(rank: int, world_size: int) -> Told:
             assert torch.equal(held[f"t{i}"].full_tensor(), full(shape)), (mesh, placements, shape)
         else:
             held[f"t{i}"] = full(shape)
-    # A mesh of some of the ranks; a tensor whose memory is transposed; several dtypes.
+    # A mesh of some ranks, a tensor with transposed memory, and several dtypes.
     half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     held["half"] = distribute_tensor(full((6, 4)), half, [ShardOf(1)])
     rows = declared(held)
@@ -82,7 +81,7 @@ def _distributed(rank: int, world_size: int) -> Told:
         declared({"p": type(held["half"]).from_local(torch.ones(2), half, [Partial()])})
     addresses = {t._local_tensor.untyped_storage().data_ptr() for t in held.values() if hasattr(t, "placements")}
     assert all(row.tensor.untyped_storage().data_ptr() in addresses for row in rows if row.form.shape), "a copy"
-    return told(rows)
+    return encoded(rows)
 
 
 def test_dtensor_boxes_match_any_mesh_and_placement() -> None:
@@ -93,7 +92,7 @@ def test_dtensor_boxes_match_any_mesh_and_placement() -> None:
 
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-"""Tensor parallelism, and replicas of the shards of FSDP (HSDP); of four ranks."""
+"""Tensor parallelism and HSDP on four ranks."""
 
 
 class Net(nn.Module):
@@ -109,11 +108,11 @@ class Net(nn.Module):
         return self.head(self.norm(self.down(self.up(self.embed(x)))))
 
 
-def _trained(rank: int, world_size: int) -> list[tuple[Told, dict[str, np.ndarray]]]:
+def _trained(rank: int, world_size: int) -> list[tuple[EncodedRows, dict[str, np.ndarray]]]:
     return [_step(world_size, tp, replicas) for tp, replicas in CUTS]
 
 
-def _step(world_size: int, tp: int, replicas: int) -> tuple[Told, dict[str, np.ndarray]]:
+def _step(world_size: int, tp: int, replicas: int) -> tuple[EncodedRows, dict[str, np.ndarray]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -131,10 +130,10 @@ def _step(world_size: int, tp: int, replicas: int) -> tuple[Told, dict[str, np.n
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.arange(8) % 11).square().mean().backward()
     optimizer.step()
-    model(torch.arange(8) % 11)  # the root stays gathered after a forward pass: a module is declared sharded
+    model(torch.arange(8) % 11)  # the root stays gathered after a forward pass
     rows = declared(model)
     state = model.state_dict()
-    return told(rows), {
+    return encoded(rows), {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().numpy() for name, t in state.items()
     }
 

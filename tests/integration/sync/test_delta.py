@@ -1,4 +1,4 @@
-"""Frozen layers are not sent again between processes, and each receiver still has the whole version."""
+"""Frozen layers are not sent again, and each receiver still has the complete version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from tests.integration.sync.test_sync import step
 from tests.support.sync import SyncWorker
 
 LAYER = 64 * 96
-"""Bytes that one of two receivers reads from a layer."""
+"""Number of bytes of a layer that each of two receivers reads."""
 SHAPE: dict[str, Any] = {"frozen": 4, "constants": {"penstock.sync.receive.transfer.CUT_S": 0.0}}
 
 
 def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-    """Return what the subscribers report about their version."""
-    said = step(publishers, subscribers, version)[: len(subscribers)]
-    for worker, one in zip(subscribers, said, strict=True):
+    results = step(publishers, subscribers, version)[: len(subscribers)]
+    for worker, one in zip(subscribers, results, strict=True):
         assert_has_version(worker, one, version)
         assert one["nbytes"] == sum(one["sources"].values())
-    return said
+    return results
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
@@ -30,19 +29,19 @@ def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> N
     publishers = host.start_ranks("publisher", 2, mode=source, **SHAPE)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, **SHAPE)
     publishers[0].call("subscribers 2")
-    told = [update(publishers, subscribers, version) for version in (1, 2, 3)]
+    versions = [update(publishers, subscribers, version) for version in (1, 2, 3)]
     for worker in (0, 1):
-        said = [one[worker] for one in told]
-        assert said[0]["nbytes"] == 6 * LAYER
-        assert "no earlier version was received with this plan" in said[0]["delta"]
-        # The second version uses another plan if the first plan was made before both receivers were known.
-        found = [one for one in said if "the fraction of changed bytes is measured" in one["delta"]]
+        reports = [one[worker] for one in versions]
+        assert reports[0]["nbytes"] == 6 * LAYER
+        assert "no earlier version was received with this plan" in reports[0]["delta"]
+        # The second version has a new plan if the first plan was made before both receivers were known.
+        found = [one for one in reports if "the fraction of changed bytes is measured" in one["delta"]]
         assert len(found) == 1
         assert found[0]["nbytes"] == 2 * LAYER
         assert found[0]["delta"].startswith(f"delta: moved {2 * LAYER} of {6 * LAYER} bytes")
     for version in (4, 5):
         for one in update(publishers, subscribers, version):
-            # Four layers were seen once on a busy machine for an unknown reason. `update` has compared every byte.
+            # A busy machine once read four layers for an unknown reason. `update` has compared every byte.
             assert one["nbytes"] in (2 * LAYER, 4 * LAYER, 6 * LAYER), "as it was measured"
 
 
@@ -51,7 +50,7 @@ def test_weights_changed_by_engine_are_restored(host: Host, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **SHAPE)
     subscribers = host.start_ranks("subscriber", 1, mode=mode, **SHAPE)
     update(publishers, subscribers, 1)
-    subscribers[0].call("spoil")  # of a frozen layer, which no digest of the publishers' tells
+    subscribers[0].call("spoil")  # a frozen layer, whose digest did not change
     update(publishers, subscribers, 2)
     subscribers[0].call("spoil")
     update(publishers, subscribers, 3)

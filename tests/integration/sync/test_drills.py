@@ -29,7 +29,7 @@ NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES) if os.environ.get("DRILLS") == "all" else range(1)
 AT_ONCE = 4
 DONE_S = 90.0
-"""Time limit for a drill. It takes some seconds, and more if a process falls silent."""
+"""Time limit for a drill, which takes some seconds."""
 STALL_S = "6.0"
 SHORT_TIMEOUTS = {
     "penstock.hub.client.ATTEMPT_S": 1.0,
@@ -38,12 +38,10 @@ SHORT_TIMEOUTS = {
 }
 ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
 REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
-"""Errors that are allowed for a version that was not available."""
+"""Errors that are allowed for a version that is unavailable."""
 
 
 class FaultRun:
-    """A sync and its loss."""
-
     def __init__(self, seed: int, fork_server: ForkServer, tag: str = "") -> None:
         self.tag = tag
         self.seed, self.fork_server, self.rng, self.stack = seed, fork_server, random.Random(seed), ExitStack()
@@ -90,7 +88,7 @@ class FaultRun:
         return found
 
     def run(self) -> None:
-        """Lose a process. Raise what went wrong."""
+        """Lose a process, and raise the resulting errors."""
         with self.stack:
             host = self.start("subscriber", name="other")  # hosts the hub
             host.wait_for("joined")
@@ -131,35 +129,35 @@ class FaultRun:
         return publishers[0] if self.role == "publisher 0" else publishers[-1]
 
     def check_outcome(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """Check that each survivor reports its version, and that publishers claim no false success."""
+        """Check that each survivor reports its version, and that publishers report no false success."""
         have = {}
         for worker in subscribers:
             if worker is not lost:
-                said = worker.result("update", timeout_s=DONE_S)
-                have[worker.events["joined"]["member"]] = self.check(worker, said, {1, 2})
+                result = worker.result("update", timeout_s=DONE_S)
+                have[worker.events["joined"]["member"]] = self.check(worker, result, {1, 2})
         for worker in publishers:
             if worker is not lost:
-                said = worker.result("publish 2", timeout_s=DONE_S)
-                assert said.get("error", "PeerLost") in REFUSALS, said
-                false = [one for one in said.get("committed", ()) if have.get(one, 2) != 2]
-                assert not false, f"{false} are said to have version 2"
+                result = worker.result("publish 2", timeout_s=DONE_S)
+                assert result.get("error", "PeerLost") in REFUSALS, result
+                false = [one for one in result.get("committed", ()) if have.get(one, 2) != 2]
+                assert not false, f"{false} are reported with version 2"
 
-    def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
-        """Return its whole version, or 0 if it knows that it is dirty."""
-        if "error" in said:
-            assert said["error"] in REFUSALS, said
-            is_touched, said = said["mutated"], worker.call("digests", timeout_s=DONE_S)
-            assert said["is_dirty"] == is_touched and (not is_touched or worker.task.mode == "direct"), said
-            if said["is_dirty"]:
+    def check(self, worker: SyncWorker, result: dict[str, Any], versions: set[int]) -> int:
+        """Return the version of a survivor, or 0 if it reports a dirty target."""
+        if "error" in result:
+            assert result["error"] in REFUSALS, result
+            is_touched, result = result["mutated"], worker.call("digests", timeout_s=DONE_S)
+            assert result["is_dirty"] == is_touched and (not is_touched or worker.task.mode == "direct"), result
+            if result["is_dirty"]:
                 return 0
-        assert said["version"] in versions and not said["is_dirty"], said
-        assert said["digests"] == expected_digest(worker.task, said["version"]), (
-            f"not the bytes of version {said['version']}"
+        assert result["version"] in versions and not result["is_dirty"], result
+        assert result["digests"] == expected_digest(worker.task, result["version"]), (
+            f"not the bytes of version {result['version']}"
         )
-        return int(said["version"])
+        return int(result["version"])
 
     def go_on(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """Send the next version, from the same or a restarted trainer, to all that are alive."""
+        """Publish the next version from the same or a restarted trainer to all live subscribers."""
         if lost in publishers:
             for one in publishers:
                 one.kill(signal.SIGKILL)
@@ -169,19 +167,18 @@ class FaultRun:
         publishers[0].call(f"subscribers {len(subscribers)}", timeout_s=DONE_S)
         self.step(publishers, subscribers, 3)
         for worker in subscribers:
-            said = worker.result("update", timeout_s=DONE_S)
-            assert "error" not in said, said
-            self.check(worker, said, {3})
+            result = worker.result("update", timeout_s=DONE_S)
+            assert "error" not in result, result
+            self.check(worker, result, {3})
         for worker in publishers:
             assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.events
 
 
 def run_with_fault(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
-    """Return a description, the failure, and the seconds."""
     one, begun, verdict = FaultRun(seed, fork_server, tag), time.monotonic(), ""
     try:
         one.run()
-    except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
+    except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # reported with its seed
         verdict = f"{type(error).__name__}: {error}"
     return str(one), verdict, time.monotonic() - begun
 
@@ -197,7 +194,7 @@ def test_quantising_sync_survives_random_faults(fork_server: ForkServer) -> None
 
 
 def assert_no_failures(seeds: range, fork_server: ForkServer, tag: str = "") -> None:
-    """Run them. Raise what did not hold."""
+    """Run all drills, and raise their failures."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, tag), seeds))
     for name, verdict, seconds in found:

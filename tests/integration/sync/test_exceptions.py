@@ -1,4 +1,4 @@
-"""Errors in a rank while a version is published or goes live: it ends on one whole version, and reports it."""
+"""A rank that raises an error while a version is published or goes live ends with one complete version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weights(version: int) -> torch.Tensor:
 
 @dataclass
 class Engine:
-    """An engine whose hooks are called in order. One of them raises if it is armed."""
+    """An engine whose hooks are called in order. An armed hook raises an error."""
 
     raises: str = ""
     called: list[str] = field(default_factory=list)
@@ -38,39 +38,38 @@ class Engine:
 
 
 @pytest.fixture
-def given(host: Host) -> Iterator[tuple[ps.sync.Publisher, torch.Tensor]]:
-    """A publisher of snapshots, and what it publishes."""
+def published(host: Host) -> Iterator[tuple[ps.sync.Publisher, torch.Tensor]]:
     held = weights(1)
     with ps.publisher("p", {"w": held}, mode="snapshot") as publisher:
         publisher.publish(1)
         yield publisher, held
 
 
-def publish(given: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> None:
-    publisher, held = given
+def publish(published: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> None:
+    publisher, held = published
     held.copy_(weights(version))
     publisher.publish(version)
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("hook", ["before_pause", "at_commit", "after_resume"])
-def test_raising_hook_fails_update_cleanly(given, mode: str, hook: str) -> None:
+def test_raising_hook_fails_update_cleanly(published, mode: str, hook: str) -> None:
     engine, mine = Engine(), torch.zeros(SHAPE)
     with ps.subscriber("p", {"w": mine}, mode=mode, hooks=engine.hooks()) as subscriber:
         subscriber.update()
         assert torch.equal(mine, weights(1))
-        publish(given, 2)
+        publish(published, 2)
         engine.raises = hook
         with pytest.raises(ValueError, match=hook) as raised:
             subscriber.update()
-        now = 1 if hook == "before_pause" else 2  # it was not paused, so nothing was touched
+        now = 1 if hook == "before_pause" else 2  # the engine was not paused
         note = f"Hooks.{hook} raised this for version 2: the target has all of version {now}"
         assert raised.value.__notes__ == [note]
         assert (subscriber.version, subscriber.is_dirty) == (now, False)
         assert torch.equal(mine, weights(now))
         engine.raises = ""
         assert subscriber.update().version == 2
-        publish(given, 3)
+        publish(published, 3)
         engine.called.clear()
         assert subscriber.update().version == 3
         assert torch.equal(mine, weights(3))
@@ -78,7 +77,7 @@ def test_raising_hook_fails_update_cleanly(given, mode: str, hook: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_refusal_before_read_reports_untouched_target(given, mode: str) -> None:
+def test_refusal_before_read_reports_untouched_target(published, mode: str) -> None:
     def refuse(version: int, metadata: Mapping[str, str]) -> None:
         raise KeyError("not this one")
 
@@ -93,8 +92,8 @@ def test_refusal_before_read_reports_untouched_target(given, mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_raising_loader_leaves_target_dirty_until_update(given, mode: str) -> None:
-    """It raises during the flip, so some of the target may have the new version."""
+def test_raising_loader_leaves_target_dirty_until_update(published, mode: str) -> None:
+    """The loader raises an error during the flip, so the target may have some bytes of the new version."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -105,14 +104,14 @@ def test_raising_loader_leaves_target_dirty_until_update(given, mode: str) -> No
             if self.fails:
                 raise ValueError("the loader fails")
             for _, tensor in tensors:
-                self.w.data.copy_(tensor.float().cumsum(0))  # nothing that is recorded
+                self.w.data.copy_(tensor.float().cumsum(0))  # cannot be recorded
             return {"w"}
 
     model = Model()
     with ps.subscriber("p", model, mode=mode) as subscriber:
         subscriber.update()
         assert torch.equal(model.w, weights(1).cumsum(0))
-        publish(given, 2)
+        publish(published, 2)
         model.fails = True
         with pytest.raises(ps.PlanError, match="the loader fails") as raised:
             subscriber.update()

@@ -1,4 +1,4 @@
-"""A sync whose ranks die, stop, are late, return changed, or do not fit has a whole version or none."""
+"""Faults of ranks that die, stop, are late, or do not match: a receiver has a complete version or none."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def members(workers: list[SyncWorker]) -> set[str]:
     return {worker.events["joined"]["member"] for worker in workers}
 
 
-def assert_has_version(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
-    """Check that it has the whole version."""
-    assert "error" not in said, said
-    assert (said["version"], said["is_dirty"]) == (version, False)
-    assert said["digests"] == expected_digest(worker.task, version)
+def assert_has_version(worker: SyncWorker, result: dict[str, Any], version: int) -> None:
+    assert "error" not in result, result
+    assert (result["version"], result["is_dirty"]) == (version, False)
+    assert result["digests"] == expected_digest(worker.task, version)
 
 
 def short_stall(seconds: float) -> dict[str, Any]:
@@ -47,9 +46,9 @@ def test_killed_receiver_is_named_without_delay(host: Host) -> None:
     assert_has_version(subscribers[0], subscribers[0].result("update"), 1)
     subscribers[1].kill()
     for one in publishers:
-        said = one.result("publish 1")
-        assert set(said["committed"]) == members(subscribers[:1])
-        assert set(said["failed"]) == members(subscribers[1:])
+        result = one.result("publish 1")
+        assert set(result["committed"]) == members(subscribers[:1])
+        assert set(result["failed"]) == members(subscribers[1:])
     *got, zero, _ = step(publishers, subscribers[:1], 2)
     assert_has_version(subscribers[0], got[0], 2)
     assert set(zero["committed"]) == members(subscribers[:1])
@@ -58,7 +57,7 @@ def test_killed_receiver_is_named_without_delay(host: Host) -> None:
 def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **short_stall(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
-    idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
+    idle = host.start_ranks("subscriber", 1)  # a live subscriber without requests
     publishers[0].call("subscribers 3")
     subscribers[1].kill(signal.SIGSTOP)
     got, zero = step(publishers, subscribers[:1], 1)
@@ -68,20 +67,20 @@ def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
     assert_has_version(subscribers[0], got, 2)
     assert not zero["late"], "who was late is waited for again"
     subscribers[1].kill(signal.SIGCONT)
-    said = subscribers[1].call("update")  # the trainer is over it: of the other receiver
-    assert_has_version(subscribers[1], said, 2)
-    assert set(said["sources"]) == members(subscribers[:1])
+    result = subscribers[1].call("update")  # reads from the other receiver, because the trainer is past it
+    assert_has_version(subscribers[1], result, 2)
+    assert set(result["sources"]) == members(subscribers[:1])
     assert_has_version(idle[0], idle[0].call("update"), 2)
     *got, zero = step(publishers, subscribers + idle, 3)
-    for worker, said in zip(subscribers + idle, got, strict=True):
-        assert_has_version(worker, said, 3)
+    for worker, result in zip(subscribers + idle, got, strict=True):
+        assert_has_version(worker, result, 3)
     assert set(zero["committed"]) == members(subscribers + idle)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: int) -> None:
-    # The budget is a MiB. Larger tensors are read in pieces.
+    # The budget is a MiB, so larger tensors are read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
     publishers = host.start_ranks("publisher", 2, **big, **short_stall(8.0))
@@ -89,18 +88,18 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     publishers[0].call("subscribers 1")
     assert_has_version(subscriber, step(publishers, [subscriber], 1)[0], 1)
     before = subscriber.call("digests")["digests"]
-    publishers[0].send("publish 2")  # its rows arrive; those of rank 1 are waited for
+    publishers[0].send("publish 2")  # the rows of rank 1 are missing
     subscriber.send("wait 2")
     subscriber.send("update")
     subscriber.result("wait 2")
     publishers[1].kill(number)
-    said = subscriber.result("update")
-    assert said["error"] in ("PeerLost", "SourceStalled"), said
+    result = subscriber.result("update")
+    assert result["error"] in ("PeerLost", "SourceStalled"), result
     after = subscriber.call("digests")
     assert after["version"] == 1
     if mode == "staged":
-        assert (after["digests"], after["is_dirty"], said["mutated"]) == (before, False, False)
-    assert after["is_dirty"] == said["mutated"]
+        assert (after["digests"], after["is_dirty"], result["mutated"]) == (before, False, False)
+    assert after["is_dirty"] == result["mutated"]
     assert set(publishers[0].result("publish 2")["failed"]) == members([subscriber])
     for one in publishers:
         one.kill(signal.SIGKILL)
@@ -110,16 +109,16 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
 
 
 def test_rank_lost_before_first_update_is_named(host: Host) -> None:
-    """Rank 0 plans, is alive, and cannot reach rank 1, so the error is about rank 1."""
+    """Rank 0 plans and cannot reach rank 1, so the error names rank 1."""
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **short_stall(8.0))
     step(publishers, [], 1)
     # Start the subscriber first, because the version expires while its process imports on a loaded machine.
     subscriber = host.start_ranks("subscriber", 1, **short_stall(8.0))[0]
     publishers[1].kill(signal.SIGKILL)
-    said = subscriber.call("update 1")
-    assert said["error"] == "PeerLost", said
-    assert publishers[1].events["joined"]["member"] in said["message"]
-    assert publishers[0].events["joined"]["member"] not in said["message"]
+    result = subscriber.call("update 1")
+    assert result["error"] == "PeerLost", result
+    assert publishers[1].events["joined"]["member"] in result["message"]
+    assert publishers[0].events["joined"]["member"] not in result["message"]
     assert publishers[0].process.poll() is None
 
 
@@ -155,18 +154,18 @@ def test_late_receiver_reads_version_from_another(host: Host) -> None:
     publishers[0].call("subscribers 2")
     step(publishers, first, 1)
     late = host.start_ranks("subscriber", 1)[0]
-    said = late.call("update")
-    assert_has_version(late, said, 1)
-    assert set(said["sources"]) == members(first)
+    result = late.call("update")
+    assert_has_version(late, result, 1)
+    assert set(result["sources"]) == members(first)
     for one in publishers:
         one.kill()
-    later = host.start_ranks("subscriber", 1, mode="direct")[0]  # nobody but receivers is left, who plan
-    said = later.call("update")
-    assert_has_version(later, said, 1)
-    assert set(said["sources"]) <= members([*first, late])
+    later = host.start_ranks("subscriber", 1, mode="direct")[0]  # only receivers remain, and one of them plans
+    result = later.call("update")
+    assert_has_version(later, result, 1)
+    assert set(result["sources"]) <= members([*first, late])
 
 
-def test_receiver_with_changed_weights_serves_nobody(host: Host) -> None:
+def test_receiver_with_changed_weights_stops_serving(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1)
     first = host.start_ranks("subscriber", 1)
     publishers[0].call("subscribers 1")
@@ -174,12 +173,12 @@ def test_receiver_with_changed_weights_serves_nobody(host: Host) -> None:
     first[0].call("spoil")
     late = host.start_ranks("subscriber", 1)[0]
     before = late.call("digests")["digests"]
-    said = late.call("update")
-    assert said["error"] == "StaleDescriptor" and not said["mutated"]
+    result = late.call("update")
+    assert result["error"] == "StaleDescriptor" and not result["mutated"]
     assert late.call("digests")["digests"] == before
     *got, _ = step(publishers, [*first, late], 2)
-    for worker, said in zip([*first, late], got, strict=True):
-        assert_has_version(worker, said, 2)
+    for worker, result in zip([*first, late], got, strict=True):
+        assert_has_version(worker, result, 2)
 
 
 def test_trainer_restarts_with_different_world_size(host: Host) -> None:
@@ -189,12 +188,12 @@ def test_trainer_restarts_with_different_world_size(host: Host) -> None:
         assert publishers[0].events["joined"]["latest"] == (version - 1 or -1)
         publishers[0].call("subscribers 2")
         if version > 1:
-            said = publishers[0].call(f"publish {version - 1}")
-            assert said["error"] == "ConfigError" and f"not above {version - 1}" in said["message"], said
+            result = publishers[0].call(f"publish {version - 1}")
+            assert result["error"] == "ConfigError" and f"not above {version - 1}" in result["message"], result
         got = step(publishers, subscribers, version)[:2]
-        for worker, said in zip(subscribers, got, strict=True):
-            assert_has_version(worker, said, version)
-        # The next trainer learns of it from the hub.
+        for worker, result in zip(subscribers, got, strict=True):
+            assert_has_version(worker, result, version)
+        # The next trainer learns the version from the hub.
         host.wait_for_versions([version, version])
         for one in publishers:
             one.kill()
@@ -208,7 +207,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
     step(publishers, running, 1)
     for version, world_size in enumerate((4, 1, 3), start=2):
         for one in publishers:
-            one.send(f"publish {version}")  # while they come
+            one.send(f"publish {version}")  # while receivers join
         more = [host.start_rank("subscriber", rank=rank, world_size=world_size, dim=1) for rank in range(world_size)]
         for one in (*running, *more):
             one.send(f"wait {version}")
@@ -216,8 +215,8 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
         for one in (*running, *more):
             assert_has_version(one, one.result("update"), version)
         for one in publishers:
-            said = one.result(f"publish {version}")
-            assert "error" not in said and set(said["failed"]) <= gone, said
+            result = one.result(f"publish {version}")
+            assert "error" not in result and set(result["failed"]) <= gone, result
         gone |= members(running)
         for one in running:
             if version == 2:
@@ -227,13 +226,13 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
         running = more
     publishers[0].call("subscribers 3")
     *got, zero, _ = step(publishers, running, 5)
-    for worker, said in zip(running, got, strict=True):
-        assert_has_version(worker, said, 5)
+    for worker, result in zip(running, got, strict=True):
+        assert_has_version(worker, result, 5)
     assert members(running) <= set(zero["committed"])
 
 
 def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> None:
-    """Its trainer raised between two steps and left, so no process waits for it until a deadline."""
+    """The rank's trainer raised an error between two steps and left, so no process waits until a deadline."""
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("subscribers 1")
@@ -243,25 +242,25 @@ def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> 
     subscriber.send("update")
     subscriber.result("wait 2")
     assert publishers[1].leave() == 0
-    said = subscriber.result("update")
-    assert said["error"] in ("PeerLost", "StaleDescriptor") and not said["mutated"], said
+    result = subscriber.result("update")
+    assert result["error"] in ("PeerLost", "StaleDescriptor") and not result["mutated"], result
     assert_has_version(subscriber, subscriber.call("digests"), 1)
-    said = publishers[0].result("publish 2")
-    assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
+    result = publishers[0].result("publish 2")
+    assert result.get("error") == "PeerLost" or set(result["failed"]) == members([subscriber]), result
 
 
-def test_concurrent_publisher_groups_leave_one_winner(host: Host) -> None:
+def test_concurrent_publisher_groups_have_one_winner(host: Host) -> None:
     subscriber = host.start_ranks("subscriber", 1)[0]
     pair = [host.start_rank("publisher", mode="snapshot") for _ in range(2)]
     for one in pair:
         one.send("publish 1")
-    said = []
+    results = []
     for one in pair:
         with contextlib.suppress(PenstockError):
-            said.append(one.result("publish 1"))
+            results.append(one.result("publish 1"))
         assert "failed" not in one.events or one.events["failed"]["error"] == "ConfigError", one.events
-    done = [one for one in said if "error" not in one]
-    assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in said), said
+    done = [one for one in results if "error" not in one]
+    assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in results), results
     assert_has_version(subscriber, subscriber.call("update"), 1)
 
 
@@ -277,9 +276,9 @@ def test_misfit_is_refused_before_reading(host: Host) -> None:
     *got, zero, _ = step(publishers, [good, *bad], 1)
     assert_has_version(good, got[0], 1)
     words = ("model.layers.0.weight", "F32", "[32, 96]", "layers.6.weight")
-    for worker, said, word, digest in zip(bad, got[1:], words, before, strict=True):
-        assert said["error"] == "PlanError" and word in said["message"], said
-        assert not said["mutated"]
+    for worker, result, word, digest in zip(bad, got[1:], words, before, strict=True):
+        assert result["error"] == "PlanError" and word in result["message"], result
+        assert not result["mutated"]
         assert worker.call("digests")["digests"] == digest
     assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
 
@@ -287,13 +286,13 @@ def test_misfit_is_refused_before_reading(host: Host) -> None:
 def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     first = host.start_ranks("publisher", 1)[0]
     second = host.start_rank("publisher")
-    said = second.wait_for("failed")
-    assert said["error"] == "ConfigError" and first.events["joined"]["member"][:8] in said["message"]
+    result = second.wait_for("failed")
+    assert result["error"] == "ConfigError" and first.events["joined"]["member"][:8] in result["message"]
     subscribers = host.start_ranks("subscriber", 1)
     first.call("subscribers 1")
     assert_has_version(subscribers[0], step([first], subscribers, 1)[0], 1)
     first.kill()
-    third = host.start_rank("publisher")  # who is gone does not keep the name
+    third = host.start_rank("publisher")  # a group that left does not own the name
     third.wait_for("joined")
     third.call("subscribers 1")
     assert_has_version(subscribers[0], step([third], subscribers, 2)[0], 2)
@@ -305,13 +304,13 @@ def test_versions_only_increase_on_both_sides(host: Host) -> None:
     publisher.call("publish 5")
     assert_has_version(subscriber, subscriber.call("update"), 5)
     for version in (5, 4):
-        said = publisher.call(f"publish {version}")
-        assert said["error"] == "ConfigError" and "5" in said["message"]
-    said = subscriber.call("update 4")
-    assert said["error"] == "ConfigError"
-    said = subscriber.call("update 5")
-    assert_has_version(subscriber, said, 5)
-    assert said["nbytes"] == 0
+        result = publisher.call(f"publish {version}")
+        assert result["error"] == "ConfigError" and "5" in result["message"]
+    result = subscriber.call("update 4")
+    assert result["error"] == "ConfigError"
+    result = subscriber.call("update 5")
+    assert_has_version(subscriber, result, 5)
+    assert result["nbytes"] == 0
 
 
 def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
@@ -325,8 +324,8 @@ def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
         one.send("wait 2")
         one.send("stage")
     for one in subscribers:
-        said = one.result("stage")
-        assert said["digests"] == expected_digest(one.task, 1) and said["version"] == 1
+        result = one.result("stage")
+        assert result["digests"] == expected_digest(one.task, 1) and result["version"] == 1
     assert set(publishers[0].result("publish 2")["committed"]) == members(subscribers)
     for one in subscribers:
         assert_has_version(one, one.call("commit"), 2)
@@ -339,8 +338,8 @@ def test_too_small_budget_error_states_minimum(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     publisher.call("publish 1")
     subscriber = host.start_ranks("subscriber", 1, options={"memory_bytes": 1 << 10})[0]
-    said = subscriber.call("update")
-    assert said["error"] == "BudgetTooSmall" and "memory_bytes >= " in said["message"] and not said["mutated"]
+    result = subscriber.call("update")
+    assert result["error"] == "BudgetTooSmall" and "memory_bytes >= " in result["message"] and not result["mutated"]
     direct = host.start_rank("subscriber", mode="direct", options={"memory_bytes": 1 << 10})
     assert "memory_bytes >= " in direct.wait_for("failed")["message"]
 
@@ -354,8 +353,8 @@ def test_versions_flow_while_hub_is_away(host: Host) -> None:
     hub.send_signal(signal.SIGKILL)
     for version in (2, 3):
         *got, zero, _ = step(publishers, subscribers, version)
-        for worker, said in zip(subscribers, got, strict=True):
-            assert_has_version(worker, said, version)
+        for worker, result in zip(subscribers, got, strict=True):
+            assert_has_version(worker, result, version)
         assert set(zero["committed"]) == members(subscribers)
     late = host.start_rank("subscriber", hub=url, **short_stall(6.0))
     assert late.wait_for("failed")["error"] == "HubUnavailable"
@@ -373,10 +372,10 @@ def test_status_shows_sync_ranks(host: Host) -> None:
     found = CliRunner().invoke(app, ["status", "policy", "--hub", host.hub_url()])
     rows = [line.split() for line in found.stdout.splitlines()]
     assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "epoch"]
-    (given,) = [row for row in rows if "publisher" in row]
+    (row,) = [row for row in rows if "publisher" in row]
     (taken,) = [row for row in rows if "subscriber" in row]
     run = publisher.events["joined"]["member"][:8]
-    assert given[4:] and {"policy", "0/1", "7", run, "open"} <= set(given)
+    assert row[4:] and {"policy", "0/1", "7", run, "open"} <= set(row)
     assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
 
 
@@ -385,11 +384,11 @@ def test_bytes_changed_during_read_are_refused(host: Host) -> None:
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("publish 1")
     assert_has_version(subscriber, subscriber.call("update"), 1)
-    for version in range(2, 30, 2):  # fenced and overwritten again and again while it is read
+    for version in range(2, 30, 2):  # fenced and overwritten repeatedly during the read
         for one in (version, version + 1):
             publishers[0].send(f"publish {one}")
-        said = subscriber.call("update")
-        if "error" not in said:
-            assert said["digests"] == expected_digest(subscriber.task, said["version"])
+        result = subscriber.call("update")
+        if "error" not in result:
+            assert result["digests"] == expected_digest(subscriber.task, result["version"])
         publishers[0].result(f"publish {version + 1}")
     assert_has_version(subscriber, subscriber.call("update"), 29)

@@ -1,4 +1,4 @@
-"""The loop of a serving engine receives each new version, and continues when trainers start and end."""
+"""The loop of a serving engine receives each new version across restarts of the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_loop_yields_each_new_version_until_closed() -> None:
     with ps.subscriber("loop", target) as subscriber:
         weights = {"w": torch.zeros(4)}
         seen = []
-        for numbers in ((1, 2), (3,)):  # the trainer starts again in between
+        for numbers in ((1, 2), (3,)):  # the trainer restarts between them
             with ps.publisher("loop", weights) as publisher:
                 for version in numbers:
                     weights["w"].fill_(version)

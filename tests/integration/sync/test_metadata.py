@@ -1,4 +1,4 @@
-"""Metadata of a version: a receiver has it before the version's bytes, and may refuse the version because of it."""
+"""A receiver gets a version's metadata before its bytes, and may refuse the version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers and engines that do not fit: a PlanError with names and causes at the first attempt, or the update works."""
+"""Trainers and engines that do not match raise a PlanError with names and causes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def test_module_made_in_inference_mode_is_filled(change: Change, mode: Any) -> N
 
 
 def has_module() -> torch.nn.Module:
-    """Return a module whose own names begin with `module.`, which is no wrapper."""
     return torch.nn.ModuleDict({"module": linear()})
 
 
@@ -189,7 +188,7 @@ class Adds(torch.nn.Module):
 
 
 def test_computing_loader_leaves_parameter_unfilled() -> None:
-    # The loader may fill the rest of `w` by itself, and nothing can fill `v`.
+    # The loader may fill the remaining elements of `w`, but nothing can fill `v`.
     with pytest.raises(ps.PlanError, match=r"do not fill all parameters:\s+v: 3 of 3 elements; blame") as caught:
         sync({"w": torch.ones(4)}, Adds())
     assert not caught.value.mutated
@@ -238,7 +237,7 @@ def test_parameter_filled_only_by_reading_loader_is_named(leaves: bool) -> None:
 
     target = Reads()
     values = torch.full((4,), 7.0 if leaves else 3.0)
-    with pytest.warns(RuntimeWarning, match=r"only it can fill w, which keep") as told:
+    with pytest.warns(RuntimeWarning, match=r"only it can fill w, which keep") as warned:
         report = sync({"w": values, "v": values, "u": values}, target)
-    assert len(told) == 1 and "only it can fill w," in report.why[0]
+    assert len(warned) == 1 and "only it can fill w," in report.why[0]
     assert torch.equal(target.w, torch.zeros(4) if leaves else values) and torch.equal(target.v, values)

@@ -1,4 +1,4 @@
-"""A sync fills models with their own loader like that loader does, version after version, in place."""
+"""A sync fills models like their loader does, version after version, in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stack(host: Host) -> Iterator[ExitStack]:
 
 
 def halves(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
-    """Return what one of two FSDP ranks holds: uneven rows of each tensor, and whole scalars on both."""
+    """Return the shards of one of two FSDP ranks, with uneven rows and unsliced scalars."""
     found: dict[str, Any] = {}
     for name, one in tensors.items():
         if not one.ndim or not one.numel():
@@ -57,7 +57,7 @@ def publishers(stack: ExitStack, held: list[dict[str, Any]], **options: Any) -> 
 
 
 def together(work: Any) -> None:
-    """Call all at once. Raise the first error."""
+    """Call all functions concurrently, and raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(one: Any) -> None:
@@ -83,11 +83,11 @@ def test_synced_model_matches_own_loader(stack: ExitStack, mode: str, source: st
     held = [halves(checkpoint(DTYPE), rank) for rank in range(2)]
     pubs = publishers(stack, held, mode=source)
     models = [Toy(place) for place in places]
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     hooks = ps.Hooks(
-        before_pause=lambda v: told.append(("pause", v)),
-        at_commit=lambda v: told.append(("commit", v)),
-        after_resume=lambda v: told.append(("resume", v)),
+        before_pause=lambda v: calls.append(("pause", v)),
+        at_commit=lambda v: calls.append(("commit", v)),
+        after_resume=lambda v: calls.append(("resume", v)),
     )
     subs = [
         stack.enter_context(ps.subscriber("toy", model, mode=mode, hooks=hooks, rank=(rank, 2)))
@@ -99,14 +99,14 @@ def test_synced_model_matches_own_loader(stack: ExitStack, mode: str, source: st
         tensors = checkpoint(DTYPE, seed=version)
         for rank in range(2):
             put(held[rank], tensors, rank)
-        told.clear()
+        calls.clear()
         together(
             [
                 *(lambda pub=pub, v=version: pub.publish(v) for pub in pubs),
                 *(lambda sub=sub, v=version: (sub.wait(v), sub.update()) for sub in subs),
             ]
         )
-        assert sorted(told) == sorted([("pause", version), ("commit", version), ("resume", version)] * 2)
+        assert sorted(calls) == sorted([("pause", version), ("commit", version), ("resume", version)] * 2)
         for model, place in zip(models, places, strict=True):
             wanted = Toy(place)
             wanted.load_weights(tensors.items())

@@ -149,7 +149,7 @@ def test_subscriber_follows_moved_parameters(stack: ExitStack, move: Callable[..
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_former_subscriber_memory_stays_untouched(stack: ExitStack, mode: str) -> None:
+def test_previous_subscriber_memory_is_not_written(stack: ExitStack, mode: str) -> None:
     trained, served = {"w": torch.ones(4096)}, {"w": torch.zeros(4096)}
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served, mode=mode))
@@ -373,7 +373,7 @@ def test_unfilled_buffer_may_move(stack: ExitStack) -> None:
 
 
 def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
-    # Regions and sizes stay, so only the registration distinguishes a plan for the old places.
+    # Regions and sizes stay, so only the registration distinguishes the plans.
     both = torch.zeros(2, 256)
     trained = {"a": both[0], "b": both[1]}
     served = {"a": torch.zeros(256), "b": torch.zeros(256)}
@@ -392,14 +392,13 @@ def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
 @pytest.mark.parametrize("transforms", [None, "fp8-block128"])
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
 def test_ranks_with_moved_shards_are_followed(stack: ExitStack, mode: str, transforms: str | None) -> None:
-    # Blocks of 128 rows are cut by the ranks' edge, so they exchange elements.
+    # Blocks of 128 rows cross the edge between the ranks, so they exchange elements.
     values = torch.randn(300, 256)
     held = [halves({"a.weight": values, "b.weight": -values}, rank) for rank in range(2)]
     ranks = publishers(stack, held, mode=mode, transforms=transforms)
     served = {"a.weight": torch.zeros(300, 256), "b.weight": torch.zeros(300, 256)}
     subscriber = stack.enter_context(ps.subscriber("toy", served))
     for version in range(1, 5):
-        # Test each rank while the other one stays.
         for name, sign in (("a.weight", 1), ("b.weight", -1)):
             for rank in range(2):
                 moved = held[rank][name].tensor
@@ -427,7 +426,7 @@ def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "warns"),
+    ("make_params", "warns"),
     [
         (lambda module: module.state_dict(), True),
         (lambda module: module.state_dict(keep_vars=True), False),
@@ -436,16 +435,16 @@ def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
     ],
     ids=["state dict", "variables", "module", "dict"],
 )
-def test_publisher_given_state_dict_warns_once(
-    stack: ExitStack, caplog: pytest.LogCaptureFixture, given: Callable[..., Any], warns: bool
+def test_publisher_of_state_dict_warns_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, make_params: Callable[..., Any], warns: bool
 ) -> None:
     trained = model()
-    publisher = stack.enter_context(ps.publisher("moved", given(trained), mode="snapshot"))
+    publisher = stack.enter_context(ps.publisher("moved", make_params(trained), mode="snapshot"))
     publisher.publish(1)
     publisher.publish(2)
-    said = [line for line in caplog.messages if "Pass the module instead" in line]
-    assert len(said) == warns
-    # The reason is that nothing in the dict shows the module's new memory.
+    lines = [line for line in caplog.messages if "Pass the module instead" in line]
+    assert len(lines) == warns
+    # The dict does not show the module's new memory.
     fill(trained, 7)
     for parameter in trained.parameters():
         parameter.data = torch.full_like(parameter, 8)
@@ -496,6 +495,6 @@ def test_holder_moving_weights_survives(host: Host, tmp_path: Any, how: str, end
             target = {"w": torch.zeros(1 << 18)}
             reader.fetch(target, fallback=str(path))
             assert torch.equal(target["w"], torch.arange(1 << 18, dtype=torch.float32))
-        said, _ = holder.communicate("\n", timeout=60)
+        output, _ = holder.communicate("\n", timeout=60)
     assert holder.returncode == 0
-    assert said.strip() == ends
+    assert output.strip() == ends

@@ -1,4 +1,4 @@
-"""Publishers pack short runs for subscribers over `http` and `nixl`: the same versions, even if ranks die."""
+"""Publishers pack short runs for subscribers over `http` and `nixl`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pac
     publishers[0].call("subscribers 2")
     for version in (1, 2):
         *got, _, _ = step(publishers, subscribers, version)
-        for worker, said in zip(subscribers, got, strict=True):
-            assert_has_version(worker, said, version)
-            assert said["packed_bytes"] == (said["nbytes"] if pack_bytes else 0)
+        for worker, result in zip(subscribers, got, strict=True):
+            assert_has_version(worker, result, version)
+            assert result["packed_bytes"] == (result["nbytes"] if pack_bytes else 0)
             expected = "packed at the sources" if pack_bytes else "has no memory to pack them"
-            assert any(expected in line for line in said["why"]), said["why"]
+            assert any(expected in line for line in result["why"]), result["why"]
 
 
 def test_format_codes_and_scales_are_packed(host: Host) -> None:
@@ -43,10 +43,10 @@ def test_format_codes_and_scales_are_packed(host: Host) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))
     publishers[0].call("subscribers 2")
     *got, _, _ = step(publishers, subscribers, 1)
-    for worker, said in zip(subscribers, got, strict=True):
-        assert_has_version(worker, said, 1)
-        # Codes are runs of 128 bytes; so are a rank's 8 scales of a tensor, of 4 bytes each.
-        assert said["packed_bytes"] == said["nbytes"] == 3 * (2048 * 128 + 16 * 4)
+    for worker, result in zip(subscribers, got, strict=True):
+        assert_has_version(worker, result, 1)
+        # Codes are runs of 128 bytes, and each rank's scales of a tensor are runs of 4 bytes.
+        assert result["packed_bytes"] == result["nbytes"] == 3 * (2048 * 128 + 16 * 4)
 
 
 def test_killed_receiver_releases_packed_memory(host: Host) -> None:
@@ -65,12 +65,12 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
     ranks[0].send("update")
     ranks[0].wait_for("holding")
     ranks[1].send("update")
-    with pytest.raises(SourceStalled):  # it waits as long as the holder lives, however slow that is
+    with pytest.raises(SourceStalled):  # the wait lasts as long as the holder lives
         ranks[1].result("update", timeout_s=3.0)
     ranks[0].kill()
-    said = ranks[1].result("update")
-    assert_has_version(ranks[1], said, 1)
-    assert said["packed_bytes"] == said["nbytes"]
+    result = ranks[1].result("update")
+    assert_has_version(ranks[1], result, 1)
+    assert result["packed_bytes"] == result["nbytes"]
     outcome = publishers[0].result("publish 1")
     assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])
 

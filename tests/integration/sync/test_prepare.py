@@ -1,4 +1,4 @@
-"""`prepare` does the one-time work of a first update before a version is published, and only once."""
+"""`prepare` does the one-time work of the first update before a version is published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.sync.membership import Membership
 
 
 class Model(torch.nn.Module):
-    """A model with two tensors. Its loader transposes one, and counts its calls."""
+    """A model whose loader transposes one of two tensors and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,6 @@ def trained() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[SyncPlan]:
-    """The plans that are made."""
     made: list[SyncPlan] = []
     plan_sync = planner.plan_sync
 
@@ -66,7 +65,6 @@ def test_first_update_reuses_preparation(host: Host, mode: str, plans: list[Sync
         assert subscriber.wanted is not None and len(subscriber.wanted.rows) == 2
         assert model.is_untouched() and subscriber.version == -1
         assert (model.num_loads, len(plans)) == (1, 1)
-        # A second call has nothing to do.
         assert subscriber.prepare()
         publisher.publish(1)
         assert subscriber.update().version == 1
@@ -87,7 +85,7 @@ def test_preparation_survives_second_engine(host: Host, plans: list[SyncPlan]) -
         for subscriber, model in ((first, models[0]), (second, models[1])):
             subscriber.update()
             assert model.has(weights) and model.num_loads == 1
-        # Both read with the plan that contains both.
+        # Both engines use the plan that contains both.
         assert len(plans) == 2
 
 
@@ -154,7 +152,7 @@ def test_staged_version_survives_prepare(host: Host) -> None:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
             publisher.publish(1)
             subscriber.stage()
-        # A restarted trainer has a different checkpoint, whose memory would replace the staged version's.
+        # The restarted trainer's checkpoint needs different memory from the staged version.
         with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
             with pytest.raises(ConfigError, match="version 1 of 'p' is staged"):
                 subscriber.prepare()
@@ -170,7 +168,7 @@ def test_live_version_is_served_under_next_trainer(host: Host) -> None:
             subscriber.update()
         with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
             assert subscriber.prepare()
-        # The trainer is gone: the subscriber is the only source.
+        # The trainer is gone, so the subscriber is the only source.
         with ps.subscriber("p", late) as other:
             assert other.update(1, timeout_s=20.0).version == 1
     assert torch.equal(late["w"], torch.ones(64))

@@ -1,4 +1,4 @@
-"""All ranks of a trainer start with the same version, in any order of starts and publishes, and after restarts."""
+"""All ranks of a trainer start with the same version, in any order and after restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stack(host: Host) -> Iterator[ExitStack]:
 
 
 def orders(world_size: int, count: int | None = None) -> list[tuple[Step, ...]]:
-    """Return all or some of the orders in which each rank starts and then publishes."""
+    """Return orders in which each rank starts and then publishes."""
     steps = [(kind, rank) for rank in range(world_size) for kind in ("start", "publish")]
     if count is None:
         found = itertools.permutations(steps)
@@ -76,7 +76,6 @@ class Trainer:
         thread = threading.Thread(target=work)
         self._threads.append(thread)
         thread.start()
-        # A rank waits for its rank 0.
         if rank == 0 or 0 in self.publishers:
             assert self._is_started[rank].wait(20)
             assert not self.errors
@@ -128,7 +127,7 @@ def test_restarted_ranks_continue_numbering(stack: ExitStack, order: tuple[Step,
         for rank in range(former):
             old.publish(rank, 5)
         target = {"w": torch.zeros(3 * former, 5)}
-        # It keeps the version when the trainer is closed.
+        # The subscriber keeps the version when the trainer is closed.
         stack.enter_context(ps.subscriber("ranks", target)).update()
     world_size = len(order) // 2
     trainer = Trainer(stack, world_size, 2.0)
@@ -137,7 +136,7 @@ def test_restarted_ranks_continue_numbering(stack: ExitStack, order: tuple[Step,
     assert received(stack, world_size)[0] == 6
 
 
-def test_all_ranks_refuse_former_number(stack: ExitStack) -> None:
+def test_all_ranks_reject_used_version(stack: ExitStack) -> None:
     with ExitStack() as first:
         old = Trainer(first, 2, 1.0)
         old.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 3)
@@ -166,7 +165,7 @@ def test_rank_follows_restarted_rank_0(stack: ExitStack) -> None:
     trainer.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 4)
     trainer.publishers.pop(0).close()
     trainer.start(0)
-    # No other process has version 4, and rank 1 is still from the old run.
+    # No other process has version 4, and rank 1 belongs to the old run.
     assert trainer.publishers[0].latest == 4
     for rank in (1, 0):
         trainer.publish(rank, 5)
@@ -180,7 +179,7 @@ def test_killed_trainer_restarts_with_different_size(host: Host, world_size: int
         one.call("publish 3")
     for one in old:
         one.kill()
-    # No subscriber has version 3: only the hub's list of the dead ranks knows of it, for a while.
+    # Only the hub's list of the dead ranks contains version 3.
     new = host.start_ranks("publisher", world_size, mode="snapshot")
     latest = [one.events["joined"]["latest"] for one in new]
     assert len(set(latest)) == 1

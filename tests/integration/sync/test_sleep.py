@@ -1,4 +1,4 @@
-"""Weights that are released while an engine sleeps return whole and verified, and nothing else is served."""
+"""Weights that are released while an engine sleeps are restored completely and verified."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import penstock as ps
 from penstock.errors import Cancelled, ConfigError, IntegrityError, PlanError, VersionNotLive
 
 SETTINGS = ps.ConnectionSettings(stall_s=5.0)
-"""The hub is the host's, started by `hub`."""
 
 
 class Model(torch.nn.Module):
-    """Layers, a transposed one that its loader fills from scratch memory, and a buffer that no checkpoint has."""
+    """Layers, a transposed one that its loader fills from scratch memory, and a buffer without a checkpoint entry."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -39,7 +38,6 @@ class Model(torch.nn.Module):
 
 
 def checkpoint(seed: int) -> dict[str, torch.Tensor]:
-    """Return a trainer's tensors for a version."""
     shapes = {name: one.shape for name, one in Model(0).named_parameters()} | {"turned": (8, 16)}
     chance = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
@@ -73,7 +71,6 @@ class Fleet:
         self.trainer.publish(version)
 
     def answer(self) -> torch.Tensor:
-        """Time limit of a request, if the engine accepts one."""
         with self.engine.pinned(ttl_s=5.0), torch.no_grad():
             return self.model(X).clone()
 
@@ -121,7 +118,7 @@ def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
     report = fleet.engine.restore()
     assert (report.version, report.nbytes, storages(fleet.model)) == (1, sum(sizes), sizes)
     fleet.assert_serves(1)
-    # The engine gets the trainer's newest version from the meantime, and updates continue after it.
+    # The engine gets the trainer's newest version, and later updates work.
     fleet.engine.release()
     fleet.publish(2)
     assert fleet.engine.restore().version == 2
@@ -147,9 +144,9 @@ def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path
     fleet.engine.release()
     with pytest.raises(ps.PenstockError, match=r"start a publisher, .*, or pass stored=StoredVersion\(\)"):
         fleet.engine.restore(timeout_s=0.5)
-    fleet.refuses()  # the memory is there again, with any values
+    fleet.refuses()  # the memory has arbitrary values
     assert all(storages(fleet.model))
-    # The version differs from its number, which the digests of the live one reveal.
+    # The stored version differs from its number, as the digests show.
     save_file(checkpoint(7), tmp_path / "wrong.safetensors")
     wrong = ps.sync.StoredVersion(version=1, weights=str(tmp_path / "wrong.safetensors"))
     with pytest.raises(IntegrityError, match="differs from the version that was live"):
@@ -164,7 +161,7 @@ def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path
     report = fleet.engine.restore(stored=right)
     assert "outside the sync" in report.why[0]
     fleet.assert_serves(1)
-    # It is a source again, because its bytes are proven to be the run's.
+    # The engine is a source again, because its bytes are verified.
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         assert peer.update(timeout_s=10.0).sources.keys() == {fleet.engine.member.id}
         assert torch.equal(other.turned, fleet.model.turned)
@@ -210,7 +207,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     with pytest.raises(ConfigError, match="with free=True"):
         fleet.engine.release(returns=True)
     assert fleet.engine.release(free=False, returns=True) == 0
-    poison()  # as an allocator that unmaps and maps
+    poison()  # as an allocator that remaps memory
     fleet.refuses()
     with pytest.raises(IntegrityError, match="with different bytes"):
         fleet.engine.restore(in_place=True)
@@ -221,7 +218,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     report = fleet.engine.restore(in_place=True)
     assert (report.version, report.nbytes) == (1, 0)
     fleet.assert_serves(1)
-    # The sync restores them.
+    # The sync restores the weights.
     fleet.engine.release(free=False)
     poison()
     with pytest.raises(ConfigError, match="no digests of the memory"):
@@ -240,7 +237,7 @@ def test_release_before_first_version_needs_engine(hub: None) -> None:
             assert engine.restore(timeout_s=10.0).version == 1
 
 
-def test_released_source_is_left_by_readers(fleet: Fleet) -> None:
+def test_readers_leave_released_source(fleet: Fleet) -> None:
     """A peer's update reads from the trainer and not from freed memory."""
     fleet.engine.release()
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
@@ -248,7 +245,7 @@ def test_released_source_is_left_by_readers(fleet: Fleet) -> None:
         assert torch.equal(other.turned, loaded(1).turned)
 
 
-def test_announced_version_is_known_immediately(fleet: Fleet) -> None:
+def test_announced_returns_newest_version_immediately(fleet: Fleet) -> None:
     assert (fleet.engine.announced(), fleet.engine.is_released) == (1, False)
     fleet.engine.release()
     fleet.publish(2)

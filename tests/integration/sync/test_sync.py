@@ -1,4 +1,4 @@
-"""Versions reach subscribers' processes whole and bit for bit in every mode."""
+"""Versions reach subscribers' processes bit-identical in every mode."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: i
     for one in subscribers:
         one.send(f"wait {version}")
         one.send("update")
-    said = [one.result("update") for one in subscribers]
-    return said + [one.result(f"publish {version}") for one in publishers]
+    results = [one.result("update") for one in subscribers]
+    return results + [one.result(f"publish {version}") for one in publishers]
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
@@ -30,23 +30,23 @@ def test_each_version_arrives_bitwise_equal(host: Host, source: str, mode: str, 
     publishers[0].call("subscribers 2")
     for version in (3, 4, 9):
         *got, zero, one = step(publishers, subscribers, version)
-        for worker, said in zip(subscribers, got, strict=True):
-            assert (said["version"], said["is_dirty"]) == (version, False)
-            assert said["digests"] == expected_digest(worker.task, version)
-            assert said["nbytes"] == sum(said["sources"].values()) == 6 * 64 * 96
-            assert transport in said["path"]
+        for worker, result in zip(subscribers, got, strict=True):
+            assert (result["version"], result["is_dirty"]) == (version, False)
+            assert result["digests"] == expected_digest(worker.task, version)
+            assert result["nbytes"] == sum(result["sources"].values()) == 6 * 64 * 96
+            assert transport in result["path"]
         members = {worker.events["joined"]["member"] for worker in subscribers}
-        for said in (zero, one):
-            assert set(said["committed"]) == (members if source == "live" else set())
-            assert not said["late"] and not said["failed"]
+        for result in (zero, one):
+            assert set(result["committed"]) == (members if source == "live" else set())
+            assert not result["late"] and not result["failed"]
 
 
 def test_rank_0_waits_for_other_ranks(host: Host) -> None:
     zero = host.start_rank("publisher", rank=0, world_size=2, connection={"stall_s": 3.0})
     zero.wait_for("joined")
     zero.send("ranks")
-    said = zero.result("ranks")
-    assert said["error"] == "SourceStalled" and "ranks [1] of the publisher" in said["message"]
+    result = zero.result("ranks")
+    assert result["error"] == "SourceStalled" and "ranks [1] of the publisher" in result["message"]
     one = host.start_rank("publisher", rank=1, world_size=2, connection={"stall_s": 3.0})
     one.wait_for("joined")
     assert [worker.call("ranks")["latest"] for worker in (zero, one)] == [-1, -1]

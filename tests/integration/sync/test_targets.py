@@ -1,4 +1,4 @@
-"""Targets that a version fills in part or not at all: empty dicts, loose tensors, and refused ones."""
+"""Targets that a version fills partly or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets with one memory under several names, and published tensors that differ or not."""
+"""Targets that share memory under several names, with equal and different published tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def halves(tensor: torch.Tensor, rank: int, dim: int) -> ps.Shard:
 
 
 def publishers(stack: Any, embed: torch.Tensor, head: torch.Tensor, layout: str) -> list[ps.sync.Publisher]:
-    """Return publishers that divide the tensors differently."""
+    """Return publishers that shard the tensors differently."""
     if layout == "one place":
         held = [{"embed": embed, "head": embed if torch.equal(embed, head) else head}]
     elif layout == "one rank":
@@ -50,7 +50,7 @@ def publishers(stack: Any, embed: torch.Tensor, head: torch.Tensor, layout: str)
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("layout", ["one place", "one rank", "two ranks", "rows and columns"])
-def test_tied_dict_needs_equal_sources(layout: str, mode: Any) -> None:
+def test_tied_dict_requires_equal_sources(layout: str, mode: Any) -> None:
     from contextlib import ExitStack
 
     embed, shared = torch.randn(8, 4), torch.zeros(8, 4)
@@ -74,7 +74,7 @@ def test_tied_dict_needs_equal_sources(layout: str, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [Tied, Names])
-def test_tied_module_needs_equal_sources(make: type[Tied]) -> None:
+def test_tied_module_requires_equal_sources(make: type[Tied]) -> None:
     served, untied = make(is_tied=True), Tied(is_tied=False)
     before = served.embed.weight.detach().clone()
     with ps.publisher("modules", untied) as publisher, ps.subscriber("modules", served) as subscriber:

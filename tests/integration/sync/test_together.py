@@ -1,4 +1,4 @@
-"""One version for the fleet: all subscribers go live or none does, with real processes that may die."""
+"""Two-phase commits with real processes that may die: all subscribers go live or none does."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ def begin(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: 
 
 
 def refused(worker: SyncWorker, version: int) -> str:
-    """Return the error from which it learns of a withdrawn version, when it waits for it or receives it."""
-    said = [worker.result(f"wait {version}"), worker.result("update")]
-    errors = [one["message"] for one in said if "error" in one]
-    assert len(errors) == 1 and {one.get("error", "VersionRefused") for one in said} == {"VersionRefused"}, said
+    """Return the VersionRefused error of waiting for a withdrawn version, or of receiving it."""
+    results = [worker.result(f"wait {version}"), worker.result("update")]
+    errors = [one["message"] for one in results if "error" in one]
+    assert len(errors) == 1 and {one.get("error", "VersionRefused") for one in results} == {"VersionRefused"}, results
     return errors[0]
 
 
 def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
     """Return the subscribers' results for a version with a two-phase commit, and then the publishers' decisions."""
     begin(publishers, subscribers, version)
-    said = [one.result("update") for one in subscribers]
+    results = [one.result("update") for one in subscribers]
     ends = [one.result(f"together {version}") for one in publishers]
     if any(end.get("outcome") == "pending" for end in ends):
         ends = [one.call("decision") for one in publishers]
-    return said + ends
+    return results + ends
 
 
 def assert_keeps_version(worker: SyncWorker, version: int) -> None:
-    """Check that it serves this whole version."""
-    said = worker.call("digests")
-    assert (said["version"], said["is_dirty"], said["prepared"]) == (version, False, -1)
-    assert said["digests"] == expected_digest(worker.task, version)
+    result = worker.call("digests")
+    assert (result["version"], result["is_dirty"], result["prepared"]) == (version, False, -1)
+    assert result["digests"] == expected_digest(worker.task, version)
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
@@ -56,27 +55,27 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
     publishers[0].call("subscribers 3")
     *got, zero, one = together(publishers, subscribers, 1)
-    for worker, said in zip(subscribers, got, strict=True):
-        assert_has_version(worker, said, 1)
+    for worker, result in zip(subscribers, got, strict=True):
+        assert_has_version(worker, result, 1)
     assert set(zero["committed"]) == set(one["committed"]) == members(subscribers)
     assert zero["outcome"] == one["outcome"] == "committed"
-    # A replica refuses version 2, so everyone does, and everyone learns which replica refused it and why.
+    # A replica refuses version 2, and all members learn its id and reason.
     together(publishers, subscribers, 2)
     why = f"refused by subscriber {subscribers[2].events['joined']['member'][:8]}: it is refused"
     assert all(why in refused(worker, 2) for worker in subscribers)
     for one in publishers:
-        said = one.result("together 2" if source == "live" else "decision")
-        assert said["error"] == "VersionRefused" and why in said["message"]
+        result = one.result("together 2" if source == "live" else "decision")
+        assert result["error"] == "VersionRefused" and why in result["message"]
     for worker in subscribers:
         assert_keeps_version(worker, 1)
         # A request for this number is refused again without a read.
         assert worker.call("update 2")["error"] == "VersionRefused"
-    # A new subscriber gets the served version from those that serve it, and never the withdrawn one.
+    # A new subscriber reads the served version from its peers, and never the withdrawn one.
     late = host.start_ranks("subscriber", 1)[0]
     assert_has_version(late, late.call("update"), 1)
     *got, zero, one = together(publishers, [*subscribers, late], 3)
-    for worker, said in zip([*subscribers, late], got, strict=True):
-        assert_has_version(worker, said, 3)
+    for worker, result in zip([*subscribers, late], got, strict=True):
+        assert_has_version(worker, result, 3)
 
 
 def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
@@ -88,7 +87,7 @@ def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
     assert_has_version(subscribers[0], subscribers[0].result("update"), 1)
     assert_has_version(
         direct, direct.result("update"), 1
-    )  # it has no staging copy: it takes the version once that is decided
+    )  # without a staging copy, it reads the version after the decision
     publishers[0].result("together 1")
     end = publishers[0].call("decision")
     assert (set(end["committed"]), set(end["late"])) == (members(subscribers), members([slow]))
@@ -104,7 +103,7 @@ def test_stalled_subscriber_withdraws_version(host: Host) -> None:
     *_, zero = together(publishers, subscribers, 1)
     assert zero["error"] == "VersionRefused" and zero["message"].split(";")[0] in refused(subscribers[0], 1)
     assert idle.events["joined"]["member"][:8] in zero["message"] and "before the deadline" in zero["message"]
-    # It signs off between prepare and commit, so that all that take part have prepared.
+    # The subscriber leaves after it prepared, so all remaining subscribers have prepared.
     begin(publishers, subscribers, 2)
     idle.process.stdin.close()
     assert_has_version(subscribers[0], subscribers[0].result("update"), 2)
@@ -113,35 +112,35 @@ def test_stalled_subscriber_withdraws_version(host: Host) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) -> None:
-    """Subscribers that have prepared the version withdraw it at the hub, and the next trainer goes on."""
+    """Prepared subscribers withdraw the version at the hub, and the next trainer continues."""
     first = host.start_ranks("subscriber", 1, **short_stall(4.0))  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(4.0))
     subscribers = first + host.start_ranks("subscriber", 1, **short_stall(4.0))
-    idle = host.start_ranks("subscriber", 1)[0]  # waited for
+    idle = host.start_ranks("subscriber", 1)[0]  # awaited
     publishers[0].call("subscribers 3")
     begin(publishers, subscribers, 1)
     publishers[0].result("together 1")
     for one in subscribers:
         one.result("wait 1")
-    time.sleep(1.0)  # they have prepared it, and wait
+    time.sleep(1.0)  # let them prepare and wait
     begun = time.monotonic()
     publishers[0].kill(number)
     for one in subscribers:
         assert "could not learn the decision" in refused(one, 1)
     assert time.monotonic() - begun < 4.0 + 4.0 + 5.0
     publishers[0].kill(signal.SIGKILL)
-    # The trainer comes back on other ranks, from its checkpoint: the version after the one that was withdrawn.
+    # The restarted trainer publishes the version after the withdrawn one.
     again = host.start_ranks("publisher", 2, mode="snapshot")
     again[0].call("subscribers 3")
     *got, zero, _ = together(again, [*subscribers, idle], 2)
-    for worker, said in zip([*subscribers, idle], got, strict=True):
-        assert_has_version(worker, said, 2)
+    for worker, result in zip([*subscribers, idle], got, strict=True):
+        assert_has_version(worker, result, 2)
     assert zero["outcome"] == "committed"
 
 
 def test_withdrawn_version_is_raised_once(host: Host) -> None:
-    """The dead rank 0 is listed with the version for a while, and the subscriber that plans in its place has not seen
-    that it was withdrawn."""
+    """The hub still lists the dead rank 0 with the version, and the planning subscriber does not know the
+    withdrawal."""
     hub = host.start_rank("subscriber", name="other")
     hub.wait_for("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(4.0))
@@ -150,7 +149,7 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     publishers[0].call("publish 1")
     for one in (subscriber, other):
         assert_has_version(one, one.call("update"), 1)
-    # Both are sources after the publisher has left.
+    # Both subscribers are sources after the publisher has left.
     host.wait_for_versions([-1, 1, 1])
     publishers[0].call("together 2")
     assert subscriber.call("stage 2")["prepared"] == 2
@@ -177,12 +176,12 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     for one in publishers:
         one.result("together 1")
         assert set(one.call("decision")["committed"]) >= members([first, awaited])
-    # It counts from the next version on. Another leaves and does not count.
+    # The new subscriber counts from the next version on, and one that leaves does not count.
     awaited.process.stdin.close()
     awaited.process.wait(20)
     *got, zero, _ = together(publishers, [first, joins], 2)
-    for worker, said in zip((first, joins), got, strict=True):
-        assert_has_version(worker, said, 2)
+    for worker, result in zip((first, joins), got, strict=True):
+        assert_has_version(worker, result, 2)
     assert set(zero["committed"]) == members([first, joins])
 
 
@@ -201,7 +200,7 @@ def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
         assert_has_version(one, one.call("commit"), 1)
 
 
-def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
+def test_uninformed_subscriber_keeps_version_and_retries(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
     hub.wait_for("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(3.0))
@@ -216,16 +215,16 @@ def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     subscriber.call("stage 2")
     hub.kill(signal.SIGSTOP)
     publishers[0].kill(signal.SIGKILL)
-    said = subscriber.call("commit")
-    assert said["error"] == "SourceStalled" and "cannot learn the fleet" in said["message"], said
+    result = subscriber.call("commit")
+    assert result["error"] == "SourceStalled" and "cannot learn the fleet" in result["message"], result
     after = subscriber.call("digests")
     assert (after["version"], after["prepared"]) == (1, 2)
     hub.kill(signal.SIGCONT)
-    # A hub that started later has no record, and waits until it knows all members. The answer is the same until then.
-    while (said := subscriber.call("commit"))["error"] == "SourceStalled":
+    # A restarted hub has no record, and decides nothing until it knows all members.
+    while (result := subscriber.call("commit"))["error"] == "SourceStalled":
         keeps_staged = subscriber.call("digests")
         assert (keeps_staged["version"], keeps_staged["prepared"]) == (1, 2)
-    assert said["error"] == "VersionRefused"
+    assert result["error"] == "VersionRefused"
     assert_keeps_version(subscriber, 1)
 
 
@@ -264,7 +263,7 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
             return self.head(self.embedding(tokens))
 
         def load_weights(self, weights: Any) -> None:
-            # One is transposed on the wire, so that it arrives in scratch, and one has a padded row.
+            # A transposed tensor arrives in scratch memory, and another tensor has a padded row.
             for name, tensor in weights:
                 own = dict(self.named_parameters())[name]
                 if name == "head.weight":
@@ -320,7 +319,7 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
         with pytest.raises(ps.VersionRefused, match=r"head.bias has values that are not finite"):
             subscriber.update()
         assert seen[-1].expected == {"n": 3, "text": "x"}
-        # Without a joint commit, a refusal affects only this replica.
+        # Without a two-phase commit, a refusal affects only this replica.
         publisher.publish(4)
         with pytest.raises(ps.VersionRefused, match="refused by subscriber"):
             subscriber.update()
@@ -350,12 +349,12 @@ def test_pinned_version_stays_until_lease_ends() -> None:
             time.sleep(0.3)
             assert (version, float(served[0]), updating.done()) == (1, 0.0, False)
         assert updating.result().version == 2 and float(served[0]) == 2.0
-        # A reader that stays too long delays nobody, and gets an error.
+        # A reader with an expired lease gets an error and does not delay the flip.
         publisher.publish(3)
         ended = pytest.raises(ps.errors.VersionNotLive, match=r"ended after 0.2 s, and another version")
         with ended, subscriber.pinned(2, ttl_s=0.2):
             assert pool.submit(subscriber.update).result().version == 3
-        # A reader that arrives while a flip waits does not delay it, and gets the version after it.
+        # A reader that arrives while a flip waits gets the next version.
         publisher.publish(4)
         with ThreadPoolExecutor(1) as other:
             with subscriber.pinned(3):

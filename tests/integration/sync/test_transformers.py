@@ -30,14 +30,14 @@ from penstock.sync.shards import ShardRow, declared  # noqa: E402
 from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: E402
 
 TRAINERS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)]
-"""FSDP, tensor and expert parallelism; experts are spread over the ranks that share the other tensors."""
+"""FSDP, tensor and expert parallelism. Ranks that share the other tensors have different experts."""
 ENGINES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)]
 """Tensor and expert parallelism."""
 EXPERTS = ("qwen3-moe", "deepseek-v3")
 
 
 def fits(which: str, fsdp: int, tp: int, ep: int) -> bool:
-    """Return whether transformers loads it so. Each rank must have one of the four experts."""
+    """Return whether transformers supports this sharding, with one of four experts per rank."""
     return fsdp != 3 if which in EXPERTS else ep == 1
 
 
@@ -46,11 +46,10 @@ PAIRS = [(which, engine) for which in CONFIGS for engine in ENGINES if fits(whic
 
 @contextmanager
 def numbered(rank: int, world_size: int) -> Iterator[None]:
-    """This process as a rank."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _clear_sharding_prop_cache()  # it has meshes as the rank before saw them
+    _clear_sharding_prop_cache()  # it contains meshes of the previous rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -59,7 +58,7 @@ def numbered(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Models:
-    """Ranks of models as transformers loads them. Each is created once."""
+    """Ranks of models as transformers loads them, each created once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -74,7 +73,7 @@ class Models:
         return found
 
     def ranks(self, side: str, which: str, fsdp: int, tp: int, ep: int) -> list[tuple[Any, tuple[ShardRow, ...]]]:
-        """The model of each rank of a side, and what it declares."""
+        """Return the model of each rank of a side, and its declared rows."""
         key = side, which, fsdp, tp, ep
         if key not in self._made:
             self._made[key] = [self._rank(rank, which, fsdp, tp, ep) for rank in range(fsdp * tp)]
@@ -89,14 +88,14 @@ class Models:
         from transformers.distributed import DistributedConfig
 
         cut = DistributedConfig(fsdp_size=fsdp, tp_size=tp, ep_size=ep)
-        given = {} if fsdp * tp == 1 else {"distributed_config": cut}
+        options = {} if fsdp * tp == 1 else {"distributed_config": cut}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoints[which], **given)
+            return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoints[which], **options)
 
 
 def memory(model: Any) -> dict[str, torch.Tensor]:
-    """Return this rank's part of each tensor."""
+    """Return this rank's shard of each tensor."""
     return {name: getattr(one, "_local_tensor", one) for name, one in model.state_dict().items()}
 
 

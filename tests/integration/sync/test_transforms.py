@@ -1,4 +1,4 @@
-"""Trainer ranks quantise their shards, which cut blocks. Receivers get the bits of the quantised whole tensor."""
+"""Trainer ranks quantise shards that cross blocks. Receivers get the bits of the quantised unsliced tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.sync import SyncWorker
 
 TAG = "fp8-block128"
 SHAPE: dict[str, Any] = {"num_layers": 3, "rows": 300, "columns": 256}
-"""Over three ranks: blocks of rows [0, 128), [128, 256), [256, 300), shards of 100."""
+"""Three ranks with shards of 100 rows, and blocks of rows [0, 128), [128, 256) and [256, 300)."""
 
 
 def publishers(host: Host, count: int = 3, **task: Any) -> list[SyncWorker]:
@@ -33,31 +33,31 @@ def test_each_version_matches_whole_quantised_model(host: Host, source: str, kee
     plain = host.start_ranks("subscriber", 1, **SHAPE) if keep_plain else []
     mine[0].call(f"subscribers {2 + len(plain)}")
     for version in (1, 2, 5):
-        said = step(mine, theirs + plain, version)
-        for worker, one in zip(theirs + plain, said, strict=False):
+        results = step(mine, theirs + plain, version)
+        for worker, one in zip(theirs + plain, results, strict=False):
             assert_has_version(worker, one, version)
-        told = said[-3:]
-        assert not any("error" in one for one in told), told
+        published = results[-3:]
+        assert not any("error" in one for one in published), published
         # Rows [100, 128) and [200, 256) of each layer, in BF16.
-        assert [one["exchanged"] for one in told] == [28 * 512 * 3, 56 * 512 * 3, 0]
-        assert sum(one["transformed"] for one in told) >= 3 * 300 * 256
+        assert [one["exchanged"] for one in published] == [28 * 512 * 3, 56 * 512 * 3, 0]
+        assert sum(one["transformed"] for one in published) >= 3 * 300 * 256
         if source == "live":
-            assert set(told[0]["committed"]) == members(theirs + plain)
+            assert set(published[0]["committed"]) == members(theirs + plain)
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
-    """The second and fourth of five begin no block. They send elements to the others and nothing to receivers."""
+    """The second and fourth of five ranks begin no block, so they send elements only to other ranks."""
     mine = publishers(host, 5, mode=source, options={"keep_plain": False})
     theirs = subscribers(host)
     mine[0].call("subscribers 2")
     for version in (1, 2):
-        said = step(mine, theirs, version)
-        for worker, one in zip(theirs, said, strict=False):
+        results = step(mine, theirs, version)
+        for worker, one in zip(theirs, results, strict=False):
             assert_has_version(worker, one, version)
-        # Of each layer's rows [60, 128), [180, 256) and none.
-        assert [one["exchanged"] for one in said[2:]] == [68 * 512 * 3, 0, 76 * 512 * 3, 0, 0]
-        assert [one["transformed"] > 0 for one in said[2:]] == [True, False, True, False, True]
+        # Ranks read rows [60, 128), rows [180, 256), or no rows of each layer.
+        assert [one["exchanged"] for one in results[2:]] == [68 * 512 * 3, 0, 76 * 512 * 3, 0, 0]
+        assert [one["transformed"] > 0 for one in results[2:]] == [True, False, True, False, True]
 
 
 def test_master_weights_are_cast(host: Host) -> None:
@@ -66,9 +66,9 @@ def test_master_weights_are_cast(host: Host) -> None:
     theirs = host.start_ranks("subscriber", 2, dim=1, tag="cast:BF16", **shape)
     mine[0].call("subscribers 2")
     *got, zero, one = step(mine, theirs, 1)
-    for worker, said in zip(theirs, got, strict=True):
-        assert_has_version(worker, said, 1)
-        assert said["nbytes"] == 3 * 300 * 256
+    for worker, result in zip(theirs, got, strict=True):
+        assert_has_version(worker, result, 1)
+        assert result["nbytes"] == 3 * 300 * 256
     assert zero["exchanged"] == one["exchanged"] == 0
 
 
@@ -76,15 +76,15 @@ def test_unoffered_tag_is_refused(host: Host) -> None:
     mine = publishers(host, 1, mode="snapshot")
     other = host.start_ranks("subscriber", 1, tag="fp8-channel", **SHAPE)
     mine[0].call("publish 1")
-    said = other[0].call("update")
-    assert said["error"] == "PlanError"
-    assert TAG in said["message"]
+    result = other[0].call("update")
+    assert result["error"] == "PlanError"
+    assert TAG in result["message"]
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost: int) -> None:
-    """Rank 1 requests elements from rank 2, and rank 0 from rank 1. The requested rank takes a minute and is killed."""
+    """Rank 1 requests elements from rank 2, and rank 0 from rank 1. The requested rank hangs and is killed."""
     mine = [
         host.start_rank(
             "publisher",
@@ -109,11 +109,11 @@ def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost
     time.sleep(2.0)
     mine[lost + 1].kill()
     for rank in {0, 1, 2} - {lost + 1}:
-        said = mine[rank].result("publish 1")
-        assert said["error"] == "PeerLost", said
+        result = mine[rank].result("publish 1")
+        assert result["error"] == "PeerLost", result
     for worker, old in zip(theirs, before, strict=True):
-        said = worker.result("update")
-        assert "error" in said, said
-        assert not said["mutated"]
+        result = worker.result("update")
+        assert "error" in result, result
+        assert not result["mutated"]
         now = worker.call("digests")
         assert (now["version"], now["is_dirty"], now["digests"]) == (-1, False, old)

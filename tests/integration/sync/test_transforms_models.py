@@ -1,4 +1,4 @@
-"""Models with codes and scales are filled from BF16 shards as their own loader does from the quantised whole."""
+"""Models with codes and scales are filled from BF16 shards as by their loader from the quantised tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as in a checkpoint of the format."""
     found = dict(tensors)
     for name in NAMES.values():
         found[name], found[f"{name}_scale_inv"] = quantise(format_of(TAG), tensors[name])
@@ -46,7 +45,7 @@ class Codes(nn.Module):
 
 
 class Served(nn.Module):
-    """A model for one of two tensor-parallel ranks: q, k and v fused by rows, down cut by columns."""
+    """A model for one of two tensor-parallel ranks, with fused q, k and v."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ def test_peer_serves_received_tag(stack: ExitStack) -> None:
     assert_same(second, first)
 
 
-def test_model_wanting_different_form_is_refused(stack: ExitStack) -> None:
+def test_model_with_different_format_is_refused(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [checkpoint(3)], mode="snapshot", transforms={TAG: ["*"]}, keep_plain=False)
     pub.publish(1)
     plain = nn.Module()

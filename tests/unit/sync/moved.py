@@ -1,4 +1,4 @@
-"""A sync in one process: rows of both sides planned, and the parts carried out byte for byte over real memory."""
+"""A sync in one process, which copies the planned bytes between real memories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def assert_same(mine: nn.Module, true: nn.Module) -> None:
 
 
 def spoil(tensors: Iterable[torch.Tensor]) -> None:
-    """Bits that no checkpoint has, in all of the storages."""
     for tensor in tensors:
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(SPOILED)
 
@@ -33,8 +32,6 @@ def array(memory: Memory) -> np.ndarray:
 
 
 class Memories:
-    """Regions of a rank as if they lay end to end."""
-
     def __init__(self, regions: Sequence[Memory]) -> None:
         self.regions = regions
         self.arrays = [array(one) for one in regions]
@@ -50,7 +47,6 @@ class Memories:
 def move(
     holders: Sequence[Sequence[ShardRow]], wants: Sequence[Sequence[ShardRow]], *, bucket_bytes: int = 4096
 ) -> SyncPlan:
-    """From live memory to live memory."""
     sources, sinks = [regions_of(rows) for rows in holders], [regions_of(rows) for rows in wants]
     holdings = [layout_of(rows, f"p{i}", "", mine) for i, (rows, mine) in enumerate(zip(holders, sources, strict=True))]
     wanted = [layout_of(rows, f"r{i}", "", mine) for i, (rows, mine) in enumerate(zip(wants, sinks, strict=True))]

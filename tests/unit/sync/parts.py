@@ -1,4 +1,4 @@
-"""Layouts of whole matrices and random parts between them, for tests: what a part is to do, done naively in numpy."""
+"""Layouts of matrices and random parts between them, with a naive copy in numpy as the reference."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from penstock.types import Box, DType
 
 
 def arena(nbytes: int) -> Memory:
-    """Memory that every transport of one host reaches."""
+    """Memory that every transport of a host reaches."""
     made = Arena.allocate(max(nbytes, 1))
     return Memory(address=made.address, nbytes=nbytes, owner=made)
 
 
 def content(memory: Memory) -> np.ndarray:
-    """Its bytes."""
     assert isinstance(memory.owner, Arena)
     return memory.owner.bytes_at(0, memory.nbytes).numpy()
 
 
 def layout(member: str, tensors: Sequence[tuple[str, tuple[int, ...], Box]], num_regions: int = 1) -> Layout:
-    """Boxes of float32 tensors packed one after the other, over regions in turn."""
+    """Pack float32 shards one after the other, over alternating regions."""
     forms, sizes, where = [], [0] * num_regions, []
     for i, (_, shape, box) in enumerate(tensors):
         form = Form(dtype=DType.F32, shape=shape, box=box)
@@ -48,7 +47,6 @@ def layout(member: str, tensors: Sequence[tuple[str, tuple[int, ...], Box]], num
 
 
 def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: int, num_regions: int) -> list[Layout]:
-    """The layouts of `world_size` ranks, each tensor split over `dim`."""
     return [
         layout(
             f"{side}{rank}",
@@ -60,7 +58,7 @@ def sharded(side: str, shapes: Sequence[tuple[int, int]], dim: int, world_size: 
 
 
 def held(one: Layout, links: PeerLinks, seed: int = 0, pack_bytes: int = 0) -> LocalVersion:
-    """A rank with random bytes in memory; of no version yet."""
+    """Return a rank with random bytes in memory and no version."""
     memories = [arena(nbytes) for nbytes in one.regions]
     chance = np.random.default_rng([seed, sum(one.member.encode())])
     for memory in memories:
@@ -69,7 +67,7 @@ def held(one: Layout, links: PeerLinks, seed: int = 0, pack_bytes: int = 0) -> L
 
 
 def naive(part: ReceiverPlan, sources: Sequence[np.ndarray], out: np.ndarray) -> np.ndarray:
-    """What the receiver's memory is to be, run by run."""
+    """Return the expected memory of the receiver, copied run by run."""
     for i in range(len(part.source)):
         for row in range(int(part.num_rows[i])):
             src = int(part.src[i] + row * part.src_pitch[i])
@@ -80,11 +78,9 @@ def naive(part: ReceiverPlan, sources: Sequence[np.ndarray], out: np.ndarray) ->
 
 
 def whole(one: LocalVersion) -> np.ndarray:
-    """All regions of a rank, end to end."""
     return np.concatenate([content(memory) for memory in one.regions.memories])
 
 
 def parts(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int) -> list[ReceiverPlan]:
-    """What each receiver does."""
     plan = plan_sync(holdings, wants, bucket_bytes=bucket_bytes)
     return [plan.part(i) for i in range(len(wants))]

@@ -1,4 +1,4 @@
-"""Small models of transformers, of random weights; their checkpoints as transformers writes them."""
+"""Small transformers models with random weights, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=2,
-        topk_method="noaux_tc",  # vLLM has the correction bias for this one only
+        topk_method="noaux_tc",  # the only method for which vLLM has the correction bias
         topk_group=1,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
@@ -54,7 +54,7 @@ def shuffled(model: Any) -> Any:
 
 
 def saved(model: Any, directory: Any) -> dict[str, Any]:
-    """The checkpoint as transformers writes it: experts apart."""
+    """Return the checkpoint as transformers writes it, with separate experts."""
     from safetensors.torch import load_file
 
     model.save_pretrained(directory)

@@ -1,4 +1,5 @@
-"""The decision on a version for the whole fleet: every order of events, with losses, deaths and a hub that forgets."""
+"""Decisions on a version for the whole fleet, in every order of events, with lost messages, dead processes and a new
+hub."""
 
 from __future__ import annotations
 
@@ -41,21 +42,21 @@ def test_every_vote_combination_has_documented_verdict() -> None:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
 
-def test_refusal_is_final_other_reports_are_replaced() -> None:
+def test_last_report_replaces_previous_except_refusal() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
     assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
     ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")
     assert ballot.decide(is_due=False).by == "b"
 
 
-def test_late_joiner_delays_nothing_but_may_refuse() -> None:
+def test_late_joiner_is_not_awaited() -> None:
     ballot = Ballot.of(["a"], "withdraw").reported("new", "failed", "x").reported("a", "prepared")
     assert ballot.decide(is_due=False).prepared == ("a",)
     assert ballot.reported("new", "prepared").decide(is_due=False).prepared == ("a", "new")
     assert ballot.reported("new", "refused", "bad").decide(is_due=False).by == "new"
 
 
-def test_departed_subscriber_no_longer_votes() -> None:
+def test_departed_subscriber_is_not_counted() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "prepared").without("b")
     assert ballot.decide(is_due=False).is_commit
     assert Ballot.of([], "withdraw").decide(is_due=False).is_commit, "nobody can disagree"
@@ -78,14 +79,12 @@ def test_error_names_replica_and_reason() -> None:
     assert (e.value.version, e.value.member, e.value.reason) == (7, "abcdefghij", "not finite")
 
 
-# -- A subscriber that waits.
-
 COMMITTED = FleetDecision(epoch=EPOCH, version=VERSION, outcome="committed")
 WITHDRAWN = FleetDecision(epoch=EPOCH, version=VERSION, outcome="withdrawn")
 
 
 def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undecided | None]:
-    """Return the questions asked, and the end."""
+    """Return the questions and the result of the wait."""
     asking = learn(0.0, limit_s=10.0, stall_s=5.0)
     questions = [next(asking)]
     for reply in replies:
@@ -96,12 +95,12 @@ def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undec
     return questions, None
 
 
-def test_subscriber_asks_answering_rank_0() -> None:
+def test_responsive_rank_0_is_asked_again() -> None:
     replies = [DecisionReply(at=at) for at in (1.0, 2.0, 3.0)]
     assert ends([*replies, DecisionReply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
 
 
-def test_silent_rank_0_is_asked_until_stall_deadline() -> None:
+def test_silent_rank_0_is_retried_until_deadline() -> None:
     silent = [DecisionReply(at=2.0), DecisionReply(at=6.9, kind="silent"), DecisionReply(at=7.1, kind="silent")]
     assert ends(silent)[0] == ["coordinator"] * 3 + ["hub"]
     assert ends([*silent, DecisionReply(at=7.2, decision=WITHDRAWN)])[1] == WITHDRAWN
@@ -116,7 +115,7 @@ def test_undecided_rank_0_is_asked_until_limit() -> None:
     assert (questions[-1], end) == ("hub", WITHDRAWN)
 
 
-def test_unanswered_wait_ends_at_stall_deadline() -> None:
+def test_wait_without_reply_ends_at_deadline() -> None:
     replies = []
     for at in range(1, 8):
         replies += [DecisionReply(at=float(at), kind="gone"), DecisionReply(at=at + 0.5, kind="silent")]
@@ -125,22 +124,22 @@ def test_unanswered_wait_ends_at_stall_deadline() -> None:
     assert ends([DecisionReply(at=1.0, kind="gone"), DecisionReply(at=1.1, kind="past")])[1] == Undecided(is_past=True)
 
 
-# -- The whole protocol: all that can happen, in every order, of a coordinator, a hub and subscribers.
+# A search through every order of events of a coordinator, a hub and subscribers.
 
 
 @dataclass(frozen=True)
 class Subscriber:
-    vote: str = ""  # sent, and perhaps not delivered
-    knows: str = ""  # the decision that it acts on; it is live where that is "committed"
+    vote: str = ""  # sent, perhaps not delivered
+    knows: str = ""  # the decision that it acts on
     is_alive: bool = True
-    is_reported: bool = False  # to the present hub
+    is_reported: bool = False  # to the current hub
 
 
 @dataclass(frozen=True)
 class World:
     stragglers: str
     subscribers: tuple[Subscriber, ...]
-    delivered: tuple[str, ...]  # the votes that rank 0 has; "" none
+    delivered: tuple[str, ...]  # the votes that rank 0 received
     phase: str = "collecting"  # "proposing", "committed", "withdrawn", "dead"
     record: str = ""
     is_recent: bool = False
@@ -149,7 +148,7 @@ class World:
 
 
 def hub(world: World, outcome: str, caller: str) -> tuple[World, str]:
-    """Return the world after a proposal at the hub, and the answer; by the hub's own rules."""
+    """Return the world after a proposal to the hub, and the hub's reply."""
     if world.record:
         return world, world.record
     states = {}
@@ -175,14 +174,14 @@ def changed(world: World, i: int, **changes) -> World:
 
 
 def following(world: World) -> Iterator[World]:
-    """Yield every world that may follow; a message that is lost is an event that does not happen."""
+    """Yield every possible next world. A lost message is an event that does not happen."""
     for i, one in enumerate(world.subscribers):
         if not one.is_alive:
             continue
         yield changed(world, i, is_alive=False)
         if not one.vote:
             yield from (changed(world, i, vote=vote) for vote in ("prepared", "failed"))
-            # As in `Subscriber`: a replica whose check failed never goes live, whatever the fleet decides.
+            # As in `Subscriber`, a replica whose check failed never goes live.
             yield changed(world, i, vote="refused", knows="withdrawn")
         elif world.phase == "collecting" and world.delivered[i] != one.vote:
             delivered = (*world.delivered[:i], one.vote, *world.delivered[i + 1 :])
@@ -190,7 +189,7 @@ def following(world: World) -> Iterator[World]:
         if one.vote == "prepared" and not one.knows:
             if world.phase in ("committed", "withdrawn"):
                 yield changed(world, i, knows=world.phase)
-            # It gave rank 0 up, rightly or not; the answer may be lost.
+            # The subscriber gave up on rank 0, and the reply may be lost.
             after, found = hub(world, "withdrawn", str(i))
             yield after
             if found:
@@ -211,25 +210,25 @@ def following(world: World) -> Iterator[World]:
                 yield replace(world, phase="proposing" if verdict.is_commit else "withdrawn")
     if world.phase == "proposing":
         after, found = hub(world, "committed", EPOCH)
-        yield after  # the answer is lost, and rank 0 asks again, or dies
+        yield after  # the reply is lost, and rank 0 retries or dies
         if found:
             yield replace(after, phase=found)
     if world.num_restarts < 1:
         unreported = tuple(replace(one, is_reported=False) for one in world.subscribers)
         yield replace(world, record="", is_recent=True, num_restarts=1, subscribers=unreported, is_zero_reported=False)
     if world.is_recent:
-        # The hub is no longer new when each that lives has reported.
+        # The hub is no longer new when every live member has reported.
         everyone = all(one.is_reported for one in world.subscribers if one.is_alive)
         if everyone and (world.is_zero_reported or world.phase == "dead"):
             yield replace(world, is_recent=False)
 
 
 def fault(world: World) -> str:
-    # The dead serve nothing, and come back as others.
+    # Dead processes do not serve, and restart as new members.
     alive = [(one, vote) for one, vote in zip(world.subscribers, world.delivered, strict=True) if one.is_alive]
     if all(one.knows != "committed" for one, _ in alive):
         return ""
-    # A replica that refused late, after the fleet had committed without it, is behind: it says so, and stays alone.
+    # A replica that refused after the fleet's commit reports that it is behind.
     if any(one.knows == "withdrawn" and one.vote != "refused" for one, _ in alive):
         return "one is live, and another was told that the version is withdrawn"
     if world.phase == "withdrawn":
@@ -257,7 +256,7 @@ def test_subscribers_never_act_on_conflicting_decisions(stragglers: str) -> None
 
 
 def test_model_search_detects_forgetful_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search is able to fail: a hub that withdraws although it may have lost a commit is found."""
+    """The search detects a hub that withdraws a version although it may have lost a commit."""
     first = World(stragglers="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
 
     careful = standing

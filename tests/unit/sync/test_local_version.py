@@ -1,4 +1,4 @@
-"""What a rank says of its memory: only of the version asked for, only of rows that are ready; and who it waits for."""
+"""A rank's memory serves one version and its ready rows, and wakes the readers that wait for them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_digests_cover_ready_rows_only(rank: LocalVersion) -> None:
     first, second = strips((0, 16, 4, 32)), strips((256, 256, 1, 0))
     where = rank.layout.offset.tolist()
     rank.ready([where.index(0)])
-    said = rank.digests(first, version=3, generation=rank.generation, wait_s=0)
-    assert said.digests is not None and said.num_ready == 1
-    assert (said.digests == strip_digests(whole(rank), first)).all()
+    reply = rank.digests(first, version=3, generation=rank.generation, wait_s=0)
+    assert reply.digests is not None and reply.num_ready == 1
+    assert (reply.digests == strip_digests(whole(rank), first)).all()
     assert rank.digests(second, version=3, generation=rank.generation, wait_s=0.01).digests is None
     late = threading.Timer(0.1, lambda: rank.ready())
     late.start()
-    said = rank.digests(second, version=3, generation=rank.generation, wait_s=10)
-    assert said.digests is not None and said.num_ready == 4
+    reply = rank.digests(second, version=3, generation=rank.generation, wait_s=10)
+    assert reply.digests is not None and reply.num_ready == 4
     late.join()
 
 
@@ -53,9 +53,9 @@ def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
         rank.map()
     rank.begin(3)
     rank.ready()
-    told = rank.map()
-    assert (told.version, told.sizes, len(told.regions)) == (3, (512, 512), 2)
-    for version, generation in ((2, told.generation), (3, told.generation + 1)):
+    version_map = rank.map()
+    assert (version_map.version, version_map.sizes, len(version_map.regions)) == (3, (512, 512), 2)
+    for version, generation in ((2, version_map.generation), (3, version_map.generation + 1)):
         with pytest.raises(StaleDescriptor):
             rank.digests(some, version=version, generation=generation, wait_s=1)
     with pytest.raises(PlanError, match="memory still has version 3"):
@@ -64,17 +64,17 @@ def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
     rank.begin(3)
     rank.ready()
     with pytest.raises(StaleDescriptor):
-        rank.digests(some, version=3, generation=told.generation, wait_s=1)
-    assert rank.map().regions != told.regions
+        rank.digests(some, version=3, generation=version_map.generation, wait_s=1)
+    assert rank.map().regions != version_map.regions
 
 
 def test_map_with_missing_size_is_malformed(rank: LocalVersion) -> None:
     rank.begin(1)
     rank.ready()
-    said = msgspec.to_builtins(rank.map())
-    said["sizes"] = said["sizes"][:1]
+    fields = msgspec.to_builtins(rank.map())
+    fields["sizes"] = fields["sizes"][:1]
     with pytest.raises(msgspec.ValidationError, match="2 regions have 1 sizes"):
-        msgspec.convert(said, VersionMap)
+        msgspec.convert(fields, VersionMap)
 
 
 def test_fence_wakes_waiting_readers(rank: LocalVersion) -> None:
@@ -101,8 +101,8 @@ def test_waiting_reader_wakes_for_its_rows_only(rank: LocalVersion, monkeypatch:
     found: dict[str, bool] = {}
 
     def wait_for(offset: int) -> None:
-        said = rank.digests(strips((offset, 4, 1, 0)), version=1, generation=rank.generation, wait_s=20)
-        found[threading.current_thread().name] = said.digests is not None
+        reply = rank.digests(strips((offset, 4, 1, 0)), version=1, generation=rank.generation, wait_s=20)
+        found[threading.current_thread().name] = reply.digests is not None
 
     threads = [threading.Thread(target=wait_for, args=(offset,), name=str(offset)) for offset in offsets]
     for thread in threads:
@@ -114,7 +114,7 @@ def test_waiting_reader_wakes_for_its_rows_only(rank: LocalVersion, monkeypatch:
         rank.ready([where.index(offset)])
         thread.join(20)
     assert found == {str(offset): True for offset in offsets}
-    # One look before the wait, one after it, and one after the digest: none for the rows of others.
+    # One check before the wait, one after it, and one after the digest, but none for other rows.
     assert sorted(looks) == sorted(3 * [str(offset) for offset in offsets])
 
 
@@ -136,7 +136,6 @@ def test_closed_version_raises_stale_descriptor(rank: LocalVersion) -> None:
 
 
 def test_interleaved_rows_wait_for_each_other() -> None:
-    """Column slices of one tensor reach over each other in memory."""
     from penstock.plan.layout import Form, Layout
     from penstock.types import DType
 

@@ -1,4 +1,4 @@
-"""Digests of all memory behind some tensors: one call for a device, each byte counted, wherever the memory lies."""
+"""Digests of all memory behind some tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def memories_of(tensors: list[torch.Tensor]) -> list[Memory]:
 
 
 def expected(data: bytes) -> int:
-    """The digest of a memory: of its one leaf, or of its leaves' digests."""
     leaves = [xxhash.xxh3_64_intdigest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
     if len(leaves) == 1:
         return leaves[0]
     return xxhash.xxh3_64_intdigest(np.array(leaves, "<u8").tobytes())
 
 
-def test_each_memory_has_its_own_digest() -> None:
+def test_each_memory_has_separate_digest() -> None:
     dice = np.random.default_rng(3)
     sizes = [1, 7, 240, 241, 4096, LEAF_BYTES, LEAF_BYTES + 1, 3 * LEAF_BYTES + 12345]
     arena = torch.from_numpy(dice.integers(0, 256, sum(sizes) + 64 * len(sizes), np.uint8))
@@ -36,15 +35,13 @@ def test_each_memory_has_its_own_digest() -> None:
         tensors.append(arena[at : at + size])
         at += size + 13
     tensors += [torch.from_numpy(dice.integers(0, 256, size, np.uint8)) for size in sizes]
-    # Not in the order of the addresses.
+    # The order differs from that of the addresses.
     tensors = [tensors[i] for i in dice.permutation(len(tensors))]
     assert digests_of(memories_of(tensors)).tolist() == [expected(one.numpy().tobytes()) for one in tensors]
     assert digests_of([]).tolist() == []
 
 
 class Model(torch.nn.Module):
-    """Layers of many sizes, a tied weight, buffers, and views of one storage."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(n, 300, bias=n % 2 == 0) for n in range(1, 12))
@@ -56,7 +53,7 @@ class Model(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_any_changed_byte_is_noticed() -> None:
+def test_changed_byte_is_detected() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     assert digests.is_same()
@@ -71,7 +68,7 @@ def test_any_changed_byte_is_noticed() -> None:
 
 
 @torch.no_grad()
-def test_equal_bytes_at_new_address_are_same() -> None:
+def test_same_bytes_at_new_address_match() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     kept = [parameter.data for parameter in model.parameters()]

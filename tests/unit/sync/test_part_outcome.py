@@ -1,4 +1,4 @@
-"""The outcomes of a request for a part, and the message that carries each."""
+"""The outcomes of a request for a part, and their message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which changes of a module's tensors are noticed."""
+"""Changes of a module's tensors that are detected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NOTICED: list[Callable[..., None]] = [
 
 
 @pytest.mark.parametrize("change", NOTICED)
-def test_changed_address_is_noticed(change: Callable[..., None]) -> None:
+def test_changed_address_is_detected(change: Callable[..., None]) -> None:
     module = model()
     placed = Placed(module)
     assert placed.is_same()
@@ -67,17 +67,17 @@ def test_changed_address_is_noticed(change: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, dtype=torch.int32)])
-def test_changed_dict_value_is_noticed(value: torch.Tensor) -> None:
+def test_changed_dict_value_is_detected(value: torch.Tensor) -> None:
     tensors = {"w": torch.zeros(4, 4), "v": torch.zeros(1)}
     placed = Placed(tensors)
-    # The same object, with another tensor in it.
+    # The same object contains a different tensor.
     torch.utils.swap_tensors(tensors["w"], value.clone())
     assert not placed.is_same()
     assert placed.moved() == ["w"]
 
 
-def test_parameter_moved_to_next_module_is_noticed() -> None:
-    # The names of all modules together, and the objects, stay in the same order.
+def test_parameter_moved_to_next_module_is_detected() -> None:
+    # The names and the objects stay in the same order.
     first, second, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     module = nn.ModuleList([nn.Module(), nn.Module()])
     module[0].x, module[0].y, module[1].z = first, second, last

@@ -1,4 +1,4 @@
-"""Who plans for whom: parts reused, made anew when something changes, each receiver's faults its own."""
+"""Plans for receivers: parts are reused, and a receiver's faults do not affect others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from penstock.timing import Timing
 def layout(
     member: str, *, start: int = 0, stop: int = 8, name: str = "w", dtype: torch.dtype = torch.float32
 ) -> Layout:
-    """Rows `[start, stop)` of a tensor [8, 4]."""
     tensor = torch.zeros(stop - start, 4, dtype=dtype)
     rows = declared({name: Shard(tensor=tensor, global_shape=(8, 4), offset=(start, 0))})
     return layout_of(rows, member, member, regions_of(rows))
 
 
 class Group:
-    """Members and their layouts, as a roster has them."""
+    """Members and their layouts, as `Membership` lists them."""
 
     key = "0" * 32
     timing = Timing()
@@ -42,9 +41,9 @@ class Group:
         self.gone: set[str] = set()
 
     def add(self, held: Layout, **state: Any) -> None:
-        told = SyncState(name="p", layout=held.digest(), **state)
+        reported = SyncState(name="p", layout=held.digest(), **state)
         self.members[held.member] = SyncMember(
-            member=held.member, host="h", doors=("unix:///d",), called="", since=0.0, seen=0.0, state=told
+            member=held.member, host="h", doors=("unix:///d",), called="", since=0.0, seen=0.0, state=reported
         )
         self.layouts[held.member] = held
 
@@ -65,7 +64,7 @@ class Group:
 
 @pytest.fixture
 def group() -> Group:
-    """Two publisher ranks, of which we are the first."""
+    """Two publisher ranks, of which the first is this process."""
     found = Group("p0")
     for rank in (0, 1):
         held = layout(f"p{rank}", start=4 * rank, stop=4 * rank + 4)
@@ -112,11 +111,11 @@ def test_part_is_planned_before_version_is_published(group: Group) -> None:
     ahead = request_part(planner, want, is_ahead=True)
     assert isinstance(ahead, Granted) and (ahead.version, ahead.epoch) == (-1, "p0")
     assert decode(ahead.part, ReceiverPlan).nbytes == 128
-    # The version's own part is the same, and is not sent again.
+    # The version's part is the same, and is not sent again.
     planner.version_status.post("p0", 3, is_open=True)
     reply = request_part(planner, want, 3, have_key=ahead.key)
     assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
-    # A rank that is missing may hold what others do not.
+    # A missing rank may have elements that no other rank has.
     del group.members["p1"]
     assert "missing" in request_part(planner, want, is_ahead=True).why
 
@@ -130,10 +129,10 @@ def test_receiver_missing_from_old_list_is_kept(
     for want in wants:
         group.add(want, side="subscriber")
         request_part(planner, want)
-    # Its layout is still known, and it is in the second one's plan.
+    # Its layout is still known, and is in the second receiver's plan.
     assert isinstance(planner.part("s0", PartRequest(version=3, digest=wants[0].digest())), Granted)
     assert [plan.plan.receivers for plan in planner._plans.values()] == [("s0",), ("s0", "s1")]
-    # One that left is dropped.
+    # A receiver that left is dropped.
     del group.members["s0"]
     request_part(planner, layout("s1", start=0, stop=4))
     assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())) == LayoutNeeded()
@@ -150,7 +149,7 @@ def test_joining_receiver_changes_plan_but_not_bytes(planner: Planner, group: Gr
     assert decode(again.part, ReceiverPlan).nbytes == 128
 
 
-def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> None:
+def test_mismatched_layout_fails_only_its_receiver(planner: Planner, group: Group) -> None:
     good, other, bad = layout("s0"), layout("s1"), layout("s2", dtype=torch.bfloat16)
     for want in (good, other, bad):
         group.add(want, side="subscriber")
@@ -177,12 +176,12 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_sta
     group.add(joins, side="subscriber")
     reply = request_part(planner, joins)
     assert isinstance(reply, Granted) and reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
-    # Requested by its number, it is refused.
+    # An explicit request for the version is refused.
     assert request_part(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
 
 
 def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version_status: VersionStatus) -> None:
-    # The publishers are dead and still listed, with version 4; this receiver has 3 and heard nothing of a decision.
+    # The publishers are dead and still listed with version 4. This receiver has version 3 and knows no decision.
     group.id = "s1"
     group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
     for rank in (0, 1):
@@ -194,7 +193,7 @@ def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version
     assert request_part(planner, joins, without=("p0",)).why == "version 4 is not published yet"
     reply = request_part(planner, joins, without=("p0",), refused=(4,))
     assert reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
-    # A version that this receiver has is live here, whatever the other says: it is committed, or for each by itself.
+    # A live version is committed, whatever the other receiver reports.
     assert request_part(planner, joins, without=("p0",), refused=(3, 4)).version == 3
 
 

@@ -1,4 +1,4 @@
-"""Digests of a copy that are worked out where its bytes came from."""
+"""Digests of a copy that are computed from its source."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_requested_digests_are_precomputed_for_next_version(memories) -> None:
     digests, first, other = PrecomputedDigests(of(live), Digester("cpu")), strips(0), strips(100)
     assert (digests.digests(of(copy), first) == strip_digests(copy, first)).all()
     live += 1
-    digests.look(5.0)  # the copy still has the bytes from before: so it shows whose digests these are
+    digests.look(5.0)  # the copy still has the previous bytes, so the digests differ
     assert (digests.digests(of(copy), first) == strip_digests(live, first)).all()
     assert (
         digests.digests(of(copy), other) == [*strip_digests(copy, other)[:1], *strip_digests(live, first)[1:]]

@@ -1,4 +1,4 @@
-"""What a rank declares lies where it says; what cannot be said is refused by name."""
+"""Declarations of a rank's tensors, and errors that name undeclarable tensors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_offsets_count_across_regions_in_any_order() -> None:
         (Shard(tensor=torch.zeros(2, 2), global_shape=(4,), offset=(0,)), "different numbers of dims"),
     ],
 )
-def test_undeclarable_value_is_named(value: object, why: str) -> None:
+def test_undeclarable_value_error_names_tensor(value: object, why: str) -> None:
     with pytest.raises(PlanError, match=why) as caught:
         declared({"w": value})
     assert caught.value.tensor == "w"
@@ -112,8 +112,6 @@ def test_meta_tensors_have_no_regions() -> None:
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3))
 def test_repeated_cuts_cover_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
-    """Against torch itself, on the numbers of the dim."""
-
     def expected(numbers: torch.Tensor, cuts: list[tuple[int, int, int]]) -> list[int]:
         for size, coordinate, factor in cuts:
             pieces = [piece.chunk(size) for piece in numbers.chunk(factor)]

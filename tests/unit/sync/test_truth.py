@@ -1,4 +1,4 @@
-"""A model filled by sync equals the same model filled by its own loader, bit for bit, for many cuts of both sides."""
+"""A model filled by sync is bit-identical to the same model filled by its loader, for many shardings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROW = ("o.weight", "mlp.down", ".w2")
 
 
 def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) -> list[tuple[ShardRow, ...]]:
-    """The rows of each rank: tensor parallelism by columns and rows, FSDP over it by dim 0, experts on their ranks."""
+    """Return the rows of each rank with tensor parallelism, FSDP over dim 0, and expert parallelism."""
     ranks = []
     for f, t, e in itertools.product(range(fsdp), range(tp), range(ep)):
         held: dict[str, list[Shard]] = {}
@@ -58,7 +58,7 @@ def trainer(tensors: Mapping[str, torch.Tensor], fsdp: int, tp: int, ep: int) ->
             dim = 0 if name.endswith(COLUMN) else 1 if name.endswith(ROW) else None
             runs = [[(0, n)] for n in whole.shape]
             for d, n in enumerate(whole.shape):
-                # As DTensor has it: FSDP comes first in the mesh and cuts what tensor parallelism has cut.
+                # As in DTensor, FSDP comes first in the mesh and shards the tensor-parallel shards.
                 cuts = [(fsdp, f, tp if dim == 0 else 1)] if d == 0 else []
                 runs[d] = local_runs(n, [*cuts, (tp, t, 1)] if d == dim else cuts)
             for box in itertools.product(*runs):
@@ -91,7 +91,7 @@ def trues(tp: int, ep: int, dtype: torch.dtype) -> list[Toy]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("cuts", TRAINERS, ids=str)
-def test_synced_receiver_equals_own_loader(
+def test_synced_model_equals_loaded_model(
     cuts: tuple[int, int, int], engine: tuple[int, int], dtype: torch.dtype
 ) -> None:
     publishers = trainer(checkpoint(), *cuts)

@@ -1,4 +1,4 @@
-"""A toy model with everything that loaders do to weights, cut for tensor and expert parallelism as vLLM cuts it."""
+"""A toy model with typical transformations by loaders, sharded like in vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS, VOCAB, RANK = 8, 4, 2, 4, 12, 4, 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in the grid of inference ranks this one is."""
+    """Position in the grid of inference ranks."""
 
     tp_rank: int = 0
     tp: int = 1
@@ -73,10 +73,10 @@ class Layer(nn.Module):
         self.o = room(HIDDEN, heads * HEAD)
         self.gate = room(EXPERTS, HIDDEN)
         self.gate_up = room(2 * inner, HIDDEN)
-        self.down_t = room(inner, HIDDEN)  # kept transposed
+        self.down_t = room(inner, HIDDEN)  # stored transposed
         self.w13 = room(local, 2 * inner, HIDDEN)
         self.w2 = room(local, HIDDEN, inner)
-        # MLA: kv_b split into its key and value half, the keys kept per head and transposed.
+        # MLA splits kv_b into keys and values, and stores the keys per head and transposed.
         self.w_uk_t = room(heads, RANK, HEAD)
         self.w_uv = room(heads, HEAD, RANK)
 
@@ -149,7 +149,7 @@ class Toy(nn.Module):
             if name.startswith("vision."):
                 continue
             loaded.add(name)
-            if name == "embed.weight":  # padded to a multiple, as a vocabulary is
+            if name == "embed.weight":  # padded to a multiple
                 start = self.place.tp_rank * self.rows
                 mine = w[start : start + self.rows]
                 self.embed.weight[: len(mine)] = mine

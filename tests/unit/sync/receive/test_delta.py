@@ -1,5 +1,4 @@
-"""What did not change since the version before is not read, and is right: however it changed, and whatever was in our
-memory meanwhile."""
+"""Unchanged bytes are not read, and the version is correct whatever changed in the receiver's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from penstock.types import GB
 
 @pytest.fixture(autouse=True)
 def cutting_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are a few kilobytes: on them no saving would pay."""
+    """Pretend that skipping always pays, because the tensors have only a few kilobytes."""
     monkeypatch.setattr(delta_module, "CUT_S", 0.0)
 
 
@@ -29,7 +28,7 @@ def changing_world():
 
 
 def show(made: World, version: int, changed: list[tuple[int, int, int]], *, seed: int = 0) -> None:
-    """The next version: bytes [start, stop) of some sources are others."""
+    """Publish a version in which bytes [start, stop) of some sources changed."""
     chance = np.random.default_rng([version, seed])
     for one in made.sources:
         one.fence()
@@ -45,7 +44,7 @@ def show(made: World, version: int, changed: list[tuple[int, int, int]], *, seed
 
 
 def ran(made: World, transfer: Transfer) -> int:
-    """Run it; every byte is right; the bytes moved."""
+    """Run the transfer, check every byte, and return the number of moved bytes."""
     expected = made.expected()
     report = transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
@@ -55,7 +54,7 @@ def ran(made: World, transfer: Transfer) -> int:
 
 
 def strips_within(made: World, source: int, start: int, stop: int) -> int:
-    """Bytes of the part's strips that touch these bytes of a source."""
+    """Return the bytes of strips that touch these bytes of a source."""
     part = made.part
     last = part.src + (part.num_rows - 1) * part.src_pitch + part.run_bytes
     mine = (part.source == source) & (part.src < stop) & (last > start)
@@ -87,12 +86,12 @@ def test_locally_changed_memory_is_read_again(changing_world: World) -> None:
     row = int(changing_world.part.dst[0])
     memory = changing_world.receiver.regions.memories[0]
     assert row < memory.nbytes
-    content(memory)[row] ^= 1  # as an engine that works on its weights in place
+    content(memory)[row] ^= 1  # as an engine that changes its weights in place
     show(changing_world, 2, [])
     assert 0 < ran(changing_world, transfer) < changing_world.part.nbytes + 1
 
 
-def test_failed_run_leaves_no_trusted_base(changing_world: World) -> None:
+def test_failed_run_invalidates_stored_digests(changing_world: World) -> None:
     class Gone(LocalLink):
         def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
             raise StaleDescriptor("it is past that version", uri=self.member)
@@ -123,7 +122,7 @@ def test_random_version_sequence_is_received_correctly(changing_world: World) ->
         assert ran(changing_world, transfer) <= 2 * changing_world.part.nbytes
 
 
-def test_missing_base_reads_everything(changing_world: World) -> None:
+def test_missing_digests_read_everything(changing_world: World) -> None:
     kept = ChangedRanges()
     assert ran(changing_world, changing_world.transfer(delta=kept)) == changing_world.part.nbytes
     assert "no earlier version was received with this plan" in kept.summary(
@@ -141,11 +140,11 @@ def test_missing_base_reads_everything(changing_world: World) -> None:
     ("nbytes", "changed", "gb_per_s", "cost_s", "does"),
     [
         (16 * GB, 16 * GB, 400, 0.007, False),
-        (16 * GB, 15 * GB, 400, 0.007, False),  # 2.5 ms of wire for 7 ms of asking
+        (16 * GB, 15 * GB, 400, 0.007, False),  # digests take 7 ms and save 2.5 ms of reading
         (16 * GB, 8 * GB, 400, 0.007, True),
-        (16 * GB, 15.9 * GB, 5, 0.007, True),  # a slow wire: 20 ms
+        (16 * GB, 15.9 * GB, 5, 0.007, True),  # digests save 20 ms on a slow link
         (16 * GB, 0, 400, 0.050, False),
-        (16 * GB, 0, 0, 0.0, False),  # nothing is measured yet
+        (16 * GB, 0, 0, 0.0, False),  # no measurement yet
         (0, 0, 400, 0.0, False),
     ],
 )
@@ -153,7 +152,7 @@ def test_delta_pays_only_when_faster(nbytes: int, changed: float, gb_per_s: floa
     assert pays(nbytes, changed, gb_per_s * GB, cost_s) is does
 
 
-def test_fast_link_skips_digest_queries() -> None:
+def test_fast_link_skips_digest_requests() -> None:
     with open_links(only=["loopback"]) as links:
         made = world(links)
         kept = ChangedRanges()

@@ -1,4 +1,4 @@
-"""Staged versions go live by an exchange of memory, on a driver of host memory; tests/gpu has the device's."""
+"""Staged versions go live by an exchange of memory, on a driver of host memory. tests/gpu tests the device driver."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SETTINGS = ps.ConnectionSettings(stall_s=20.0)
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Remappable arenas are of host memory that this driver maps."""
+    """Let remappable arenas map host memory."""
     made = FakeCuda()
     allocate = Arena.allocate
 
     def over(memory: DeviceMemory) -> Arena:
         raw = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
-        # Kept by the tensor, as torch keeps what it took by the CUDA array interface.
+        # The tensor holds the object, as in torch's CUDA array interface.
         raw.memory = memory
         return Arena("cpu", memory.address, memory.nbytes, torch.frombuffer(raw, dtype=torch.uint8))
 
@@ -61,7 +61,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
 
 
 class Model(torch.nn.Module):
-    """Layers, and a buffer of the engine's own in the same arena."""
+    """Layers, and a buffer of the engine in the same arena."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Model(torch.nn.Module):
         self.register_buffer("angles", torch.arange(64.0), persistent=False)
 
     def check(self, task: SyncTask, version: int) -> None:
-        """Every bit is the version's."""
+        """Return whether the target is bit-identical to the version."""
         live = dict(self.named_parameters())
         for name, one in whole(task, version).items():
             assert torch.equal(live[name], one), name
@@ -113,7 +113,7 @@ def test_exchanged_versions_go_live_without_copy(
     places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
     for version in range(1, 7):
         publish(worker, version)
-        served.angles.add_(1.0)  # the engine's own bytes change between versions, and stay
+        served.angles.add_(1.0)  # the engine's bytes change between versions, and stay
         report = engine.update(version)
         served.check(task, version)
         assert torch.equal(served.angles, torch.arange(64.0) + version)
@@ -133,7 +133,7 @@ def test_second_engine_reads_exchanged_memory(driver: FakeCuda, stack: ExitStack
     for version in (1, 2, 3):
         publish(worker, version)
         engine.update(version)
-    # Without a trainer the version comes from the engine, whose live memory was the staging copy before.
+    # Without a trainer the version comes from the first engine, whose live memory was its staging copy.
     worker.kill()
     late = stack.enter_context(
         ps.subscriber(
@@ -202,7 +202,7 @@ def test_refused_exchange_keeps_previous_version(driver: FakeCuda, stack: ExitSt
     assert (engine.is_dirty, engine.version, resumed) == (False, 1, [1, 1])
     served.check(task, 1)
     assert driver.num_handles == 0
-    # It is still staged.
+    # The version is still staged.
     assert engine.commit().version == 2
     served.check(task, 2)
     publish(worker, 3)
@@ -240,7 +240,7 @@ def test_target_without_memory_is_not_touched_again(
 
 
 def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan B is copied, A is exchanged, and B again: with the copy of the first time the live memory stays as it is."""
+    """Copy with plan B, exchange with plan A, and copy with plan B again from the current staging memory."""
     size = 8 * ALIGN_BYTES
     arena = Arena.allocate(size, is_remappable=True)
     live = [Memory(address=arena.address, nbytes=size, device="cpu", owner=arena)]
@@ -264,7 +264,7 @@ def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypa
 
 
 def test_released_memory_is_freed_immediately(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
-    """Not only once Python has collected its cycles: another process waits for the memory."""
+    """Another process waits for the memory, so freeing it must not depend on Python's cycle collector."""
     _, worker = trainer(stack, tmp_path)
     engine = stack.enter_context(
         ps.subscriber(
@@ -316,7 +316,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rest_covers_everything_outside_strips(seed: int) -> None:
+def test_rest_covers_all_unfilled_bytes(seed: int) -> None:
     chance = np.random.default_rng(seed)
     sizes = [int(n) for n in chance.integers(1000, 3000, 3)]
     first = np.cumsum([0, *sizes])
@@ -341,7 +341,7 @@ def test_rest_covers_everything_outside_strips(seed: int) -> None:
     assert filled.all()
 
 
-def test_mostly_empty_part_is_copied() -> None:
+def test_sparse_part_is_copied() -> None:
     first = np.array([0, 10_000])
     assert rest_of(strips((0, 7000, 1, 7000)), first, 7000) is None
     rest = rest_of(strips((0, 9000, 1, 9000)), first, 9000)

@@ -1,4 +1,4 @@
-"""Maps of sources, requested beside other work: used if they are of the right sources and version, and else anew."""
+"""Requests for maps of sources, which are used if the sources and the version are right."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Members:
         self._changed = threading.Condition()
 
     def await_asked(self, count: int) -> None:
-        """Return once as many members have been asked."""
+        """Wait until this many members have been asked."""
         with self._changed:
             assert self._changed.wait_for(lambda: len({member for member, _ in self.asked}) >= count, 10)
 
@@ -71,7 +71,7 @@ def requests(members: Members, names: list[str], version: int, stall_s: float = 
     return LinkRequests(cast("Membership", members), names, version, stall_s, members.threads)
 
 
-def test_requested_links_are_taken(members: Members) -> None:
+def test_requested_links_are_returned(members: Members) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(["b", "a"], 3)
     assert list(links) == ["b", "a"]
@@ -113,7 +113,7 @@ def test_lost_source_is_named(members: Members) -> None:
 
 
 def test_unused_requests_are_abandoned(members: Members) -> None:
-    # More than are asked at once, and none has begun the version.
+    # More members than threads, and no member has begun the version.
     names = [f"m{number}" for number in range(40)]
     members.missing = set(names)
     with requests(members, names, 3, stall_s=60) as early:
@@ -126,7 +126,7 @@ def test_unused_requests_are_abandoned(members: Members) -> None:
     assert len({member for member, _ in members.asked}) <= 16
 
 
-def test_unexpected_error_is_raised_by_taker(members: Members) -> None:
+def test_unexpected_error_is_raised_by_take(members: Members) -> None:
     class Broken(Exception):
         pass
 
@@ -140,7 +140,7 @@ def test_unexpected_error_is_raised_by_taker(members: Members) -> None:
 
 def test_single_thread_continues_after_error(members: Members, refuse_thread: Callable[[str], None]) -> None:
     members.broken = {"a": IndexError("a bug")}
-    # The one thread that there is waits already; no other can be started.
+    # The only thread waits already, and no further thread can start.
     call = members.threads.start(lambda: None, "penstock-test")
     assert call is not None
     call.join(10)

@@ -1,4 +1,4 @@
-"""Short runs that a source packs for a reader over a transport between hosts: the same bytes, checked as ever."""
+"""Short runs that a source packs for a reader on another host arrive bit-identical and verified."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ def buffers_of(source: LocalVersion) -> list[packer._Buffer]:
 
 
 class World:
-    """Two publishers of rows, and a receiver of columns."""
-
     def __init__(self, links: PeerLinks, pack_bytes: int = 64 * MIB, shapes=SHAPES) -> None:
         holdings, wants = sharded("p", shapes, 0, 2, 2), sharded("s", shapes, 1, 4, 2)
         self.sources = [held(one, links, pack_bytes=pack_bytes) for one in holdings]
@@ -80,13 +78,12 @@ class World:
 
 
 def short_strips(world: World) -> Strips:
-    """A column of the first tensor of the first source."""
     return Strips(at=np.array([0]), run_bytes=np.array([64]), num_rows=np.array([100]), pitch=np.array([2048]))
 
 
 def pack(source: LocalVersion, strips: Strips, wait_s: float = 0.0) -> PackReply:
-    told = source.map()
-    return source.pack(strips, version=told.version, generation=told.generation, wait_s=wait_s)
+    version_map = source.map()
+    return source.pack(strips, version=version_map.version, generation=version_map.generation, wait_s=wait_s)
 
 
 def test_packed_version_matches_unpacked_bitwise(links: PeerLinks) -> None:
@@ -141,15 +138,15 @@ def test_packing_waits_for_ready_rows(http: PeerLinks) -> None:
     expected, late = world.expected(), world.sources[1]
     late.fence()
     late.begin(1)
-    given = world.links()
+    source_links = world.links()
     filling = threading.Timer(0.3, late.ready)
     filling.start()
-    world.transfer().run(given)
+    world.transfer().run(source_links)
     filling.join()
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_damage_before_buffer_read_is_detected(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corruption_before_buffer_read_is_detected(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(links)
     copy = packer.pack_strips
 
@@ -164,7 +161,7 @@ def test_damage_before_buffer_read_is_detected(links: PeerLinks, monkeypatch: py
     assert transfer.lost in ("p0", "p1") and caught.value.mutated
 
 
-def test_damage_during_buffer_read_is_detected(links: PeerLinks) -> None:
+def test_corruption_during_buffer_read_is_detected(links: PeerLinks) -> None:
     world = World(links)
 
     class Spoiled(LocalLink):
@@ -175,10 +172,10 @@ def test_damage_during_buffer_read_is_detected(links: PeerLinks) -> None:
                     content(buffer.memory)[7] ^= 0x80
             return reply
 
-    given = world.links() | {"p1": Spoiled(world.sources[1], same_process=False)}
+    source_links = world.links() | {"p1": Spoiled(world.sources[1], same_process=False)}
     transfer = world.transfer()
     with pytest.raises(IntegrityError):
-        transfer.run(given)
+        transfer.run(source_links)
     assert transfer.lost == "p1"
 
 
@@ -209,10 +206,10 @@ def test_version_fenced_after_packing_is_refused(links: PeerLinks) -> None:
             self.local_version.fence()
             return reply
 
-    given = world.links() | {"p0": Fencing(world.sources[0], same_process=False)}
+    source_links = world.links() | {"p0": Fencing(world.sources[0], same_process=False)}
     transfer = world.transfer()
     with pytest.raises(StaleDescriptor):
-        transfer.run(given)
+        transfer.run(source_links)
     assert transfer.lost == "p0"
 
 
@@ -241,7 +238,7 @@ def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.Mo
     source, strips = world.sources[0], short_strips(world)
     first = pack(source, strips)
     assert first.regions is not None
-    assert pack(source, strips).regions is None  # it is read
+    assert pack(source, strips).regions is None  # the buffer is in use
     source.hold_packed([first.lease], [])
     second = pack(source, strips, wait_s=5.0)
     assert second.regions is not None and second.lease != first.lease
@@ -249,7 +246,7 @@ def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.Mo
         read(links, world, first)
     read(links, world, second)
     assert np.array_equal(content(world.receiver.regions.memories[0])[:64], whole(source)[:64])
-    source.hold_packed([], [first.lease])  # of a lease that lapsed: the buffer is another's
+    source.hold_packed([], [first.lease])  # the lease expired, and another reader has the buffer
     assert pack(source, strips).regions is None
     source.hold_packed([], [second.lease])
     assert pack(source, strips).regions is not None
@@ -257,7 +254,7 @@ def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.Mo
 
 def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
-    # Longer than a busy machine keeps a thread waiting: what is seen is that the lease is extended, not that it lapses.
+    # Use a long wait, because a busy machine delays threads. The test observes that the lease is extended.
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
     monkeypatch.setattr(packed, "KEEP_S", 0.05)
     world = World(http, MIB)
@@ -273,18 +270,18 @@ def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPat
     taking = threading.Thread(target=lambda: world.transfer().run(world.links()))
     taking.start()
     deadline = time.monotonic() + 15
-    # Of this source: the other one may be read first.
+    # The other source may be read first.
     while not (leased := [buffer for buffer in buffers_of(world.sources[0]) if buffer.lease]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     first = leased[0].until
     while leased[0].until == first and time.monotonic() < deadline:
         time.sleep(0.01)
-    given = pack(world.sources[0], short_strips(world), wait_s=0.1).regions
+    regions = pack(world.sources[0], short_strips(world), wait_s=0.1).regions
     extended_s = leased[0].until - first
     go_on.set()
     taking.join()
-    assert given is None and extended_s > 0
+    assert regions is None and extended_s > 0
     assert np.array_equal(whole(world.receiver), expected)
 
 
@@ -300,12 +297,12 @@ def test_busy_buffers_fall_back_to_single_reads(http: PeerLinks, monkeypatch: py
             asked.append(time.monotonic())
             return super().pack(strips, **how)
 
-    given = world.links() | {"p1": Counting(world.sources[1], same_process=False)}
-    report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(given)
+    source_links = world.links() | {"p1": Counting(world.sources[1], same_process=False)}
+    report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(source_links)
     assert np.array_equal(whole(world.receiver), expected)
     assert 0 < report.packed_bytes < world.part.nbytes
     assert report.packing()[1:] == ("short runs read without packing: no buffer of the source was released for 1.0 s",)
-    assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
+    assert max(asked) - min(asked) < 3.0  # only the first of 16 batches waits
 
 
 def test_source_without_ready_rows_stalls(http: PeerLinks) -> None:
@@ -382,7 +379,7 @@ def test_full_device_is_retried_at_next_version(http: PeerLinks, monkeypatch: py
         assert pack(source, short_strips(world), wait_s=0.0).regions is not None
 
 
-def test_undecodable_answer_after_writes_raises_mutated_error(http: PeerLinks) -> None:
+def test_undecodable_reply_after_write_sets_mutated(http: PeerLinks) -> None:
     holdings, wants = sharded("p", [(4096, 512)], 0, 1, 1), sharded("s", [(4096, 512)], 1, 4, 1)
     source = held(holdings[0], http, pack_bytes=LEAST_PACK_BYTES)
     source.begin(1)
@@ -433,7 +430,7 @@ def test_buffer_is_released_when_packing_is_abandoned(http: PeerLinks, monkeypat
 
 def test_hanging_source_does_not_block_other_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "KEEP_S", 0.001)
-    ended, told = threading.Event(), threading.Event()
+    ended, renewed = threading.Event(), threading.Event()
     hung: list[int] = []
     well: list[int] = []
 
@@ -450,12 +447,12 @@ def test_hanging_source_does_not_block_other_leases(monkeypatch: pytest.MonkeyPa
         def hold_packed(self, keep: object, release: object) -> None:
             well.append(1)
             if len(well) == 50:
-                told.set()
+                renewed.set()
 
     with KeptThreads() as threads, packed.BufferLeases(lambda: False, threads) as leases:
         leases.add(Hung(), "a")
         leases.add(Well(), "b")
-        assert told.wait(30)
+        assert renewed.wait(30)
         ended.set()
     assert len(hung) < 5
 
@@ -472,8 +469,8 @@ def test_same_host_transfer_is_not_packed(only: str) -> None:
     with open_links(only=[only, "http"]) as links:
         world = World(links)
         expected = world.expected()
-        given = {name: LocalLink(link.local_version) for name, link in world.links().items()}
-        report = world.transfer().run(given)
+        source_links = {name: LocalLink(link.local_version) for name, link in world.links().items()}
+        report = world.transfer().run(source_links)
         assert np.array_equal(whole(world.receiver), expected)
         assert report.packed_bytes == 0 and report.packing() == ()
         assert {link.path for link in report.links} == {only}

@@ -1,4 +1,4 @@
-"""What was received becomes live in place, and nothing beside it; a snapshot is what was there when it was made."""
+"""Received strips go live in place, and a snapshot keeps the bytes from its creation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_only_strips_are_copied() -> None:
     rows = [(0, 300_000, 3, 400_000), (1_200_000, 500, 40, 1000), (1_300_000, 400_000, 1, 0), (3_000_100, 7, 30, 9)]
     at, run_bytes, num_rows, pitch = np.array(rows, np.int64).T
     expected = np.concatenate([dst[1] for dst, _ in pairs])
-    given = np.concatenate([src[1] for _, src in pairs])
+    source_bytes = np.concatenate([src[1] for _, src in pairs])
     for start, run, count, apart in rows:
         for i in range(count):
-            expected[start + i * apart :][:run] = given[start + i * apart :][:run]
+            expected[start + i * apart :][:run] = source_bytes[start + i * apart :][:run]
     strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
     copy = MemoryCopy([dst[0] for dst, _ in pairs], [src[0] for _, src in pairs], strips)
     assert copy.run() > 0 and copy.nbytes == sum(run * count for _, run, count, _ in rows)
@@ -54,8 +54,8 @@ def test_staged_version_is_received_and_flipped() -> None:
         part = parts(holdings, wants, 4096)[0]
         before, expected = whole(live), naive(part, [whole(one) for one in sources], whole(live))
         with StagingCopy(live.regions.memories, links) as staging_copy:
-            given = {one.layout.member: LocalLink(one, same_process=False) for one in sources}
-            Transfer(part, staging_copy.regions).run(given)
+            source_links = {one.layout.member: LocalLink(one, same_process=False) for one in sources}
+            Transfer(part, staging_copy.regions).run(source_links)
             assert np.array_equal(whole(live), before)
             assert not staging_copy.flip(part)
         assert np.array_equal(whole(live), expected)

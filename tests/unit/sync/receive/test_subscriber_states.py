@@ -1,4 +1,4 @@
-"""The states of a subscriber, in memory: every transition, every failure of a source, cancellation, a lost version."""
+"""The states of a subscriber in memory: transitions, failed sources, cancellation, and withdrawn versions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def is_served(subscriber: Subscriber) -> bool:
 
 @contextmanager
 def replaced_copy(subscriber: Subscriber, copy: Callable[[object], None]) -> Iterator[None]:
-    """Let `copy` take the place of the copy from the staging area to the target."""
+    """Replace the copy from the staging copy to the target by `copy`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subscriber._update_loop, "copy_staged", copy)
         yield
@@ -72,15 +72,12 @@ def refused_copy(staged: object) -> None:
 
 
 def assert_live(sync: MemorySync, subscriber: Subscriber, version: int) -> None:
-    """The version is live, whole, served, reported, and readers are let in."""
+    """Check that the version is live, served and reported, and that readers are admitted."""
     assert (state(subscriber), subscriber.version, sync.value) == (S.LIVE, version, float(version))
     assert is_served(subscriber) and not subscriber.is_dirty
     assert sync.member.syncs[-1]().state == "open"
     with subscriber.pinned(version, ttl_s=0.1):
         pass
-
-
-# -- The table.
 
 
 def at(*path: SubscriberState) -> SubscriberStates:
@@ -103,7 +100,7 @@ ALLOWED: dict[SubscriberState, set[SubscriberState]] = {
     S.FLIPPING: {S.WRITING, S.STAGED, S.PREPARED},
     S.WRITING: {S.LIVE, S.IDLE, S.DIRTY},
 }
-"""Not imported: a transition that is added to the table must be added here, too."""
+"""A copy of the table, so that a new transition must be added here too."""
 PATHS: dict[SubscriberState, tuple[SubscriberState, ...]] = {
     S.IDLE: (),
     S.LIVE: LIVE_PATH,
@@ -125,7 +122,7 @@ def test_only_listed_transitions_are_allowed(before: SubscriberState, after: Sub
     states = at(*PATHS[before])
     rest = states.at_rest
     is_back = before not in AT_REST and before is not S.WRITING and after is rest
-    # Busy subscribers find that their tensors moved, and stay busy.
+    # A busy subscriber that detects moved tensors stays busy.
     is_found = after is S.MOVED and rest is S.LIVE
     if before is S.CLOSED:
         states.enter(after)
@@ -159,9 +156,6 @@ def test_target_being_written_has_no_current_version() -> None:
     assert not states.is_current and states.version == 1
 
 
-# -- Versions that become live.
-
-
 @MODES
 def test_each_version_becomes_live(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
@@ -175,7 +169,7 @@ def test_each_version_becomes_live(sync: MemorySync, holder: MemoryHolder, mode:
         assert subscriber.metadata == {"step": "2"}
         names = [name for name, _, _ in sync.calls[4:]]
         assert names == ["before_read", "before_pause", "at_commit", "after_resume"]
-        # The target changes between the pause and the commit, and at no other time.
+        # The target changes only between the pause and the commit.
         assert [value for _, _, value in sync.calls[4:]] == [1.0, 1.0, 2.0, 2.0]
 
 
@@ -223,9 +217,6 @@ def test_readers_delay_flip(sync: MemorySync, holder: MemoryHolder) -> None:
             assert thread.is_alive() and sync.value == 1.0
         thread.join(5.0)
         assert_live(sync, subscriber, 2)
-
-
-# -- Versions that a fleet decides on.
 
 
 def together(holder: MemoryHolder, outcome: str = "") -> None:
@@ -285,13 +276,10 @@ def test_version_failing_its_check_is_refused(sync: MemorySync, holder: MemoryHo
         with pytest.raises(VersionRefused, match="bad"):
             subscriber.update()
         assert_live(sync, subscriber, 1)
-        # It is not asked for again.
+        # The withdrawn version is not requested again.
         holder.publish(3, 3.0)
         subscriber.update()
         assert_live(sync, subscriber, 3)
-
-
-# -- Failures of a source.
 
 
 def lose_sources(holder: MemoryHolder) -> None:
@@ -323,7 +311,7 @@ def test_lost_only_source_fails_update(
     fail: Callable[[MemoryHolder], None],
     kind: type[PenstockError],
 ) -> None:
-    """The version before goes on, or a direct update that wrote bytes is dirty until one succeeds."""
+    """The previous version stays live, or a direct update that wrote bytes is dirty until an update succeeds."""
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -356,13 +344,13 @@ def test_corrupt_bytes_in_target_make_it_dirty(sync: MemorySync, holder: MemoryH
         assert state(subscriber) is S.DIRTY and not is_served(subscriber)
         assert [name for name, _, _ in sync.calls] == ["before_read", "before_pause"]
         holder.spoils = False
-        # The version that is in the target in part is read again.
+        # The partly written version is read again.
         subscriber.update()
         assert_live(sync, subscriber, 1)
 
 
 @MODES
-def test_source_lost_before_pause_spares_engine(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_source_lost_before_pause_keeps_engine_running(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -384,7 +372,7 @@ def test_failed_source_is_replaced_and_reported(
     fail: Callable[[MemoryHolder], None],
     kind: type[PenstockError],
 ) -> None:
-    """A trainer that was restarted is listed after its former life, which does not answer any more."""
+    """A restarted trainer is listed after its old process, which does not reply."""
     with sync.subscriber(mode) as subscriber:
         other = sync.holder("p1")
         other.publish(1, 1.0)
@@ -395,13 +383,13 @@ def test_failed_source_is_replaced_and_reported(
         assert list(report.lost) == ["p0"] and "p0" in report.lost["p0"]
         assert "without p0" in report.summary()
         assert len([one for one in caplog.records if "attempt 1" in one.message and "p0" in one.message]) == 1
-        # Several attempts pause the engine once.
+        # Several attempts pause the engine only once.
         assert [name for name, _, _ in sync.calls].count("before_pause") == 1
         assert_live(sync, subscriber, 1)
 
 
 def test_partly_written_target_is_not_live_version(sync: MemorySync, holder: MemoryHolder) -> None:
-    """The source of version 2 is lost after its first bytes; what is left is the version that was live before."""
+    """The source of version 2 is lost after its first bytes, and version 1 is the remaining one."""
     with sync.subscriber("direct") as subscriber:
         subscriber.update()
         former = sync.holder("p1")
@@ -420,12 +408,9 @@ def test_partly_written_target_is_not_live_version(sync: MemorySync, holder: Mem
         assert_live(sync, subscriber, 1)
 
 
-# -- A version that is withdrawn at each step.
-
-
 @MODES
 @pytest.mark.parametrize("step", ["part", "map", "digests"])
-def test_replaced_version_yields_to_next(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
+def test_fenced_version_is_replaced_by_next(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -450,14 +435,14 @@ def test_version_withdrawn_at_step_keeps_previous(sync: MemorySync, holder: Memo
         sync.calls.clear()
         (sync.at if step.startswith("before") else holder.at)[step] = holder.withdraw
         if mode == "staged" and step == "before_pause":
-            # All bytes are here and verified.
+            # All bytes have arrived and are verified.
             assert subscriber.update().version == 2
             assert_live(sync, subscriber, 2)
             return
         with pytest.raises(StaleDescriptor):
             subscriber.update()
         if subscriber.is_dirty:
-            # Loopback reads before it compares: the digests come after the bytes.
+            # Loopback reads before it requests digests.
             assert (mode, step, state(subscriber)) == ("direct", "digests", S.DIRTY)
             return
         assert_live(sync, subscriber, 1)
@@ -473,9 +458,6 @@ def test_version_withdrawn_by_fleet_is_not_read(sync: MemorySync, holder: Memory
         with pytest.raises(VersionRefused, match="a check failed"):
             subscriber.update()
         assert_live(sync, subscriber, 1)
-
-
-# -- Cancellation.
 
 
 @MODES
@@ -524,9 +506,6 @@ def test_subscriber_closed_during_flip_keeps_version(sync: MemorySync, holder: M
     sync.at["at_commit"] = subscriber.close
     subscriber.update()
     assert (state(subscriber), subscriber.version, sync.value) == (S.CLOSED, 1, 1.0)
-
-
-# -- Hooks and errors on the way.
 
 
 @MODES
@@ -582,7 +561,7 @@ def test_failed_copy_makes_target_dirty(sync: MemorySync, holder: MemoryHolder, 
 def test_interrupted_direct_update_makes_target_dirty(
     sync: MemorySync, holder: MemoryHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C arrives when the reads have written to the target and before the version is live."""
+    """Interrupt the update after the reads have written to the target."""
     with sync.subscriber("direct") as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -643,9 +622,6 @@ def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode
         restore_sources(holder)
         assert subscriber.update().nbytes > 0
         assert_live(sync, subscriber, 1)
-
-
-# -- Released weights.
 
 
 @MODES

@@ -1,4 +1,4 @@
-"""A part of a sync between real arenas: every byte where the part says, verified, or a typed error that names who."""
+"""Transfers of a part between real arenas: every byte is verified, or an error names the source."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ def links(request: pytest.FixtureRequest) -> Iterator[PeerLinks]:
 
 @dataclass
 class World:
-    """Publishers of one version, a receiver, its part."""
-
     sources: list[LocalVersion]
     receiver: LocalVersion
     part: object
@@ -92,7 +90,7 @@ def test_random_parts_arrive_complete(shapes, froms, to, num_regions, bucket_byt
         assert transfer.moved_bytes == made.part.nbytes
 
 
-def test_complete_source_is_asked_once(links: PeerLinks) -> None:
+def test_ready_source_gets_one_digest_request(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     asked: list[int] = []
 
@@ -103,22 +101,22 @@ def test_complete_source_is_asked_once(links: PeerLinks) -> None:
 
     near = "loopback" in links.transports
     expected = made.expected()
-    given = {one.layout.member: Counting(one, same_process=near) for one in made.sources}
-    made.transfer(watermark_bytes=MIB).run(given)
+    source_links = {one.layout.member: Counting(one, same_process=near) for one in made.sources}
+    made.transfer(watermark_bytes=MIB).run(source_links)
     assert np.array_equal(whole(made.receiver), expected)
     assert len(asked) == len(made.sources) and min(asked) > 1
 
 
 @dataclass
 class Reads:
-    """The steps in the order in which their reads began, and the most that were under way at once."""
+    """Steps in the order in which their reads began, and the maximum number of concurrent reads."""
 
     begun: list[Step]
     most: int = 0
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """Record the reads of every source, and give each time to overlap with the others."""
+    """Record the reads of every source, with delays so that they overlap."""
     reads, lock, under_way = Reads([]), threading.Lock(), [0]
     read = SourceRead.read
 
@@ -143,7 +141,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def test_devices_on_host_are_read_in_turns(
     links: PeerLinks, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Columns of rows: each receiver takes half of its bytes from each source.
+    # Each receiver reads half of its bytes from each source.
     holdings, wants = sharded("p", [(1024, 4096)] * 8, 0, 2, 1), sharded("s", [(1024, 4096)] * 8, 1, 2, 1)
     sources = [held(one, links) for one in holdings]
     for one in sources:
@@ -154,16 +152,18 @@ def test_devices_on_host_are_read_in_turns(
     monkeypatch.setattr(SourceRead, "near_device", lambda self, step: "cuda:0")
     reads = recorded(monkeypatch)
     near = "loopback" in links.transports
-    given = {one.layout.member: (Filling if is_filling else LocalLink)(one, same_process=near) for one in sources}
+    source_links = {
+        one.layout.member: (Filling if is_filling else LocalLink)(one, same_process=near) for one in sources
+    }
     expected = made.expected()
-    made.transfer(watermark_bytes=8 * MIB).run(given)
+    made.transfer(watermark_bytes=8 * MIB).run(source_links)
     assert np.array_equal(whole(made.receiver), expected)
     assert 1 <= reads.most <= NEAR_READS
-    # Each receiver begins with another source.
+    # Each receiver begins with a different source.
     assert part.first_source == receiver
     turns = [(step.window, int(part.turn_of(np.array(step.source)))) for step in reads.begun]
     assert len(set(turns)) == 2 * len({step.window for step in reads.begun}) > 2
-    # Steps that were posted may begin in any order; only so many are.
+    # Posted steps may begin in any order, but the number of concurrent reads is limited.
     order = sorted(turns)
     assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
@@ -215,7 +215,7 @@ def test_transfer_runs_again_for_next_version(links: PeerLinks) -> None:
 
 
 class Filling(LocalLink):
-    """A source that did not have all rows when it was asked for its map: it is asked for digests before each read."""
+    """A source without all rows when it sent its map."""
 
     def __init__(self, held: LocalVersion, *, same_process: bool = True) -> None:
         super().__init__(held, same_process=same_process)
@@ -223,20 +223,20 @@ class Filling(LocalLink):
 
 
 class Lying(LocalLink):
-    """A source that says of one strip what is not so: as if a byte had flipped on the way."""
+    """A source that sends a wrong digest for one strip."""
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        said = super().digests(strips, wait_s=wait_s)
-        said.digests[0] ^= np.uint64(1)
-        return said
+        reply = super().digests(strips, wait_s=wait_s)
+        reply.digests[0] ^= np.uint64(1)
+        return reply
 
 
 def test_flipped_byte_is_reported_and_not_verified(links: PeerLinks) -> None:
     made = world(links, bucket_bytes=1 << 30)
-    given = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
+    source_links = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
     transfer = made.transfer()
     with pytest.raises(IntegrityError) as caught:
-        transfer.run(given)
+        transfer.run(source_links)
     assert transfer.moved_bytes < made.part.nbytes
     assert transfer.lost == "p1" and caught.value.uri == "p1" and caught.value.mutated
     assert caught.value.tensor in made.receiver.layout.names
@@ -247,25 +247,25 @@ def test_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
 
     class Fencing(Filling):
         def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-            said = super().digests(strips, wait_s=wait_s)
+            reply = super().digests(strips, wait_s=wait_s)
             self.local_version.fence()
-            return said
+            return reply
 
-    given = made.links() | {"p0": Fencing(made.sources[0], same_process="loopback" in links.transports)}
+    source_links = made.links() | {"p0": Fencing(made.sources[0], same_process="loopback" in links.transports)}
     transfer = made.transfer()
     with pytest.raises(StaleDescriptor):
-        transfer.run(given)
+        transfer.run(source_links)
     assert transfer.lost == "p0"
     assert transfer.moved_bytes < made.part.nbytes
 
 
 def test_untouched_target_is_reported_unmutated(links: PeerLinks) -> None:
     made = world(links, froms=(0, 1))
-    given, before = made.links(), whole(made.receiver)
+    source_links, before = made.links(), whole(made.receiver)
     made.sources[0].fence()
     transfer = made.transfer()
     with pytest.raises(StaleDescriptor) as caught:
-        transfer.run(given)
+        transfer.run(source_links)
     assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
@@ -293,9 +293,9 @@ def test_transfer_waits_for_rows_to_become_ready(links: PeerLinks) -> None:
             late.ready([row])
 
     filling = threading.Thread(target=fill)
-    given = made.links()
+    source_links = made.links()
     filling.start()
-    report = made.transfer().run(given)
+    report = made.transfer().run(source_links)
     filling.join()
     assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
 
