@@ -302,11 +302,10 @@ class MemorySync:
             transforms=None,
             serve=serve,
             memory_bytes=None,
-            has_check=check is not None,
-            accept=hooks.before_read,
+            hooks=hooks,
         )
         membership = cast("Membership", MemoryMembership(self, self.member))
-        made = Subscriber("policy", self.target, membership, options, rank=0, world_size=1, hooks=hooks, timing=QUICK)
+        made = Subscriber("policy", self.target, membership, options, rank=0, world_size=1, timing=QUICK)
         return made.open()
 
 

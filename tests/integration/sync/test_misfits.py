@@ -199,8 +199,7 @@ def test_computing_loader_leaves_parameter_unfilled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [({1: torch.ones(4)}, {}), ({"w": torch.ones(4)}, {("w", 0): torch.ones(4)})],
+    ("source", "target"), [({1: torch.ones(4)}, {}), ({"w": torch.ones(4)}, {("w", 0): torch.ones(4)})]
 )
 def test_non_text_names_are_refused(source: Any, target: Any) -> None:
     with pytest.raises(ps.ConfigError, match="the name of a tensor is"):

@@ -479,10 +479,7 @@ with ps.join("held") as holder:
 
 @pytest.mark.parametrize(
     ("how", "ends"),
-    [
-        ('target["w"].share_memory_()', "IntegrityError"),
-        ('target["w"].data = torch.zeros(1 << 18)', "served on"),
-    ],
+    [('target["w"].share_memory_()', "IntegrityError"), ('target["w"].data = torch.zeros(1 << 18)', "served on")],
 )
 def test_holder_moving_weights_survives(host: Host, tmp_path: Any, how: str, ends: str) -> None:
     path = tmp_path / "held.safetensors"

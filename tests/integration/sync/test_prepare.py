@@ -56,10 +56,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[SyncPlan]:
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_first_update_reuses_preparation(host: Host, mode: str, plans: list[SyncPlan]) -> None:
     model, weights = Model(), trained()
-    with (
-        ps.publisher("p", weights, mode="snapshot") as publisher,
-        ps.subscriber("p", model, mode=mode) as subscriber,
-    ):
+    with ps.publisher("p", weights, mode="snapshot") as publisher, ps.subscriber("p", model, mode=mode) as subscriber:
         assert subscriber.wanted is None
         assert subscriber.prepare()
         assert subscriber.wanted is not None and len(subscriber.wanted.rows) == 2

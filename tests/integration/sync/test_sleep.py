@@ -189,10 +189,7 @@ def test_stored_version_is_restored_but_not_served(fleet: Fleet) -> None:
     report = fleet.engine.restore(stored=ps.sync.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
     assert report.path == "given tensors"
     fleet.assert_serves(4)
-    with (
-        ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as peer,
-        pytest.raises(ps.PenstockError),
-    ):
+    with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as peer, pytest.raises(ps.PenstockError):
         peer.update(timeout_s=0.5)
 
 

@@ -24,13 +24,7 @@ from penstock.errors import (
 )
 from penstock.hub.messages import FleetDecision
 from penstock.sync.receive.released import StoredVersion
-from penstock.sync.receive.states import (
-    AT_REST,
-    InvalidTransition,
-    LiveVersion,
-    SubscriberState,
-    SubscriberStates,
-)
+from penstock.sync.receive.states import AT_REST, InvalidTransition, LiveVersion, SubscriberState, SubscriberStates
 from penstock.sync.receive.subscriber import Subscriber
 from penstock.sync.receive.transfer import Transfer
 
@@ -305,11 +299,7 @@ FAILURES = [(lose_sources, PeerLost), (stall, SourceStalled), (send_wrong_bytes,
 @MODES
 @pytest.mark.parametrize(("fail", "kind"), FAILURES)
 def test_lost_only_source_fails_update(
-    sync: MemorySync,
-    holder: MemoryHolder,
-    mode: str,
-    fail: Callable[[MemoryHolder], None],
-    kind: type[PenstockError],
+    sync: MemorySync, holder: MemoryHolder, mode: str, fail: Callable[[MemoryHolder], None], kind: type[PenstockError]
 ) -> None:
     """The previous version stays live, or a direct update that wrote bytes is dirty until an update succeeds."""
     with sync.subscriber(mode) as subscriber:

@@ -58,40 +58,44 @@ class FlipOrder:
     on_live: Callable[[], None]
     report_now: Callable[[], None]
 
+    # The running flip: the state to return to, and the time at which the engine was paused.
+    previous: SubscriberState = S.IDLE
+    paused_at: float | None = None
+
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
         """Make a version live.
 
         `move_bytes` moves the bytes to the target. It calls its argument before it writes to the target of a serving
         engine. If it raises a PenstockError, `mutated` tells whether the target was written to.
         """
-        flip = _Flip(previous=self.states.now)
+        self.previous, self.paused_at = self.states.now, None
         try:
-            staged = move_bytes(lambda version: self._pause(flip, version))
+            staged = move_bytes(self._pause)
             if staged.origin == "here":
                 # An attempt in this update may have paused the engine.
-                self._resume_previous(flip)
+                self._resume_previous()
                 return Flipped(staged=staged)
             self.states.enter(S.WRITING)
             moved = time.perf_counter()
             if staged.origin == "sync":
                 self.update_loop.install()
             install_s = time.perf_counter() - moved + staged.install_s
-            begun = staged.begun if flip.paused_at is None else flip.paused_at
+            begun = staged.begun if self.paused_at is None else self.paused_at
             self._go_live(staged, begun)
             return Flipped(staged=staged, pause_s=time.perf_counter() - begun, install_s=install_s)
         except BaseException as error:
-            self._give_up(flip, error)
+            self._give_up(error)
             raise
         finally:
             self.leases.open_to_readers()
 
-    def _pause(self, flip: _Flip, version: int) -> None:
-        if flip.paused_at is not None:
+    def _pause(self, version: int) -> None:
+        if self.paused_at is not None:
             return
         self.leases.close_to_readers()
         at = time.perf_counter()
         self._call("before_pause", version)
-        flip.paused_at, flip.previous = at, self.states.now
+        self.paused_at, self.previous = at, self.states.now
         self.states.enter(S.FLIPPING)
         self.update_loop.withdraw()
         self.update_loop.require_in_place()
@@ -118,7 +122,7 @@ class FlipOrder:
         self.leases.open_to_readers()
         self._call("after_resume", staged.version)
 
-    def _give_up(self, flip: _Flip, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         known = error if isinstance(error, PenstockError) else None
         # An interrupt or a foreign error does not tell whether bytes were written.
         if self.states.now is S.FLIPPING and (known is None or known.mutated):
@@ -129,14 +133,14 @@ class FlipOrder:
                 known.mutated = True
             self.report_now()
         else:
-            self._resume_previous(flip)
+            self._resume_previous()
 
-    def _resume_previous(self, flip: _Flip) -> None:
+    def _resume_previous(self) -> None:
         """If the engine is paused, serve the previous version and resume the engine. A staged version stays staged."""
         states = self.states
         if states.now is not S.FLIPPING:
             return
-        states.enter(flip.previous if flip.previous in (S.STAGED, S.PREPARED) else states.at_rest)
+        states.enter(self.previous if self.previous in (S.STAGED, S.PREPARED) else states.at_rest)
         if states.at_rest in (S.DIRTY, S.RELEASED):
             return
         # Without a live version the engine has weights from elsewhere, such as files.
@@ -148,9 +152,3 @@ class FlipOrder:
     def _call(self, hook: Around, version: int) -> None:
         states = self.states
         self.hooks.call(hook, version, live=states.version, is_dirty=states.at_rest is S.DIRTY)
-
-
-@dataclass(slots=True)
-class _Flip:
-    previous: SubscriberState
-    paused_at: float | None = None

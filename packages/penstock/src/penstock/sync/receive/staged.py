@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
+from penstock.sync.receive.hooks import Hooks
 from penstock.sync.recording.layout import Load
 
 
@@ -54,10 +55,12 @@ class UpdateOptions:
     transforms: str | Sequence[str] | None
     serve: bool
     memory_bytes: int | None
-    has_check: bool = False
-    """Whether versions are checked before they go live. The caller then reports the outcome."""
-    accept: Callable[[int, Mapping[str, str]], object] | None = None
-    """Called with a version and its metadata before a byte is read. It raises an error to refuse the version."""
+    hooks: Hooks
+
+    @property
+    def has_check(self) -> bool:
+        """Return whether versions are checked before they go live. The caller then reports the outcome."""
+        return self.hooks.check is not None
 
     @property
     def watermark_bytes(self) -> int:

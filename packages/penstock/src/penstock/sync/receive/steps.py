@@ -6,7 +6,7 @@ Small neighbouring buckets form a window. A step contains pieces of one window f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ from penstock.digest.strip import Strips
 from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Rectangles, spread
 from penstock.sync.local_version import locate
-from penstock.types import I64, U64
+from penstock.types import I64
 
 
 # Steps are keys of dicts by identity, within a run and from one version to the next.
@@ -38,25 +38,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StepDigests:
-    """Steps from one source whose digests are requested together."""
-
-    steps: tuple[Step, ...]
-    theirs: Strips
-
-    def split(self, digests: U64) -> list[U64]:
-        """Return the digests of each step."""
-        return np.split(digests, np.cumsum([len(step.theirs) for step in self.steps])[:-1])
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Windows:
     """The windows and steps of a part. Window i contains buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
 
-    def digest_requests(self, source: int, ask_bytes: int) -> list[StepDigests]:
+    def digest_requests(self, source: int, ask_bytes: int) -> list[list[Step]]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
         taken = ask_bytes  # the first step starts a request
@@ -67,7 +55,7 @@ class Windows:
                     taken = 0
                 groups[-1].append(step)
                 taken += step.nbytes
-        return [StepDigests(steps=tuple(some), theirs=_joined([step.theirs for step in some])) for some in groups]
+        return groups
 
     def __len__(self) -> int:
         return len(self.bucket_first) - 1
@@ -144,20 +132,11 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
         of, to = divmod(region_pair, len(ours))
         places.append(np.flatnonzero(pair == region_pair))
         some = table[places[-1]]
-        local = Rectangles(
-            src=some.src - theirs[of],
-            dst=some.dst - ours[to],
-            run_bytes=some.run_bytes,
-            num_rows=some.num_rows,
-            src_pitch=some.src_pitch,
-            dst_pitch=some.dst_pitch,
-        )
-        reads.append((of, to, local))
-    nbytes = int(table.nbytes.sum())
+        reads.append((of, to, replace(some, src=some.src - theirs[of], dst=some.dst - ours[to])))
     return Step(
         window=window,
         source=source,
-        nbytes=nbytes,
+        nbytes=int(table.nbytes.sum()),
         rows=rows,
         theirs=there,
         ours=here,
@@ -178,9 +157,8 @@ def some_of(step: Step, which: I64) -> Step:
         if mine.any():
             reads.append((of, to, table[mine]))
             places.append(number[at[mine]])
-    return Step(
-        window=step.window,
-        source=step.source,
+    return replace(
+        step,
         nbytes=int(step.ours.nbytes[which].sum()),
         rows=step.rows[which],
         theirs=step.theirs[which],
@@ -190,7 +168,8 @@ def some_of(step: Step, which: I64) -> Step:
     )
 
 
-def _joined(some: Sequence[Strips]) -> Strips:
+def joined(some: Sequence[Strips]) -> Strips:
+    """Return the strips of several sequences, in order."""
     at, run_bytes, num_rows, pitch = map(np.concatenate, zip(*(strips.columns for strips in some), strict=True))
     return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 

@@ -83,8 +83,8 @@ def subscriber(
     budget = None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"memory_bytes={budget} is too small for direct mode", minimum_bytes=LEAST_BYTES)
-    has_check = hooks is not None and hooks.check is not None
-    if has_check and mode == "direct":
+    hooks = hooks or Hooks()
+    if hooks.check is not None and mode == "direct":
         raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
     options = UpdateOptions(
         staged=mode == "staged",
@@ -93,8 +93,7 @@ def subscriber(
         transforms=transforms,
         serve=settings.serve,
         memory_bytes=budget,
-        has_check=has_check,
-        accept=None if hooks is None else hooks.before_read,
+        hooks=hooks,
     )
     if settings.arena and isinstance(target, torch.nn.Module | Mapping):
         to_arenas(target, is_remappable=mode == "staged")
@@ -107,7 +106,6 @@ def subscriber(
             options,
             rank=engine_rank,
             world_size=world_size,
-            hooks=hooks or Hooks(),
             timing=DEFAULT,
         ).open()
         stack.pop_all()  # from here on `close` leaves the sync

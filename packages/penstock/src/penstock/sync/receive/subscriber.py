@@ -33,7 +33,6 @@ from penstock.logs import log_named
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.flip import FlipOrder, Flipped, Pause
-from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import Release, StoredVersion
@@ -72,7 +71,6 @@ class Subscriber(Closeable):
         *,
         rank: int,
         world_size: int,
-        hooks: Hooks,
         timing: Timing,
     ) -> None:
         self.name = name
@@ -89,9 +87,9 @@ class Subscriber(Closeable):
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
         self._update_loop = loop = UpdateLoop(membership, target, options, states, timing)
-        self._participant = Participant(membership, loop, target, hooks.check, self._check_open, timing)
+        self._participant = Participant(membership, loop, target, options.hooks.check, self._check_open, timing)
         self._flip = FlipOrder(
-            states, loop, self._leases, hooks, on_live=self._fill_empty, report_now=self.member.beat_now
+            states, loop, self._leases, options.hooks, on_live=self._fill_empty, report_now=self.member.beat_now
         )
         self._release = Release(name, target, states, loop, self._leases, self.member.links, timing)
         self.planner = Planner(

@@ -45,7 +45,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
 from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
-from penstock.sync.receive.steps import Step, StepDigests, Windows, cut, some_of
+from penstock.sync.receive.steps import Step, Windows, cut, joined, some_of
 from penstock.timing import DEFAULT, Timing
 from penstock.types import GB, I64, MIB, U64
 
@@ -339,9 +339,9 @@ class _TransferRun(Run):
             self._assign()
         for number, source in self._reads.items():
             if source.is_ready and not self._asks_first:
-                for request in self._windows.digest_requests(number, ASK_BYTES):
-                    start = partial(self._request_digests, source, request)
-                    self._ask.post(Item(request.steps[0].window, f"ask {source.member}", 0, start=start))
+                for steps in self._windows.digest_requests(number, ASK_BYTES):
+                    start = partial(self._request_digests, source, steps)
+                    self._ask.post(Item(steps[0].window, f"ask {source.member}", 0, start=start))
         with self._leases:
             self.wait()
 
@@ -394,9 +394,10 @@ class _TransferRun(Run):
                 )
             )
 
-    def _request_digests(self, source: SourceRead, request: StepDigests) -> None:
-        digests = request.split(self._digests_of(source, request.theirs))
-        for step, wanted in zip(request.steps, digests, strict=True):
+    def _request_digests(self, source: SourceRead, steps: Sequence[Step]) -> None:
+        digests = self._digests_of(source, joined([step.theirs for step in steps]))
+        ends = np.cumsum([len(step.theirs) for step in steps])
+        for step, wanted in zip(steps, np.split(digests, ends[:-1]), strict=True):
             self._note_digests(step, wanted)
 
     def _digests_of(self, source: SourceRead, strips: Strips) -> U64:

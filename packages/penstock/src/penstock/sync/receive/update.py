@@ -530,11 +530,11 @@ class UpdateLoop:
                 raise SourceFailed(planner.member, error) from error
             self._is_outdated = False
             metadata = _metadata_of(links)
-            if self.options.accept is not None:
+            if self.options.hooks.before_read is not None:
                 is_writing = self.states.now is SubscriberState.WRITING
                 state = "the target may have bytes of it" if is_writing else "the target was not touched"
                 with noted("before_read", granted.version, state):
-                    self.options.accept(granted.version, metadata)
+                    self.options.hooks.before_read(granted.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
             pause(granted.version)
             plan_s = time.perf_counter() - begun
