@@ -1,8 +1,4 @@
-"""Checks of a version before it goes live.
-
-A check cannot change the version that goes live. `StagedVersion.tensors` returns copies, and the subscriber digests the
-staged bytes again after the check and before the flip.
-"""
+"""Checks of a version before it goes live, which cannot change the version."""
 
 from __future__ import annotations
 

@@ -74,11 +74,8 @@ def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes
 class MemoryCopy:
     """A prepared copy between memories of equal sizes, which can run any number of times.
 
-    Each pair of regions is on one device, or one of the two is in pinned host memory. `strips` count offsets over all
-    regions, and None copies all bytes.
-
-    Raises:
-        PlanError: the sizes differ, or a strip is outside a region.
+    Each pair of regions is on one device, or one of the two is in pinned host memory. Without `strips` it copies all
+    bytes.
     """
 
     def __init__(
@@ -111,10 +108,7 @@ class MemoryCopy:
         """Copy after all work on the device's current stream, and return the seconds until every byte has arrived.
 
         `meanwhile` is called once while the devices copy. `mutates` tells whether the destination is the user's memory.
-
-        Raises:
-            DestinationError: the device failed, or completed no region for `stall_s` seconds. `mutated` is set as
-                `mutates`.
+        Raise DestinationError if the device failed, or completed no region for `stall_s` seconds.
         """
         begun = time.perf_counter()
         events = self.queue()
@@ -198,10 +192,7 @@ REST_SHARE = 0.25
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return second addresses of the same memory, which keep this memory when a flip exchanges the first ones.
-
-    Return None if some memory cannot be exchanged, because it is host memory or belongs to torch.
-    """
+    """Return second addresses of the same memory, or None if some memory cannot be exchanged, as host memory cannot."""
     found = [memory_of(memory.address) for memory in memories]
     # A flip exchanges all memory at an address, so the region must be all of it.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
@@ -229,10 +220,8 @@ class StagingCopy(Closeable):
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
         """Make the strips that the part filled live. Return whether the memory was exchanged.
 
-        Call it only while no process uses the live memory. It runs after the work that is queued on the current stream.
-
-        Raises:
-            DestinationError: the device failed. `mutated` tells whether the live memory is a mix of two versions.
+        Call it only while no process uses the live memory. If it raises DestinationError, `mutated` tells whether the
+        live memory is a mix of two versions.
         """
         rest = None
         if self._served is not None:
@@ -296,10 +285,7 @@ def _map_memory(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the unfilled strips within regions, or None if they are too many for a flip by exchange.
-
-    `first` has the first offset of each region, and the end of the last region.
-    """
+    """Return the unfilled strips within the regions that start at `first`, or None if they are too many to copy."""
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:

@@ -34,7 +34,6 @@ class Digester:
         self._device = torch.device(device)
         # Launches share the scratch memory and the tables.
         self._lock = threading.Lock()
-        # The least recently used table is first.
         self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
         self._num_leaves = 0
         self._scratch: torch.Tensor | None = None
@@ -42,10 +41,9 @@ class Digester:
         self._stream = _new_stream(device) if stream is None and self._device.type == "cuda" else stream
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip. Offsets count from the start of the memory, and the caller has checked them.
+        """Return the digest of each strip, whose offsets the caller has checked.
 
         On a device, strips may also lie in other memory of the same device, which is read after the events in `after`.
-        Calls from several threads are queued.
         """
         if self._stream is None:
             return strip_digests(memory_at(memory.address, memory.nbytes), strips)
@@ -118,10 +116,7 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 def digests_of(memories: Sequence[Memory]) -> U64:
-    """Return one digest for each memory, of the bytes that the current streams leave there.
-
-    Raise DeviceOutOfMemory if a device has too little memory for the tables, which take 0.02 % of the bytes and 64 MiB.
-    """
+    """Return one digest for each memory. Raise DeviceOutOfMemory without memory for tables of 0.02 % and 64 MiB."""
     out = np.empty(len(memories), np.uint64)
     # A table per device is fast. With a table for each of 300 parameters, most of the time was spent in Python.
     for device in {memory.device for memory in memories}:
@@ -148,10 +143,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
 
 
 class PrecomputedDigests:
-    """Digests for a copy of `live` in host memory.
-
-    The device digests strips that were requested for one version while it copies the next version.
-    """
+    """Digests for a copy of `live` in host memory, most of which the device computes before the copy is made."""
 
     def __init__(self, live: Memory, digester: Digester) -> None:
         self._live = live
@@ -164,8 +156,7 @@ class PrecomputedDigests:
     def look(self, stall_s: float) -> None:
         """Digest the strips requested since the last call on the device. If that fails, the host digests them later.
 
-        Call it during the copy, after the device's current stream got its work and before the live bytes change. It
-        waits at most `stall_s` seconds for that work.
+        Call it before the live bytes change. It waits at most `stall_s` seconds for the device's current stream.
         """
         with self._lock:
             requested = sorted(self._requested)

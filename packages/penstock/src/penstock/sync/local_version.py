@@ -34,11 +34,7 @@ from penstock.types import I64, U64
 class VersionRegions(Closeable):
     """Registered memory, with one range of offsets over all regions of a rank.
 
-    The `precomputed` digesters are for the first memories, which are copies. The remaining memories are digested in
-    place.
-
-    Raises:
-        ConfigError: no transport reaches one of the memories. No memory stays registered.
+    The first memories are copies with `precomputed` digesters. Raise ConfigError if no transport reaches a memory.
     """
 
     def __init__(
@@ -101,11 +97,9 @@ class VersionRegions(Closeable):
             digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip, of the current bytes. Devices first wait for the events in `after`.
+        """Return the digest of each strip after the events in `after`.
 
-        Raises:
-            PlanError: a strip is outside the regions, or crosses from one region to the next.
-            StaleDescriptor: see `require_there`.
+        Raise PlanError if a strip is not inside one region, or StaleDescriptor if memory was moved or freed.
         """
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
@@ -136,7 +130,6 @@ class VersionRegions(Closeable):
 
     def close(self) -> None:
         """Close the registrations, which makes readers' descriptors stale. Idempotent."""
-        # Closing a handle again has no effect, and `_into` also contains the registrations.
         handles = [*self._into, *self._handles]
         self._handles, self._into = [], []
         for by_transport in handles:
@@ -145,10 +138,7 @@ class VersionRegions(Closeable):
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Return the region of each span of bytes. `first` has the start of each region and the end of the last one.
-
-    Raise PlanError if a span is outside the regions, or crosses from one region to the next.
-    """
+    """Return the region of each span of bytes. Raise PlanError if a span is not inside one region."""
     # "right" skips empty regions, whose end equals their start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
     wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
@@ -221,17 +211,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class LocalVersion:
     """The memory of one rank and its version. Thread-safe.
 
-    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods. `pack_bytes`
-    limits the memory on a device into which short runs are packed.
+    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods. Short runs
+    are packed into at most `pack_bytes` on a device.
 
     Attributes:
         version: version in the memory. None between a fence and the next `begin`.
         generation: changes with every fence. Maps from before a fence are stale.
         changed: condition that guards the version and its rows.
-
-    Raises:
-        PlanError: the layout is invalid, or describes different regions.
-        ConfigError: no transport reaches a region.
     """
 
     def __init__(
@@ -284,10 +270,7 @@ class LocalVersion:
             self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
-        """Begin a version without ready rows. Bytes written from now on belong to it.
-
-        Raise PlanError if the memory has a version that was not fenced.
-        """
+        """Begin a version without ready rows. Raise PlanError if the memory has a version that was not fenced."""
         with self.changed:
             self._check_open()
             if self.version is not None:
@@ -301,8 +284,8 @@ class LocalVersion:
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
         """Mark rows of the layout as filled, so that readers may read them. None means all rows.
 
-        Call it after the kernels that fill the rows were queued on the current stream. With `is_written`, the device
-        has already finished these kernels. Otherwise readers wait for the current stream.
+        With `is_written`, the device has finished the kernels that fill them. Otherwise readers wait for the current
+        stream.
         """
         with self.changed:
             self._check_open()
@@ -329,8 +312,7 @@ class LocalVersion:
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        # A running sum over the rows by offset tells with one subtraction whether a span contains a row that is not
-        # ready.
+        # A running sum tells with one subtraction whether a span contains a row that is not ready.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
@@ -354,13 +336,9 @@ class LocalVersion:
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
         """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds.
 
-        Call it again as long as `num_ready` grows.
-
-        Raises:
-            StaleDescriptor: the memory has a different version or generation than the caller's map.
-            PlanError: a strip is outside the memory.
+        Call it again as long as `num_ready` grows. Raise StaleDescriptor if the caller's map is stale, or PlanError if
+        a strip is outside the memory.
         """
-        # The strips come from another process.
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
         if events is None:
@@ -375,11 +353,8 @@ class LocalVersion:
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
         """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer.
 
-        Call it again after `wait_s` seconds, as long as `PackReply.progress` grows.
-
-        Raises:
-            StaleDescriptor: the memory has a different version or generation than the caller's map.
-            PlanError: a strip is outside the memory or in a second region, or the strips exceed `Packer.buffer_bytes`.
+        Call it again as long as `PackReply.progress` grows. Raise StaleDescriptor if the caller's map is stale, or
+        PlanError if the strips do not fit into one region and one buffer.
         """
         strips.check(self.regions.nbytes)
         packer = self.packer
@@ -468,7 +443,7 @@ class LocalVersion:
             self.version = None
             self.generation += 1
             self._wake_all()
-        # Without the lock, so that the woken threads can leave.
+        # The woken threads need the lock to leave.
         if self.packer is not None:
             self.packer.close()
         self.regions.close()
@@ -501,10 +476,7 @@ class _RowSpans:
 
 
 class VersionStatus:
-    """The newest version of a member, for peers that wait for the next one. Thread-safe.
-
-    A subscriber has a status before it has a `LocalVersion`, and keeps the status when its memory changes.
-    """
+    """The newest version of a member, which exists before its `LocalVersion`. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -90,10 +90,7 @@ def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
 
 
 class Membership:
-    """The members of a sync, and one connection for each member and channel. Thread-safe.
-
-    `handler` is the name of the request handler at the members' servers.
-    """
+    """The members of a sync, and one connection for each member and channel. Thread-safe."""
 
     def __init__(
         self, member: Member, name: str, stall_s: float, *, handler: str = "sync", timing: Timing | None = None
@@ -113,9 +110,9 @@ class Membership:
         self._clients: dict[tuple[str, str], SyncClient] = {}  # by member and channel
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
-        """Return all members of the sync, the oldest first, or the last known members while the hub is unreachable.
+        """Return all members, the oldest first.
 
-        Raise HubUnavailable if the hub has never replied.
+        If the hub is unreachable, return the last known members or raise HubUnavailable.
         """
         with self._lock:
             is_listed = self._looked_at > float("-inf")
@@ -152,14 +149,8 @@ class Membership:
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
         """Send a request to a member. If the member does not know the session, open a new one.
 
-        Args:
-            question: sends the request with the client that it receives.
-            channel: requests on different channels do not wait for each other.
-
-        Raises:
-            PeerLost: the member left the sync or is gone.
-            NotFound: a restarted hub does not know the member yet.
-            PenstockError: the errors of `question`.
+        `question` sends the request. Requests on different channels do not wait for each other. Raise PeerLost if the
+        member left or is gone, or NotFound if a restarted hub does not know the member yet.
         """
         try:
             return question(self._sync_client(member, channel))
@@ -177,7 +168,6 @@ class Membership:
         if sync_client is not None:
             return sync_client
         if not session or known is None:
-            # Only a new session needs a grant.
             reply = self.member.sync(self.name, grants=(member,))
             known = next((other for other in reply.members if other.member == member), None)
             if known is None and reply.is_new:
@@ -254,13 +244,7 @@ class Membership:
 
 
 class SyncClient(PeerClient):
-    """A session with one member, for one request at a time from any thread.
-
-    Args:
-        other: member to connect to, with a grant.
-        member: id of this member.
-        key: key of the sync's name.
-    """
+    """A session with one member, which sends one request at a time, from any thread."""
 
     def __init__(
         self,
@@ -328,11 +312,9 @@ class SyncClient(PeerClient):
         return self._ask("GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the descriptors for reading a version, when the member has begun it.
+        """Return the descriptors for reading a version.
 
-        Raises:
-            StaleDescriptor: the member has a later version.
-            NotFound: the member did not begin the version within `wait_s` seconds.
+        Raise StaleDescriptor if it is past, or NotFound after `wait_s` seconds.
         """
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
@@ -379,8 +361,7 @@ class SyncClient(PeerClient):
 
     def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
         sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in strips.columns]
-        # The strips of a plan are the same for every version and can be megabytes. Send their name, and the columns
-        # only if the member does not know the name.
+        # The strips of a plan can be megabytes, so send them only if the member does not know their name.
         named = msgspec.structs.replace(request, strips=name_of_strips(*sent))
         reply = self._ask("POST", f"{self._session_path}/{route}", kind, named)
         if reply.is_unknown:

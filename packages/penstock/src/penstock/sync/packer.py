@@ -60,7 +60,6 @@ class Packer(Closeable):
 
     Attributes:
         buffer_bytes: size of a buffer and of the longest request in bytes.
-        num_packed: number of filled requests.
     """
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
@@ -84,10 +83,8 @@ class Packer(Closeable):
     def take(self, device: str, wait_s: float) -> _Buffer | None:
         """Return a buffer without a lease for filling, or None if no buffer was free within `wait_s` seconds.
 
-        Raises:
-            ConfigError: readers on other hosts cannot reach memory on this device.
-            DeviceOutOfMemory, DestinationError: there is too little memory for a single buffer.
-            StaleDescriptor: this object is closed.
+        Raise an error if this device has no memory for a single buffer, or readers on other hosts cannot reach the
+        memory.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -139,13 +136,10 @@ class Packer(Closeable):
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
-        """Copy strips of a region into a buffer from `take`, one after the other, and wait until they are complete.
+        """Copy strips of a region into a buffer after the events in `after`, and wait until they are complete.
 
-        The offsets of the strips count within the region. The device first waits for the events in `after`.
-
-        Raises:
-            DeviceOutOfMemory: the device has too little memory for the table of runs.
-            DestinationError: the device failed, or did not finish within `FILL_S`.
+        Raise DeviceOutOfMemory or DestinationError if the device has too little memory, or did not finish within
+        `FILL_S`.
         """
         to = buffer.memory
         if to.device == "cpu":

@@ -26,10 +26,7 @@ _Source = torch.nn.Module | Mapping[str, Declarable]
 
 
 class Placed:
-    """The tensors of a module or a mapping, with views that keep their storages alive.
-
-    `later` is the object that has the tensors from now on. None means `source`.
-    """
+    """The tensors of a module or a mapping, with views that keep their storages alive. `later` replaces the source."""
 
     def __init__(self, source: _Source, later: _Source | None = None) -> None:
         self._source = source
@@ -73,8 +70,7 @@ class Placed:
         parts = [part for value in self._composites for part in _parts(value)]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return False
-        # Use loops in C with two calls per tensor. An address does not reveal a transposed view of the same memory, and
-        # `is_set_to` ignores dtypes.
+        # An address does not reveal a transposed view of the same memory, and `is_set_to` ignores dtypes.
         with torch._C.DisableTorchFunctionSubclass():
             if list(map(_dtype_of, self._tensors)) != self._dtypes:
                 return False

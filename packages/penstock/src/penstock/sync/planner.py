@@ -16,8 +16,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
-# Few plans are enough, because publishers serve a version first, and receivers after the fence. Old plans only keep old
-# layouts in memory.
+# A version is read from publishers first, and from receivers after the fence, so few plans are enough.
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
@@ -43,10 +42,8 @@ class _EncodedPlan:
 class Planner:
     """The planner. Server threads call it, and one thread at a time plans.
 
-    Args:
-        ours: returns this member's layout, or None before it has a layout.
-        checkpoint: returns the table that a receiver got from its planner. With None, the table comes from the layouts.
-        terms: returns whether a receiver may read a version, and until when it must wait before it goes live.
+    `ours` returns this member's layout, and `checkpoint` the table that a receiver got from its planner. `terms`
+    returns whether a receiver may read a version, and until when it must wait before it goes live.
     """
 
     membership: Membership
@@ -108,8 +105,7 @@ class Planner:
         except PlanError as error:
             if not _missing(sources) and sources[0].state.side == "publisher":
                 raise
-            # Receivers serve only the tensors that they received. For this receiver the version is then lost, but its
-            # request was right.
+            # Receivers serve only the tensors that they received, so this receiver's request may be right.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
         # The part has megabytes and is the same for every version of a plan.
@@ -117,10 +113,7 @@ class Planner:
         return replace(terms, epoch=self._epoch_of(members), key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
-        """Return names, dtypes and shapes of all publishers' tensors, or on a receiver the table that it received.
-
-        Raise NotFound if no publisher has reported a layout yet, or ranks are missing.
-        """
+        """Return the table of all publishers' tensors. Raise NotFound while ranks are missing."""
         known = self.checkpoint()
         if known is not None:
             return known
@@ -179,7 +172,6 @@ class Planner:
         is_ours = (
             now.is_open and now.version == version and any(rank.member == self.membership.member.id for rank in ranks)
         )
-        # The publishers are complete and consistent.
         if is_ours and not request.without:
             why = _missing(ranks)
             return NotYet(version=version, epoch=epoch, why=why) if why else ranks
@@ -295,10 +287,7 @@ class Planner:
 
 
 def layout_in(request: PartRequest, asker: str) -> Layout:
-    """Return the checked layout from a receiver's request.
-
-    Raise PlanError if it is invalid or belongs to another member.
-    """
+    """Return the layout from a receiver's request. Raise PlanError if it is invalid or belongs to another member."""
     assert request.layout is not None
     layout = decode(request.layout, Layout)
     # A layout with another member's id would give that member a wrong part.

@@ -70,10 +70,7 @@ class _OpenSession:
 class SyncHandler:
     """The handler, which implements `peer.server.RequestHandler`. The server's threads use it.
 
-    Args:
-        key: key of the sync's name, which grants must contain.
-        admit: consumes a grant, or raises an error.
-        check: raises an error unless the memory may be served.
+    `admit` consumes a grant, and `check` tests whether the memory may be served. Both raise an error to refuse.
     """
 
     key: str
@@ -102,8 +99,7 @@ class SyncHandler:
         if verb not in ("GET", "POST") or len(path) != 2:
             raise NotFound(f"there is no route for {verb} with {len(path)} path segments")
         member = self._member_of(path[0])
-        # Read the body of every request, so that the connection can be used again. Only a member with a session may
-        # make this process buffer 256 MiB.
+        # Read every body, to reuse the connection. Only a member with a session may send 256 MiB.
         raw = body(MAX_MESSAGE_BYTES if member is not None else MAX_BODY_BYTES) if verb == "POST" else b""
         if member is None:
             raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")

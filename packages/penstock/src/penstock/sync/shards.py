@@ -79,10 +79,7 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardR
 def row_of(
     name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
 ) -> ShardRow:
-    """Return the row for a tensor that is the shard at `offset` in a tensor with `global_shape`.
-
-    Raise PlanError if the tensor cannot be declared.
-    """
+    """Return the row for a tensor that is the shard at `offset`. Raise PlanError if the tensor cannot be declared."""
     tensor = tensor.detach()
     # Quantised, nested and sparse tensors have several memories, or memory that does not contain the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
@@ -114,10 +111,7 @@ def form_of(
     strides: tuple[int, ...],
     tag: str = "",
 ) -> Form:
-    """Return the form of a torch tensor's memory. Two elements of F4 are one element in torch.
-
-    Raise PlanError if the memory has no form.
-    """
+    """Return the form of a torch tensor's memory. Raise PlanError if the memory has no form."""
     dtype = dtype_of(kind)
     if dtype is DType.F4:
         if not shape or (shape[-1] > 1 and strides[-1] != 1):
@@ -134,10 +128,7 @@ def form_of(
 
 
 def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
-    """Return the memory of the rows: the arena that contains a row, or its torch storage.
-
-    Raise PlanError for meta tensors.
-    """
+    """Return the memory of the rows, which is an arena or a torch storage. Raise PlanError for meta tensors."""
     tensors = []
     for row in rows:
         if row.tensor.is_meta:

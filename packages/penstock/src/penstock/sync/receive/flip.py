@@ -44,12 +44,7 @@ class Flipped:
 
 @dataclass(eq=False)
 class FlipOrder:
-    """The steps of each flip of a subscriber. One thread at a time flips.
-
-    Args:
-        on_live: called when the target has a new version, before the engine learns of it.
-        report_now: reports the state to the hub soon.
-    """
+    """The steps of each flip of a subscriber. `on_live` is called before the engine learns of a new version."""
 
     states: SubscriberStates
     update_loop: UpdateLoop

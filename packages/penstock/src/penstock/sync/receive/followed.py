@@ -1,8 +1,4 @@
-"""The target of a subscriber, and whether its tensors are still where its requirements say.
-
-An engine may offload or cast its weights, or pass them to `spawn`, between two updates. An update must not write to
-memory that the engine no longer reads and may have freed.
-"""
+"""The target of a subscriber, whose tensors an engine may move between two updates."""
 
 from __future__ import annotations
 

@@ -24,10 +24,7 @@ from penstock.timing import Timing
 
 @dataclass(eq=False)
 class Participant:
-    """A subscriber as a participant in the commits of its fleet. One thread at a time updates.
-
-    `check_open` raises Cancelled when the subscriber is closed.
-    """
+    """A subscriber as a participant in its fleet's commits. `check_open` raises Cancelled after it was closed."""
 
     membership: Membership
     update_loop: UpdateLoop
@@ -85,10 +82,8 @@ class Participant:
     def await_commit(self, staged: Staged, decide_by: float) -> None:
         """Wait until the fleet has decided to commit a version.
 
-        Raises:
-            VersionRefused: the version was withdrawn.
-            StaleDescriptor: later versions are decided.
-            SourceStalled: the decision could not be learned. This may be called again.
+        Raise VersionRefused if it was withdrawn, StaleDescriptor if later versions are decided, or SourceStalled if the
+        decision could not be learned. Call it again after SourceStalled.
         """
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()

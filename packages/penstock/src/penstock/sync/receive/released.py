@@ -100,9 +100,9 @@ class ReleasedMemory:
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        """Allocate the storages again. Idempotent.
+        """Allocate the storages again. If it raises DeviceOutOfMemory or DestinationError, call it again.
 
-        Raise DeviceOutOfMemory or DestinationError if there is too little memory. Call it again when there is enough.
+        Idempotent.
         """
         for memory in self._remappable:
             try:
@@ -180,10 +180,7 @@ class ReleasedVersion:
     def read_stored(
         self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError
     ) -> Staged:
-        """Fill the target from a stored version, and verify it if it is the released version.
-
-        `error` tells why no member of the sync supplied a version.
-        """
+        """Fill the target from a stored version after `error`, and verify it if it is the released version."""
         begun = time.perf_counter()
         if update_loop.checkpoint is None:
             raise error
@@ -321,11 +318,7 @@ class Release:
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Copy a checkpoint's tensors into the rows that a sync would fill. Return the number of bytes.
 
-    Call `Requirements.install` and `finish` afterwards, as after an update.
-
-    Raises:
-        PlanError: a tensor is missing, differs from the publishers' in dtype or shape, or two tensors for one tied
-            tensor differ.
+    Call `Requirements.install` and `finish` afterwards. Raise PlanError if a tensor is missing or does not match.
     """
     rows: dict[str, list[int]] = {}
     for number, row in enumerate(requirements.rows):

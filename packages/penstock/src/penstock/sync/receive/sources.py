@@ -33,10 +33,7 @@ T = TypeVar("T")
 
 
 class LocalLink:
-    """A link to a `LocalVersion` in this process, which must have a version.
-
-    Without `same_process`, it is read as if it were in another process on this host.
-    """
+    """A link to a `LocalVersion`. Without `same_process`, it is read as from another process on this host."""
 
     same_host = True
 
@@ -68,10 +65,7 @@ _AT_ONCE = 16
 
 @dataclass(eq=False)
 class PeerLink:
-    """A link to another member, through its server.
-
-    `same_host` tells whether the member was reached at its Unix socket.
-    """
+    """A link to another member through its server. `same_host` means that its Unix socket was reached."""
 
     same_process = False
 
@@ -99,8 +93,7 @@ class PeerLink:
         self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
-        # A reply may wait for rows or for a buffer, and must not delay other threads. `list.pop` and `append` are
-        # atomic.
+        # A reply may wait for rows, and must not delay other threads. `list.pop` and `append` are atomic.
         try:
             channel = self._channels.pop()
         except IndexError:
@@ -151,10 +144,9 @@ class LinkRequests:
         self._give_up()
 
     def take(self, members: Sequence[str], version: int) -> dict[str, SourceLink]:
-        """Return links to these members, each with its map of the version. Request missing maps.
+        """Return links to these members, each with its map of the version.
 
-        Raises:
-            SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s` seconds.
+        Raise SourceFailed if a map is unavailable.
         """
         if version != self.version or self._links.keys() != set(members):
             self._give_up()
@@ -211,15 +203,7 @@ SourceLink = LocalLink | PeerLink
 
 @dataclass(eq=False)
 class SourceRead:
-    """The reads from one source during one run. Thread-safe.
-
-    Attributes:
-        short_runs: runs that were packed at the source, and the reason why others were not.
-
-    Args:
-        into: memory of the receiver.
-        leases: renews the leases of the source's buffers. None means that short runs are read without packing.
-    """
+    """The reads from one source during one run. Without `leases`, short runs are not packed. Thread-safe."""
 
     link: SourceLink
     into: VersionRegions
@@ -259,10 +243,7 @@ class SourceRead:
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """Return the source's digests of its strips when they are ready.
 
-        Raises:
-            SourceStalled: no further row of the source became ready for `stall_s` seconds.
-            Cancelled: the run is over.
-            PenstockError: from the link.
+        Raise SourceStalled if no further row became ready for `stall_s` seconds, or Cancelled if the run is over.
         """
         seen = -1
         moved = time.monotonic()
@@ -273,8 +254,7 @@ class SourceRead:
                     message = f"the source sent {len(reply.digests)} digests for {len(strips)} strips"
                     raise SourceStalled(message, uri=self.member)
                 return reply.digests
-            # Any ready row counts as progress, because a source that quantises layer by layer reaches the last layers
-            # late.
+            # Any ready row counts as progress, because a source may quantise layer by layer.
             if reply.num_ready != seen:
                 seen, moved = reply.num_ready, time.monotonic()
             elif time.monotonic() - moved > stall_s:

@@ -106,13 +106,10 @@ class SubscriberStates:
         return S.RELEASED if self.at_rest is S.RELEASED else S.DIRTY
 
     def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
-        """Change the state, and the live version if `live` is set. Entering the current state has no effect.
+        """Change the state, and the live version if `live` is set. Raise InvalidTransition without a change.
 
         A closed subscriber stays closed, but `at_rest` changes, because a running update may still complete. If a busy
         subscriber enters MOVED, only `at_rest` changes.
-
-        Raises:
-            InvalidTransition: the current state does not lead there. The state did not change.
         """
         with self._lock:
             previous = self.now

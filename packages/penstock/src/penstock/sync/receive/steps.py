@@ -62,16 +62,10 @@ class Windows:
 
 
 def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
-    """Divide a checked part into windows and steps.
+    """Divide a checked part into windows of up to `window_bytes` and steps of up to twice `piece_bytes`.
 
-    Args:
-        theirs: for each source, the start of each of its regions and the end of the last one.
-        ours: the same for the receiver.
-        window_bytes: neighbouring buckets form windows of up to this size.
-        piece_bytes: longer strips are split. A step has at most twice as many bytes.
-
-    Raises:
-        PlanError: a strip crosses from one region to the next.
+    `theirs` has the start of each region and the end of the last one, for each source, and `ours` for the receiver.
+    Raise PlanError if a strip crosses from one region to the next.
     """
     # A part can have millions of segments, so only the loop over steps below is in Python.
     windows = part.windows(window_bytes)

@@ -113,10 +113,7 @@ def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
 
 
 def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[str, Declarable]:
-    """Return the module or the tensors to fill: new tensors for an empty dict, and the result of a function.
-
-    Raise PlanError if the function raised an error.
-    """
+    """Return the module or the tensors to fill. Raise PlanError if the target function raised an error."""
     if isinstance(target, MutableMapping) and not target:
         return _new_tensors(table)
     if isinstance(target, torch.nn.Module | Mapping):
@@ -226,13 +223,11 @@ class ReceiveBuffers:
     Attributes:
         wanted: the rows, and the steps after their arrival.
         local_version: the target's memory for other members. None if it is not served.
-        layout, digest: the layout for the planner, and its digest.
         staging_copy: in staged mode, the memory that a transfer reads into.
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.
-        DeviceOutOfMemory, DestinationError: there is too little memory.
-        ConfigError: no transport reaches the memory.
+        ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or there is too little.
     """
 
     def __init__(
@@ -280,10 +275,7 @@ class ReceiveBuffers:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
-        """Return the names of the tensors whose bytes in the staging copy differ from these digests now.
-
-        It runs after the work that is queued on the devices.
-        """
+        """Return the names of tensors in the staging copy whose bytes no longer have these digests."""
         # A check may have used other streams.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]

@@ -70,11 +70,9 @@ class TiedRows:
         self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
-        """Check that the sources for each memory have equal bytes. Call it before a byte of the version is read.
+        """Check that the sources for each memory have equal bytes, before a byte of the version is read.
 
-        Raises:
-            PlanError: the bytes differ. The error names both rows.
-            SourceFailed: a source did not reply.
+        Raise PlanError if the bytes differ, or SourceFailed if a source did not reply.
         """
         for names, (ours, others) in self._pairs:
             apart = (ours.source != others.source) | (ours.src != others.src)

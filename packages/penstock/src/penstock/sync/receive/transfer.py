@@ -60,10 +60,7 @@ def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster than reading all `nbytes`.
-
-    The result is False if the rate of the link is unknown, which is 0.
-    """
+    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster. 0 is an unknown rate."""
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
@@ -135,10 +132,7 @@ class ChangedRanges:
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
-        """Record the figures of a completed run, for the decision in the next one.
-
-        Without `were_ready`, the time includes waiting for rows and does not measure digests.
-        """
+        """Record the figures of a completed run. Only with `were_ready` does its time measure digests."""
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
         if report.moved_bytes and report.wire_s > 0:
@@ -165,15 +159,9 @@ class Transfer:
         lost: source whose failure ended the last run, or None.
 
     Args:
-        into: memory of the receiver. Offsets of the part's `dst` count in it.
         names: names of the receiver's rows, for errors.
         watermark_bytes: maximum number of bytes that are read and not yet verified.
-        stall_s: seconds without progress after which a run fails.
         delta: skips unchanged strips. None means that everything is read.
-        threads: threads for the runs. None means that each run starts new threads.
-
-    Raises:
-        BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
     """
 
     part: ReceiverPlan
@@ -198,18 +186,13 @@ class Transfer:
         self.proven: list[tuple[Strips, U64]] = []
 
     def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
-        """Read the part, and return when every byte is verified in place.
+        """Read the part from sources with one version, and return when every byte is verified in place.
 
         After any error the memory is no longer written to, and `mutated` tells whether a byte of it was written.
 
-        Args:
-            sources: the part's sources by member, all with one version.
-
         Raises:
             PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
-            StaleDescriptor: a source changed its bytes.
-            PeerLost, SourceStalled: a source is gone or silent.
-            IntegrityError: a source's bytes differ from its digests. For all source errors `lost` names the source.
+            StaleDescriptor, PeerLost, SourceStalled, IntegrityError: `lost` names the source that failed.
             DestinationError: the receiver's device failed, or may still be written to.
         """
         self.lost = None
@@ -347,8 +330,7 @@ class _TransferRun(Run):
 
     def _assign(self) -> None:
         """Post the reads that may start now. The caller holds the lock."""
-        # A slow source must not take all threads, unverified bytes have a limit, and the first tensors must be complete
-        # early.
+        # Three limits apply: reads for each queue, unverified bytes, and windows ahead of the first incomplete one.
         items = []
         for queue in self._queues.values():
             while queue.steps and queue.num_flying < READS_OF_ONE:

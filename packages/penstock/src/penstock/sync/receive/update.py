@@ -200,9 +200,9 @@ class UpdateLoop:
             report(self.membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
-        """Return a planner's version status when it is above `after`, or after `wait_s` seconds.
+        """Return a planner's status when its version is above `after`, or after `wait_s` seconds.
 
-        Return None if no planner replies.
+        None if none replies.
         """
         for planner in self._planners():
             # During a restart the list contains planners that are gone.
@@ -240,10 +240,7 @@ class UpdateLoop:
                 raise SourceStalled(message)
 
     def prepare(self) -> None:
-        """Do the remaining one-time work of the first update: requirements, memory, the part and kernels.
-
-        Raise NotFound if no publisher is known yet, or some of its ranks are missing.
-        """
+        """Do the remaining one-time work of the first update. Raise NotFound while publisher ranks are missing."""
         self.follow()
         lost: dict[str, PenstockError] = {}
         while True:
@@ -258,13 +255,9 @@ class UpdateLoop:
         buffers.into.warm_up()
 
     def receive(self, version: int | None, pause: Callable[[int], None]) -> Staged:
-        """Read and verify a version. None means the newest.
+        """Read and verify a version. None means the newest. Raise NotFound if no version can be read yet.
 
         `pause` is called with the version before the first byte of each attempt is read into place.
-
-        Raises:
-            NotFound: no version can be read yet.
-            PenstockError: errors of `Subscriber.update`.
         """
         begun = time.perf_counter()
         self.follow()
@@ -303,8 +296,7 @@ class UpdateLoop:
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # The planner reports this error about itself or about a member that it could not reach. If it cannot
-                # plan without that member, exclude the planner too.
+                # The error is about the planner, or about a member that the planner could not reach or do without.
                 about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
                 is_other = failed.uri != about and about not in lost
                 member, error = about if is_other else planner.member, failed
@@ -401,10 +393,7 @@ class UpdateLoop:
         return select_tensors(checkpoint, self.options.transforms, model)
 
     def follow(self) -> list[str]:
-        """If tensors moved, drop the data that was made for them. Return the names of replaced tensors.
-
-        Call it before an update reads.
-        """
+        """If tensors moved, drop the data that was made for them. Return the names of replaced tensors."""
         moved = [] if self.requirements is None else self._followed.moved()
         if moved:
             self.requirements = None
@@ -453,8 +442,7 @@ class UpdateLoop:
         *,
         is_ahead: bool = False,
     ) -> Granted:
-        # Parts have megabytes and are the same for every version of a plan. With `have_key` the planner does not send
-        # the part again.
+        # With `have_key`, the planner does not send the same part of megabytes for every version.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version,
@@ -522,7 +510,7 @@ class UpdateLoop:
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self.membership, planner.member, granted.version, transfer, self._threads):
             links = requests.take(tied.sources, granted.version)
-            # The next request gets a new plan.
+            # If the check below fails, the next request must get a new plan.
             self._is_outdated = True
             try:
                 require_planned(part, links.values())
@@ -592,10 +580,7 @@ class UpdateLoop:
         return buffers
 
     def free(self) -> list[tuple[Strips, U64]]:
-        """Close the registrations and free the staging memory. Return the live version's strips and their digests.
-
-        The next update creates new buffers from the same requirements.
-        """
+        """Close the registrations, free the staging memory, and return the live version's strips with their digests."""
         proven, self._live_proven = self._live_proven, []
         self._forget_transfer()
         if self.buffers is not None:
@@ -604,10 +589,7 @@ class UpdateLoop:
         return proven
 
     def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
-        """Return buffers for a version from elsewhere. `proven` has digests of its strips, or is empty.
-
-        Call it after `free`, when the target has memory again.
-        """
+        """Return buffers after `free`, for a version from elsewhere whose known digests are `proven`."""
         assert self.checkpoint is not None
         if self.follow():
             proven = []  # the strips belong to the old memory
