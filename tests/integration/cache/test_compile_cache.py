@@ -73,7 +73,7 @@ class Homes:
 
 @pytest.fixture
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Homes]:
-    for variable in [one.variable for one in penstock_compile_cache.caches.CACHES]:
+    for variable in [cache.variable for cache in penstock_compile_cache.caches.CACHES]:
         monkeypatch.setenv(variable, "before")
     yield Homes(tmp_path, monkeypatch)
 

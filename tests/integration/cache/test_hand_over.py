@@ -269,7 +269,7 @@ def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         deadline = time.monotonic() + 30
-        while any(state.state != "whole" for one in ps.hub.status("finished").members for state in one.holdings):
+        while any(state.state != "whole" for member in ps.hub.status("finished").members for state in member.holdings):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         # The cache keeps either all verified bytes or no model.

@@ -202,7 +202,7 @@ def test_several_models_share_memory_limit(llama, wanted, tmp_path) -> None:
             keeper.keep("llama", llama)
         assert_same(ps.cache.attach("llama"), wanted)
         assert_same(ps.cache.attach("draft"), draft)
-        assert [one.model for one in keeper.models()] == ["llama", "draft"]
+        assert [model.model for model in keeper.models()] == ["llama", "draft"]
 
 
 def test_attached_model_is_not_dropped(llama) -> None:
@@ -233,7 +233,7 @@ def test_two_revisions_are_kept_together(llama, wanted, tmp_path) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         keeper.keep("llama", tmp_path / "new")
-        wait_until(lambda: [held.kept for held in keeper.member.hub.status().members[0].holdings] == [True, True])
+        wait_until(lambda: [holding.kept for holding in keeper.member.hub.status().members[0].holdings] == [True, True])
         old = keeper.models()[0].revision
         with pytest.raises(ps.ConfigError, match="several revisions") as caught:
             ps.cache.attach("llama")

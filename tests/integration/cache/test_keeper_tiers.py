@@ -40,10 +40,10 @@ def runtime(monkeypatch) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp("kept") / name for name in ("a", "b", "c")}
-    for seed, directory in enumerate(made.values()):
+    directories = {name: tmp_path_factory.mktemp("kept") / name for name in ("a", "b", "c")}
+    for seed, directory in enumerate(directories.values()):
         write_llama(directory, total_bytes=30_000_000, seed=seed)
-    return made
+    return directories
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def wanted(models) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def tiers(keeper: ps.cache.WeightCache) -> dict[str, str]:
-    return {one.model: one.tier for one in keeper.models()}
+    return {model.model: model.tier for model in keeper.models()}
 
 
 def wait_until(condition, timeout_s: float = 20.0) -> None:
@@ -78,7 +78,7 @@ def test_model_is_demoted_and_promoted_without_source(models, wanted, tmp_path) 
                 assert tiers(keeper)[name] == "host"
                 del attached
                 gc.collect()
-                wait_until(lambda: not any(one.num_attached for one in keeper.models()))
+                wait_until(lambda: not any(model.num_attached for model in keeper.models()))
         finally:
             moved.rename(models["a"])
         stats = keeper.stats()
@@ -131,7 +131,7 @@ def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
         for name in models:
             assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
-            wait_until(lambda: not any(one.num_attached for one in keeper.models()))
+            wait_until(lambda: not any(model.num_attached for model in keeper.models()))
         assert keeper.stats().links["source", "host"].num_moves >= 4
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
@@ -145,7 +145,7 @@ def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> Non
         for name in ("a", "b"):
             assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
-            wait_until(lambda: not any(one.num_attached for one in keeper.models()))
+            wait_until(lambda: not any(model.num_attached for model in keeper.models()))
         assert keeper.stats().tiers["disk"].used_bytes == 0
 
 
@@ -175,7 +175,7 @@ def test_changed_source_is_not_loaded(models, wanted, tmp_path) -> None:
         with pytest.raises(ps.PenstockError, match="was kept in revision"):
             ps.cache.attach("a", timeout_s=0.0)
         assert tiers(keeper)["a"] == "source"
-        assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
+        assert {weights.identity.model for weights in keeper.member.weights} == {"a", "b"}
 
 
 def test_corrupt_memory_is_reloaded_before_demotion(models, wanted, tmp_path) -> None:
@@ -216,7 +216,7 @@ def test_demoted_model_is_dropped(models, tmp_path) -> None:
         keeper.drop("a", drain_s=5)
         keeper.drop("b", drain_s=5)
         assert keeper.models() == []
-        assert {one.used_bytes for one in keeper.stats().tiers.values()} == {0}
+        assert {tier.used_bytes for tier in keeper.stats().tiers.values()} == {0}
         with pytest.raises(ps.NotFound):
             ps.cache.attach("a", timeout_s=0.0)
 
@@ -238,10 +238,10 @@ def test_alternating_engines_always_get_correct_bytes(models, wanted, tmp_path) 
         for name in ("a", "b"):
             keeper.keep(name, models[name])
         threads = [threading.Thread(target=engine, args=(name,)) for name in ("a", "b")]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert not faults
         assert keeper.stats().tiers["host"].peak_bytes <= BOUND
 

@@ -80,12 +80,12 @@ class Member:
         self.on_leave: Callable[[], None] = lambda: None
 
     def show(self, weights: LocalWeights) -> None:
-        self.weights = [*(one for one in self.weights if one.key != weights.key), weights]
+        self.weights = [*(old for old in self.weights if old.key != weights.key), weights]
 
     announce = show
 
     def hide(self, weights: LocalWeights, drain_s: float) -> None:
-        self.weights = [one for one in self.weights if one is not weights]
+        self.weights = [old for old in self.weights if old is not weights]
 
     def beat_now(self) -> None: ...
 
@@ -96,7 +96,7 @@ class Member:
 
 
 class HolderFleet:
-    """A fleet whose one holder is `Source`."""
+    """A fleet whose only member is `Source`."""
 
     def __init__(self, identity: Identity, member: Member, settings: object, *, max_readers: int) -> None:
         self.identity = identity
@@ -111,8 +111,8 @@ class HolderFleet:
         tensors = {"t": torch.arange(NBYTES, dtype=torch.uint8)}
         layout = WeightLayout.of(tabulate(["t"], [DType.U8], [(NBYTES,)]), leaf_bytes=16, chunk_bytes=32)
         rows = target.place(layout)
-        for row, held in zip(rows, layout_of_tensors(tensors)[1], strict=True):
-            row.copy_(held)
+        for row, data in zip(rows, layout_of_tensors(tensors)[1], strict=True):
+            row.copy_(data)
         identity = msgspec.structs.replace(self.identity, revision=source.revision)
         weights = LocalWeights(identity, layout, rows, arenas=target.arenas)
         weights.set_state("whole")

@@ -146,24 +146,24 @@ def test_chunk_reads_never_overwrite_neighbouring_chunks() -> None:
 
 def test_failed_region_registration_rolls_back_all() -> None:
     """Leaked registrations would occupy the page until the process exits."""
-    made: list[str] = []
+    registered: list[str] = []
     closed: list[str] = []
 
     class FakeHandle:
         def __init__(self, name: str) -> None:
             self.name = name
-            made.append(name)
+            registered.append(name)
 
         def close(self) -> None:
             closed.append(self.name)
 
     class TwoRegistrations:
         def register(self, memory: object) -> dict[str, FakeHandle]:
-            if len(made) == 2:
+            if len(registered) == 2:
                 raise ConfigError("the page is full")
-            return {"shm": FakeHandle(f"h{len(made)}")}
+            return {"shm": FakeHandle(f"h{len(registered)}")}
 
     holding = make(3)
     with pytest.raises(ConfigError):
         holding.register(TwoRegistrations())
-    assert closed == made == ["h0", "h1"] and not holding.map().regions
+    assert closed == registered == ["h0", "h1"] and not holding.map().regions

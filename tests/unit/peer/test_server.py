@@ -393,9 +393,9 @@ def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
     with first, more:
-        for one in (first, more):
-            one.settimeout(20.0)
-            one.connect(str(path))
+        for sock in (first, more):
+            sock.settimeout(20.0)
+            sock.connect(str(path))
         first.sendall(ask)
         assert b"204" in first.recv(999)
         assert more.recv(999).startswith(b"HTTP/1.1 429")

@@ -373,8 +373,8 @@ def test_live_two_phase_version_follows_reports(
 def two_ranks(hub: Hub, mode: PublishMode, stall_s: float = 5.0) -> tuple[Rank, Publisher, Rank, Publisher]:
     zero = Rank(hub, mode=mode, world_size=2, stall_s=stall_s)
     first = zero.open()
-    one = Rank(hub, "p1", mode=mode, rank=1, world_size=2, stall_s=stall_s)
-    return zero, first, one, one.open()
+    other = Rank(hub, "p1", mode=mode, rank=1, world_size=2, stall_s=stall_s)
+    return zero, first, other, other.open()
 
 
 def test_second_rank_follows_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
@@ -402,7 +402,7 @@ def test_rank_0_lost_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExec
     first.close()
 
 
-def test_rank_0_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
+def test_rank_0_lost_while_deciding_keeps_copy(hub: Hub) -> None:
     zero, first, _, second = two_ranks(hub, "snapshot", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     for each in (first, second):

@@ -33,21 +33,21 @@ def links() -> Iterator[PeerLinks]:
 
 
 def strips_at(at: int, nbytes: int) -> Strips:
-    one = np.array([nbytes])
-    return Strips(at=np.array([at]), run_bytes=one, num_rows=np.array([1]), pitch=one)
+    size = np.array([nbytes])
+    return Strips(at=np.array([at]), run_bytes=size, num_rows=np.array([1]), pitch=size)
 
 
 def call_before_copy(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None]) -> None:
     """Call a function before the copy of this number begins."""
     queue, count = MemoryCopy.queue, [0]
 
-    def one(self: MemoryCopy) -> list[torch.cuda.Event]:
+    def queue_after(self: MemoryCopy) -> list[torch.cuda.Event]:
         count[0] += 1
         if count[0] == before:
             then()
         return queue(self)
 
-    monkeypatch.setattr(MemoryCopy, "queue", one)
+    monkeypatch.setattr(MemoryCopy, "queue", queue_after)
 
 
 @pytest.mark.parametrize("num_regions", [1, 2])

@@ -57,11 +57,11 @@ def expected(whole: dict[str, torch.Tensor], tag: str) -> dict[str, torch.Tensor
 
 def fill_ranks(ranks: Sequence[Transformed], rows: Sequence[Sequence[ShardRow]]) -> None:
     """Exchange boundary elements by a real plan, and fill all ranks."""
-    move(rows, [one.wants for one in ranks])
-    for one in ranks:
+    move(rows, [rank.wants for rank in ranks])
+    for rank in ranks:
         ready: list[int] = []
-        one.fill(lambda numbers, ready=ready: ready.extend(numbers.tolist()))
-        assert sorted(ready) == list(range(len(one.rows))), "each row must be ready once"
+        rank.fill(lambda numbers, ready=ready: ready.extend(numbers.tolist()))
+        assert sorted(ready) == list(range(len(rank.rows))), "each row must be ready once"
 
 
 def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str, cuts: int = 2) -> None:
@@ -75,7 +75,7 @@ def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str
             if part.numel():
                 offset = (rank * width, *(0,) * (part.ndim - 1))
                 mine[name] = Shard(tensor=got, global_shape=tuple(tensor.shape), offset=offset, tag=tag)
-        move([one.rows for one in ranks], [declared(mine)])
+        move([rank.rows for rank in ranks], [declared(mine)])
         for name, shard in mine.items():
             at = shard.offset[0]
             true = truth[name][at : at + len(shard.tensor)]
@@ -96,8 +96,8 @@ def test_sharded_blocks_match_whole_tensor(tag: str, grid: tuple[int, int]) -> N
         fill_ranks(ranks, live)
         check(ranks, expected(whole, tag), tag)
     if grid == (1, 1):
-        assert not any(one.wants or one.boundary_bytes for one in ranks)
-    blocks = sum(int(np.prod(row.form.box.shape)) for one in ranks for row in one.rows)
+        assert not any(rank.wants or rank.boundary_bytes for rank in ranks)
+    blocks = sum(int(np.prod(row.form.box.shape)) for rank in ranks for row in rank.rows)
     assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), (
         "each block must be quantised by one rank"
     )
@@ -130,7 +130,7 @@ def test_several_formats_select_tensors_by_pattern() -> None:
     rows = declared(tensors() | {"lm_head.weight": torch.zeros(128, 128, dtype=torch.bfloat16)})
     transforms: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
     chosen = choose(transforms, rows)
-    assert [(one.row.name, one.form.tag) for one in chosen] == [
+    assert [(choice.row.name, choice.form.tag) for choice in chosen] == [
         ("layers.0.w.weight", "fp8-block128"),
         ("layers.1.w.weight", "fp8-block128"),
         ("layers.1.w.weight", "mxfp8"),

@@ -118,7 +118,7 @@ def test_cast_through_second_dtype_rounds_twice() -> None:
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.half().float())), {"w": W})
 
 
-def test_view_as_dtype_of_same_width_is_recorded() -> None:
+def test_view_as_equally_wide_dtype_is_recorded() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
     check((8, 6), each_tensor(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
@@ -136,7 +136,7 @@ LOADERS: dict[str, tuple[tuple[int, ...], Callable]] = {
     "unbound": ((8, 6), lambda p, w: [p[i].copy_(row) for i, row in enumerate(w.unbind(0))]),
     "flat": ((48,), lambda p, w: p.copy_(w.flatten())),
     "flat on both sides": ((8, 6), lambda p, w: p.view(-1).copy_(w.reshape(-1))),
-    "rows of a flat one": ((12,), lambda p, w: p.copy_(w.view(-1)[12:24])),
+    "rows of a flat view": ((12,), lambda p, w: p.copy_(w.view(-1)[12:24])),
     "padded": ((10, 8), lambda p, w: p.copy_(nn.functional.pad(w, (1, 1, 0, 2), value=3.0))),
     "scratch": ((8, 6), lambda p, w: p.copy_(torch.empty(8, 6).copy_(w))),
     "scratch of zeros": ((9, 6), lambda p, w: (z := torch.zeros(9, 6), z[1:].copy_(w), p.copy_(z))),
@@ -180,8 +180,8 @@ def test_transpose_is_one_record() -> None:
 
 def test_concatenation_before_copy_is_recorded() -> None:
     def load(model: Holder, weights) -> None:
-        held = dict(weights)
-        model.p.copy_(torch.cat([held["q"], held["k"]], dim=0)[4:12])
+        tensors = dict(weights)
+        model.p.copy_(torch.cat([tensors["q"], tensors["k"]], dim=0)[4:12])
 
     recording = check((8, 6), load, {"q": W, "k": V})
     assert [(r.source, r.source_box.start) for r in recording.records] == [("q", (4, 0)), ("k", (0, 0))]
@@ -191,9 +191,9 @@ def test_load_state_dict_and_assignment_are_recorded() -> None:
     for assign in (False, True):
         live, true = nn.Linear(6, 8), nn.Linear(6, 8)
         tensors = {"weight": W, "bias": V[:, 0].clone()}
-        held = live.weight
+        before = live.weight
         recording = record(live, table_of(tensors), load=lambda w: live.load_state_dict(dict(w), assign=assign))  # noqa: B023
-        assert live.weight is held
+        assert live.weight is before
         assert not recording.unfilled
         true.load_state_dict(tensors)
         fill(recording, tensors, live)
@@ -345,9 +345,9 @@ def test_transposed_parameter_memory_is_filled() -> None:
 
 def test_operators_in_other_threads_are_recorded() -> None:
     def load(model: Holder, weights) -> None:
-        held = dict(weights)
+        tensors = dict(weights)
         cast = {}
-        thread = threading.Thread(target=lambda: cast.update(w=held["w"][...].to(torch.float64)))
+        thread = threading.Thread(target=lambda: cast.update(w=tensors["w"][...].to(torch.float64)))
         thread.start()
         thread.join()
         model.p.copy_(cast["w"])
@@ -370,13 +370,13 @@ def test_dtypes_missing_in_torch_are_unrecorded() -> None:
     assert [r.source for r in recording.records] == ["w"]
 
 
-def test_memory_exchanged_by_loader_is_restored_and_reported() -> None:
+def test_memory_exchanged_by_loader_is_restored() -> None:
     model = Holder((8, 6), lambda model, weights: [setattr(model.p, "data", w) for _, w in weights])
-    held, place = model.p, model.p.data_ptr()
+    before, place = model.p, model.p.data_ptr()
     recording = record(model, table_of({"w": W}))
     assert recording.unfilled["p"] == 48
     assert recording.unused == ("w",)
-    assert (model.p is held, model.p.data_ptr(), model.p.any().item()) == (True, place, False)
+    assert (model.p is before, model.p.data_ptr(), model.p.any().item()) == (True, place, False)
 
 
 def test_loader_with_compiled_code_is_recorded() -> None:

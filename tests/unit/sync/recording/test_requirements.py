@@ -37,9 +37,9 @@ def test_loader_of_views_and_copies_is_filled(what: str) -> None:
 
 def test_contiguous_tensor_needs_no_scratch() -> None:
     def load(model: Holder, weights) -> None:
-        held = dict(weights)
-        model.p[:8].copy_(held["q"])
-        model.p[8:, :3].copy_(held["k"][:, 3:])
+        tensors = dict(weights)
+        model.p[:8].copy_(tensors["q"])
+        model.p[8:, :3].copy_(tensors["k"][:, 3:])
 
     want = fill_by_rows((16, 6), load, {"q": W, "k": V})
     assert (want.scratch_bytes, want.num_live, want.names) == (0, 2, ("q", "k"))
@@ -105,12 +105,12 @@ def test_transposed_parameter_memory_uses_scratch() -> None:
 
 def double(model: Holder, weights) -> None:
     """Load one tensor by recorded copies and another by arithmetic, which writes to the same parameter first."""
-    held = dict(weights)
-    if "v" in held:
-        model.p.copy_(held["v"] * 2)
+    tensors = dict(weights)
+    if "v" in tensors:
+        model.p.copy_(tensors["v"] * 2)
         model.b.fill_(3)
-    if "w" in held:
-        model.p[:4].copy_(held["w"][:4])
+    if "w" in tensors:
+        model.p[:4].copy_(tensors["w"][:4])
 
 
 def test_unrecorded_tensor_passes_through_loader_with_warning() -> None:

@@ -21,14 +21,14 @@ def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shar
     """Shard a model's parameters over `count` ranks with separate memory."""
     ranks = []
     for rank in range(count):
-        held = {}
+        shards = {}
         for name, whole in model.state_dict().items():
             cut = min(dim, whole.ndim - 1)
             ((start, stop),) = local_runs(whole.shape[cut], [(count, rank, 1)]) or [(0, 0)]
             part = whole.narrow(cut, start, stop - start).clone()
             offset = tuple(start if d == cut else 0 for d in range(whole.ndim))
-            held[name] = Shard(tensor=part, global_shape=tuple(whole.shape), offset=offset)
-        ranks.append(held)
+            shards[name] = Shard(tensor=part, global_shape=tuple(whole.shape), offset=offset)
+        ranks.append(shards)
     return ranks
 
 
@@ -36,11 +36,11 @@ def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shar
 def test_fused_model_yields_checkpoint(count: int, dim: int) -> None:
     tensors = checkpoint()
     table = table_of(tensors)
-    made = Toy(Place())
-    made.load_weights(tensors.items())
+    model = Toy(Place())
+    model.load_weights(tensors.items())
     with torch.device("meta"):
         recording = record(Toy(Place()), table)
-    ranks = [declared(checkpoint_shards(held, recording)) for held in cuts_of(made, count, dim)]
+    ranks = [declared(checkpoint_shards(shards, recording)) for shards in cuts_of(model, count, dim)]
     mine = {row.name: torch.zeros(row.form.shape) for rows in ranks for row in rows}
     assert set(mine) == set(tensors) - {"vision.proj", "none.weight"}
     move(ranks, [declared(mine)])

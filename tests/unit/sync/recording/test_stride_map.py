@@ -41,9 +41,9 @@ def shapes(draw: Callable, most: int = 4) -> tuple[int, ...]:
 def factorised(draw: Callable, count: int) -> list[int]:
     found = []
     while count > 1:
-        one = draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0]))
-        found.append(one)
-        count //= one
+        factor = draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0]))
+        found.append(factor)
+        count //= factor
     return found or [1]
 
 
@@ -89,8 +89,8 @@ def test_chain_of_views_and_copies_is_mapped(data: st.DataObject) -> None:
 
     def load(weights) -> None:
         for _, w in weights:
-            for one in steps:
-                w = one(w)
+            for operator in steps:
+                w = operator(w)
             model.p.copy_(w.permute(order))
 
     recording = record(model, tabulate(["w"], [DType.F32], [shape]), load=load)
@@ -115,8 +115,8 @@ def test_split_heads_become_one_box_each() -> None:
     cut = boxes(
         between(StridedView(full((8, 5)), 0, (20, 5, 1)), StridedView(full((2, 3, 5)), 0, (15, 5, 1)), (2, 3, 5))
     )
-    assert [one.source_box() for one in cut] == [Box(start=(0, 0), stop=(3, 5)), Box(start=(4, 0), stop=(7, 5))]
-    assert [one.target_box().start for one in cut] == [(0, 0, 0), (1, 0, 0)]
+    assert [part.source_box() for part in cut] == [Box(start=(0, 0), stop=(3, 5)), Box(start=(4, 0), stop=(7, 5))]
+    assert [part.target_box().start for part in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
 def test_restricted_map_splits_into_several_parts() -> None:
