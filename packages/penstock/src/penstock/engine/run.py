@@ -254,7 +254,7 @@ class RunState:
         """Drop the references to the error and the callbacks, which keep the work and its memory alive."""
         with self.changed:
             self.error = None
-            self.is_busy = _never
+            self.is_busy = lambda: False
             self.received = None
         self.waits.close()
 
@@ -267,10 +267,6 @@ class RunState:
         if isinstance(self.error, PenstockError):
             raise self.error
         raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self.error
-
-
-def _never() -> bool:
-    return False
 
 
 class PendingItem(Protocol):

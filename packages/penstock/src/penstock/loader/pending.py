@@ -16,14 +16,14 @@ import torch
 
 from penstock.errors import ConfigError
 
-_PROPERTIES = (
-    "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
-)
-_PROPERTIES += " itemsize nbytes grad grad_fn retains_grad output_nr"
-_METHODS = (
-    "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex storage_offset"
-)
-_METHODS += " __len__ is_signed is_conj is_neg get_device"
+_PROPERTIES = """
+    shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    itemsize nbytes grad grad_fn retains_grad output_nr
+"""
+_METHODS = """
+    size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex storage_offset
+    __len__ is_signed is_conj is_neg get_device
+"""
 
 _DESCRIBES = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()]

@@ -78,7 +78,10 @@ class BackgroundLoad(Closeable):
         # The slabs whose pending tensors were restored for pickling, and the thread that pickles them.
         self._held: dict[int, int] = {}
         # Each thread has its own current stream. Kernels on the caller's stream may still use the parameters.
-        self._caller_stream = _current_stream(session.options.device)
+        device, cuda = session.options.device, torch.cuda
+        self._caller_stream: AbstractContextManager[object] = (
+            cuda.stream(cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+        )
         self._thread = threading.Thread(target=self._run, name="penstock-loading", daemon=True)
 
     @property
@@ -226,13 +229,6 @@ def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> 
     for members, name in reversed(places):
         if members.get(name) is old:
             members[name] = new
-
-
-def _current_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block for any thread in which the calling thread's current stream is current."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.current_stream(device))
 
 
 class _Filled:

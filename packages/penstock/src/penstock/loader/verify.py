@@ -298,7 +298,12 @@ def manifest(
     if is_current and key is None:
         files = {}
     for file, data in files.items():
-        _write_whole(file, data, settings, storage_options)
+        if is_remote(file):
+            write_small(file, data, settings=settings, storage_options=storage_options)
+            continue
+        # Other users who may read the weights must be able to verify them.
+        with new_file(Path(local_path(file)), 0o644) as opened:
+            opened.write(data)
     return ManifestReport(
         uri=place,
         revision=built.revision,
@@ -380,13 +385,3 @@ def _without_identities(raw: bytes) -> bytes | None:
     return weight_set.encode(
         dataclasses.replace(manifest, files=tuple(dataclasses.replace(file, identity="") for file in manifest.files))
     )
-
-
-def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    if is_remote(uri):
-        write_small(uri, data, settings=settings, storage_options=storage_options)
-        return
-    path = Path(local_path(uri))
-    # Other users who may read the weights must be able to verify them.
-    with new_file(path, 0o644) as file:
-        file.write(data)
