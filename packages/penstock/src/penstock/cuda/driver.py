@@ -23,22 +23,17 @@ from penstock.types import U64
 IPC_HANDLE_BYTES = 64
 """Source: CUDA driver API, CU_IPC_HANDLE_SIZE."""
 
-_NO_PEER = (ConfigError, "these devices cannot reach each other's memory, so use a different transport")
-_NO_DEVICE = (ConfigError, "check CUDA_VISIBLE_DEVICES and nvidia-smi")
-_NO_SUPPORT = (ConfigError, "this driver or memory does not support it, so use a different transport")
 ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
     2: (DeviceOutOfMemory, "free memory on the device"),
-    36: _NO_SUPPORT,
-    46: _NO_DEVICE,
-    100: _NO_DEVICE,
-    101: _NO_DEVICE,
-    217: _NO_PEER,
-    705: _NO_PEER,
-    800: _NO_SUPPORT,
-    801: _NO_SUPPORT,
     802: (ConfigError, "the fabric manager of this host is not running"),
-    803: _NO_SUPPORT,
-    804: _NO_SUPPORT,
+    **dict.fromkeys((46, 100, 101), (ConfigError, "check CUDA_VISIBLE_DEVICES and nvidia-smi")),
+    **dict.fromkeys(
+        (217, 705), (ConfigError, "these devices cannot reach each other's memory, so use a different transport")
+    ),
+    **dict.fromkeys(
+        (36, 800, 801, 803, 804),
+        (ConfigError, "this driver or memory does not support it, so use a different transport"),
+    ),
 }
 """Error and hint of each CUresult. Any other code is a DestinationError."""
 

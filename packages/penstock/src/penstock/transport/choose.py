@@ -18,9 +18,11 @@ from penstock.entry_points import entry_points, load
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
+from penstock.transport.host_endpoint import is_within_reach
 from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
+from penstock.transport.shm import ShmTransport
 
 ENTRY_POINTS = "penstock.transports"
 """Group of entry points in which an installed package lists its transports. Each entry is a `TransportKind`."""
@@ -119,7 +121,7 @@ def broken_transports() -> dict[str, str]:
     return broken
 
 
-# Import on use, since ctypes structures, a listener or NIXL's bindings cost time.
+# Import on use, since cuda_ipc, NIXL's bindings and a listener take 30 to 150 ms.
 def _open_cuda_ipc(setup: TransportSetup) -> Transport:
     from penstock.transport.cuda_ipc import CudaIpcTransport
 
@@ -133,15 +135,7 @@ def _refuse_cuda_ipc(into: Handle, source: Descriptor) -> str:
 
 
 def _refuse_shm(into: Handle, source: Descriptor) -> str:
-    from penstock.transport.host_endpoint import is_within_reach
-
     return "" if is_within_reach(source) else "the peer's release sends no file descriptors"
-
-
-def _open_shm(setup: TransportSetup) -> Transport:
-    from penstock.transport.shm import ShmTransport
-
-    return ShmTransport()
 
 
 def _open_nixl(setup: TransportSetup) -> Transport:
@@ -170,7 +164,7 @@ def _open_http(setup: TransportSetup) -> Transport:
 for _built_in in (
     TransportKind(name="loopback", open=lambda setup: LoopbackTransport(), reach="process", rank=0),
     TransportKind(name="cuda_ipc", open=_open_cuda_ipc, reach="host", rank=10, unless_peer=_refuse_cuda_ipc),
-    TransportKind(name="shm", open=_open_shm, reach="host", rank=20, unless_peer=_refuse_shm),
+    TransportKind(name="shm", open=lambda setup: ShmTransport(), reach="host", rank=20, unless_peer=_refuse_shm),
     TransportKind(name="nixl", open=_open_nixl, reach="network", rank=30, unless=_unless_nixl),
     TransportKind(name="http", open=_open_http, reach="network", rank=40),
 ):
@@ -202,8 +196,6 @@ class PeerLinks(Closeable):
 
     def add_device_targets(self, driver: CudaDriver | None = None) -> None:
         """If there is a CUDA driver, let these transports also read peers' host memory into devices."""
-        from penstock.transport.shm import ShmTransport
-
         for name, inner_name in DEVICE_TARGETS.items():
             inner = self.transports.get(inner_name)
             try:
