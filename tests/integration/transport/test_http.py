@@ -515,11 +515,11 @@ def test_slow_clients_are_closed(monkeypatch) -> None:
         thread = threading.Thread(target=dripping)
         thread.start()
         deadline = time.monotonic() + 20
-        for sock in (idle, half, drip):  # accepted, heard, and let go
+        for sock in (idle, half, drip):  # the server closes each in time
             with contextlib.suppress(ConnectionError):
                 while sock.recv(1 << 16):
                     pass
-        while transport.server.num_open:
+        while transport.server.admission.num_open:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for sock in (idle, half, greedy, drip):
