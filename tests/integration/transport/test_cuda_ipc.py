@@ -238,7 +238,7 @@ def test_copies_queued_before_refusal_keep_memory(reader, holder, monkeypatch) -
             reader.post(holder.descriptor)
     assert caught.value.mutated
     assert any(isinstance(kept[0], cuda_ipc.CudaRead) and kept[0].source is not None for kept in never_freed)
-    for _ in range(2):  # by each stream
+    for _ in range(2):  # one for each stream
         assert reader.read(holder.descriptor) == pattern(NBYTES)
     del caught
     never_freed.clear()
@@ -254,7 +254,7 @@ def test_impossible_number_of_pieces_is_refused(reader) -> None:
 
 
 def test_handle_from_another_pid_namespace_is_refused(reader) -> None:
-    """A handle names a process id. In another container a different process, or this one, has that id."""
+    """A handle names a process id, which a different process or this one has in another container."""
     for transport, is_refused in (("fake_cuda", True), ("fake_virtual", False)):
         with HolderProcess(transport, nbytes=NBYTES) as holder:
             payload = msgspec.msgpack.decode(holder.descriptor.payload, type=CudaPayload)
@@ -331,7 +331,7 @@ def test_short_run_rectangles_are_one_read(reader) -> None:
                 expected[dst + i * dst_pitch : dst + i * dst_pitch + run] = given[src + i * src_pitch :][:run]
         before, rectangles = ctypes.string_at(reader.into.memory.address, NBYTES), Rectangles(**columns)
         elsewhere = reader.transport.register(reader.driver.allocate(NBYTES))
-        for into in (reader.into, reader.into, elsewhere):  # laid out once for each place
+        for into in (reader.into, reader.into, elsewhere):  # laid out once for each pair of addresses
             ctypes.memmove(into.memory.address, before, NBYTES)
             pending = reader.transport.post_rectangles(into, holder.descriptor, rectangles)
             reader.transport.wait(pending, stall_s=5)

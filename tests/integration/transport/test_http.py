@@ -1,4 +1,4 @@
-"""`http` between two processes, and with outside clients: faults, fences, tokens, hostile requests."""
+"""`http` between two processes and with foreign clients: faults, fences, keys and hostile requests."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_killed_peer_raises_peer_lost() -> None:
         with pytest.raises(PeerLost) as caught:
             transport.wait(pending, stall_s=20)
         assert caught.value.mutated
-        assert time.monotonic() - began < 15  # it need not have been silent for its 20 s
+        assert time.monotonic() - began < 15  # the error does not wait for the 20 s of silence
         with pytest.raises(PeerLost) as caught:
             transport.wait(transport.post_read(into, source, whole(10)), stall_s=20)
         assert not caught.value.mutated
@@ -155,7 +155,7 @@ def test_fence_during_read_raises_stale_descriptor() -> None:
 
 
 def test_bytes_without_trailer_are_not_trusted(monkeypatch) -> None:
-    """The fence falls after the last byte was handed to the kernel, before the seal."""
+    """The fence comes after the last byte was sent to the kernel and before the trailer."""
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         real = HttpConnection.send
 
@@ -189,7 +189,7 @@ def test_closed_connection_is_replaced_and_read_resumed(monkeypatch) -> None:
 
 
 def weights(nbytes: int) -> bytes:
-    """BF16, of normal values."""
+    """Return normal values as BF16."""
     values = np.random.default_rng(3).standard_normal(nbytes // 2 + 1, np.float32)
     return values.view(np.uint16)[1::2].tobytes()[:nbytes]
 
@@ -244,9 +244,9 @@ def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
 
 
 def test_local_link_stops_compressing_after_measurement() -> None:
-    """Memory is faster than any codec. The test's machine may be too busy to show it, so the rate is set."""
+    """Set the rate, because a busy machine may be slower than the codec."""
     with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
-        there[:] = sample(NBYTES)  # and no codec makes this smaller
+        there[:] = sample(NBYTES)  # no codec makes this smaller
         for _ in range(2):
             transport.wait(transport.post_read(into, handle.descriptor, whole(NBYTES)), stall_s=20)
         assert here == there
@@ -410,7 +410,7 @@ def test_malformed_descriptor_is_refused() -> None:
                 transport.post_read(into, forged, whole(1))
 
 
-# A client that is not Penstock's.
+# The client is not Penstock's.
 
 
 def request(source: Descriptor, rows, **change) -> bytes:
@@ -527,7 +527,7 @@ def test_slow_clients_are_closed(monkeypatch) -> None:
         thread.join()
 
 
-def test_full_server_is_asked_again(monkeypatch) -> None:
+def test_full_server_is_retried(monkeypatch) -> None:
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(total=1))
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         other = connected(handle.descriptor)

@@ -119,7 +119,7 @@ def test_fence_and_death_are_detected_and_memory_freed(kind, reader, holder) -> 
     with pytest.raises(PeerLost):
         reader.read(holder.descriptor)
     if kind == "pinned":
-        reader.transport.sweep()  # as with each beat
+        reader.transport.sweep()  # as each heartbeat does
         del pending, caught
         gc.collect()
         assert not reader.driver.pinned
@@ -209,7 +209,7 @@ def test_sync_stages_unpinnable_memory_with_reason(holder, monkeypatch: pytest.M
             assert is_touched
             assert source.path == "pinned_shm"
             assert ctypes.string_at(memory.address, NBYTES) == pattern(NBYTES)
-        else:  # staging has nothing to pin either, here
+        else:  # staging cannot pin memory here either
             assert isinstance(failed, DestinationError)
             assert source.path == "staged_shm"
             assert "pinned_shm: no" in source.why
@@ -234,7 +234,7 @@ def test_transport_is_chosen_for_host_cache_and_device(inner: str, same_host: bo
         often = engine.register_into(memory, engine.register(memory), is_repeated=True)
         near, descriptor, _ = engine.choose(often, offered, same_host=same_host, same_process=False)
         assert near.name == ("pinned_shm" if same_host else "staged_http")
-        # It offers nothing, and is not used between host memories.
+        # It offers no descriptor, and is not used between host memories.
         assert set(engine.register(memory)) == {"cuda_ipc"}
         host = engine.register_into(kept, engine.register(kept))
         assert engine.choose(host, offered, same_host=same_host, same_process=False)[0].name == inner
