@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from penstock.arguments import require_hub_address, require_name, require_texts, require_type, wrong
 from penstock.errors import ConfigError
@@ -457,55 +457,6 @@ def ucx_variables(tls: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunaiSettings:
-    """Environment variables of the Run:ai Model Streamer, as Penstock settings. None means that a variable is unset."""
-
-    fetch_threads: int | None
-    chunk_bytes: int | None
-    memory_bytes: int | None
-    """Limit in bytes, if it is below Penstock's default."""
-    distributed: Literal["auto", "on", "off"]
-    storage_options: Mapping[str, str]
-    """Options for S3, with obstore's names."""
-
-
-def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
-    """Read the variables `RUNAI_STREAMER_*`. An invalid value raises ConfigError.
-
-    The values -1 (no limit) and 0 (the largest tensor) of `RUNAI_STREAMER_MEMORY_LIMIT` have no effect, because
-    Penstock's staging memory is always limited.
-    """
-    environ = os.environ if environ is None else environ
-
-    def number(name: str, least: int) -> int | None:
-        text = environ.get(name, "")
-        value = _parse(name, int, text) if text else None
-        if value is not None and value < least:
-            raise ConfigError(f"environment variable {name}={text!r} must be at least {least}")
-        return value
-
-    limit = number("RUNAI_STREAMER_MEMORY_LIMIT", -1) or -1
-    spread = environ.get("RUNAI_STREAMER_DIST", "") or "auto"
-    words: dict[str, Literal["auto", "on", "off"]] = {"auto": "auto", "1": "on", "0": "off"}
-    if spread not in words:
-        raise ConfigError(f"environment variable RUNAI_STREAMER_DIST={spread!r} is not one of auto, 0, 1")
-    options: dict[str, str] = {}
-    if endpoint := environ.get("RUNAI_STREAMER_S3_ENDPOINT", ""):
-        options["endpoint"] = endpoint
-    if addressing := environ.get("RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING", ""):
-        options["virtual_hosted_style_request"] = "true" if _flag(addressing) else "false"
-    if _flag(environ.get("RUNAI_STREAMER_S3_UNSIGNED", "") or "0"):
-        options["skip_signature"] = "true"
-    return RunaiSettings(
-        fetch_threads=number("RUNAI_STREAMER_CONCURRENCY", 1),
-        chunk_bytes=number("RUNAI_STREAMER_CHUNK_BYTESIZE", 1),
-        memory_bytes=limit if 0 < limit < Settings().memory_bytes else None,
-        distributed=words[spread],
-        storage_options=options,
-    )
 
 
 def set_variables(values: Mapping[str, str]) -> None:

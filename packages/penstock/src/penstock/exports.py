@@ -140,6 +140,7 @@ SPI = {
     # URIs and other files of a model.
     "copy_other_files": "penstock.fetcher.storage_initializer",
     "display": "penstock.storage.locate",
+    "environment_with_prefix": "penstock.config:ecosystem",
     "is_remote": "penstock.storage",
     "list_uris": "penstock.storage",
     "local_path": "penstock.storage",
@@ -171,7 +172,6 @@ SPI = {
     "SharedReadReport": "penstock.loader.shared_read",
     "open_stream": "penstock.loader.load",
     "resolve_device": "penstock.loader.session",
-    "runai_settings": "penstock.config",
     # Dtypes, shapes and layouts of tensors.
     "dtype_of": "penstock.loader.tensor",
     "torch_dtype": "penstock.loader.tensor",

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from penstock.errors import ConfigError
-from penstock.spi import Settings, Source, Threads, open_source, runai_settings, text_of
+from penstock.spi import Settings, Source, Threads, open_source, text_of
 from penstock_hf.runai_streamer.objects import (
     S3Credentials,
     is_object,
@@ -25,6 +25,7 @@ from penstock_hf.runai_streamer.objects import (
     raising_value_errors,
     storage_options,
 )
+from penstock_hf.runai_streamer.settings import runai_settings
 
 RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
 RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"

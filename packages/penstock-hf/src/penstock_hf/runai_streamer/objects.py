@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.errors import NotFound, PenstockError, also
-from penstock.spi import Settings, download_files, list_uris, path_inside, runai_settings, typed_errors_of_writing
+from penstock.spi import Settings, download_files, list_uris, path_inside, typed_errors_of_writing
+from penstock_hf.runai_streamer.settings import runai_settings
 
 _SCHEMES = ("s3://", "gs://", "az://")
 

@@ -29,12 +29,12 @@ from penstock.spi import (
     open_stream,
     read_header,
     resolve_device,
-    runai_settings,
     text_of,
     timed_source,
     torch_dtype,
 )
 from penstock_hf.runai_streamer.objects import S3Credentials, is_object, raising_value_errors, storage_options
+from penstock_hf.runai_streamer.settings import runai_settings
 
 
 @dataclass(frozen=True, slots=True)

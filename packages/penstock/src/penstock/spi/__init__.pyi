@@ -4,8 +4,8 @@ from penstock.arguments import wrong as wrong_argument
 from penstock.cache.attached import NOT_USABLE as NOT_USABLE
 from penstock.cli.terminal import examples as command_examples
 from penstock.config import Settings as Settings
+from penstock.config import ecosystem as environment_with_prefix
 from penstock.config import parse_bytes as parse_bytes
-from penstock.config import runai_settings as runai_settings
 from penstock.digest.strip import Strips as Strips
 from penstock.entry_points import extras_named as extras_named
 from penstock.entry_points import install_hint as install_hint
@@ -122,6 +122,7 @@ __all__: list[str] = [
     "kernels_ready",
     "copy_other_files",
     "display",
+    "environment_with_prefix",
     "is_remote",
     "list_uris",
     "local_path",
@@ -151,7 +152,6 @@ __all__: list[str] = [
     "SharedReadReport",
     "open_stream",
     "resolve_device",
-    "runai_settings",
     "dtype_of",
     "torch_dtype",
     "torch_shape",

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.config import runai_settings
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
+from penstock_hf.runai_streamer.settings import runai_settings
 
 
 def test_empty_environment_keeps_defaults() -> None:
