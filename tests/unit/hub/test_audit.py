@@ -86,4 +86,4 @@ def test_rate_recovers_and_drops_old_names() -> None:
     assert [limit.allow("a") for _ in range(3)] == [True, True, False]
     for number in range(MAX_NAMES + 10):
         limit.allow(f"n{number}")
-    assert len(limit._left) == MAX_NAMES
+    assert len(limit._buckets) == MAX_NAMES

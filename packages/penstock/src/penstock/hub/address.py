@@ -29,7 +29,7 @@ class PeerAddress:
 
 def parse_peer_url(url: str) -> PeerAddress | None:
     """Return the parts of a member's address, or None if the address is not valid."""
-    # Do not use urlsplit, because it accepts users, queries and spaces. Another member chose this string.
+    # Another member chose this string, and urlsplit accepts users, queries and spaces.
     match = _PEER_URL.fullmatch(url)
     if match is None:
         return None
@@ -46,7 +46,7 @@ def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
         PermissionError: a process of another user listens on the socket. Nothing was sent.
         OSError: no process listens on the socket.
     """
-    # Check again, because the socket may have been replaced since it was chosen.
+    # The socket may have been replaced since it was chosen, so check again.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)
     return connect_unix(path, timeout_s)

@@ -1,8 +1,8 @@
 """The hub over HTTP: its operations, a `Directory` as an ASGI app, and the OpenAPI document.
 
-`OPERATIONS` is the single list of the hub's requests. The app creates its routes from it, and the document its paths.
-Bodies are JSON encodings of `messages`. msgspec decodes them with bounds and types, and ignores unknown fields. The
-body of an answer with an error status is a `Fault`.
+`OPERATIONS` is the single list of the hub's requests. The app creates its routes from the list, and the document its
+paths. Bodies are JSON encodings of `messages`, which msgspec decodes with limits. The body of an error response is a
+`Fault`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
 
 
 MAX_BODY_BYTES = 8 * MIB
-"""Enough for a heartbeat with 1,024 holdings of some hundred ranges each. Decoding it takes some tens of
-milliseconds."""
+"""Enough for a heartbeat with 1,024 holdings of some hundred ranges each, which takes some tens of milliseconds to
+decode."""
 BODY_S = 20.0
-"""Seconds for a body to arrive. A slower one is refused."""
+"""Deadline in seconds for a body to arrive."""
 _ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
 _log = log_named("penstock.hub")
 audit = log_named("penstock.audit")
@@ -88,130 +88,79 @@ FAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HubOperation:
-    """An operation of the hub, with its method, path, message types and the function that answers it."""
+    """An operation of the hub, with its method, path, message types and implementation."""
 
     name: str
     method: str
     path: str
     about: str
-    takes: type | None = None
-    gives: type | None = None
-    models: Callable[[Any], Iterable[str]] = lambda _: ()
-    """Returns the models that the body names. The caller's token must allow them."""
-    answer: Callable[[Directory, str, Any, Caller], Any]
+    takes: type | None
+    gives: type | None
+    perform: Callable[[Directory, str, Any, Caller], Any]
     """Called with the directory, the parameter from the path or query, the body and the caller."""
     speaker: Callable[[str, Any], str] | None = None
     """Returns the member for which the caller speaks. The caller must send the secret of this member."""
+    models: Callable[[Any], Iterable[str]] = lambda _: ()
+    """Returns the models that the body names. The caller's token must allow them."""
     is_for_operators: bool = False
 
 
 def _in_path(parameter: str, _: Any) -> str:
-    """Return the member that the path names."""
     return parameter
 
 
 def _in_body(_: str, body: Any) -> str:
-    """Return the member that the body names."""
     return str(body.member)
 
 
 def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
-    """Return the model of a request's holding."""
     return (request.holding.identity.model,)
 
 
+def _name_of(message: SyncRequest | DecideRequest | JobState) -> Iterable[str]:
+    return (message.name,)
+
+
 OPERATIONS = (
+    HubOperation("hello", "POST", "/v1/hello", "A process joins the fleet.", Hello, Welcome,
+        lambda directory, _, body, caller: directory.hello(body, caller), _in_body),
     HubOperation(
-        name="hello", method="POST", path="/v1/hello", about="A process joins the fleet.", takes=Hello, gives=Welcome,
-        speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.hello(body, caller),
-    ),
+        "beat", "PUT", "/v1/members/{member}", "A heartbeat with the state of the member.", Beat, BeatReply,
+        lambda directory, member, body, caller: directory.beat(member, body, caller), _in_path,
+        lambda beat: (*(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs))),
+    HubOperation("leave", "DELETE", "/v1/members/{member}", "A member leaves the fleet.", None, None,
+        lambda directory, member, _, caller: directory.leave(member, caller), _in_path),
     HubOperation(
-        name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat with the state of the member.",
-        takes=Beat, gives=BeatReply, speaker=_in_path,
-        models=lambda beat: (
-            *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
-        ),
-        answer=lambda directory, member, body, caller: directory.beat(member, body, caller),
-    ),
+        "flight", "POST", "/v1/flight", "Members to read chunks from, with grants.", UpstreamsRequest, UpstreamsReply,
+        lambda directory, _, body, caller: directory.upstreams(body, caller), _in_body, _model_of),
+    HubOperation("claim", "POST", "/v1/claim", "Chunks to read from storage.", ClaimRequest, ClaimReply,
+        lambda directory, _, body, caller: directory.claim(body, caller), _in_body, _model_of),
+    HubOperation("sync", "POST", "/v1/sync", "Members of a sync, with grants.", SyncRequest, SyncReply,
+        lambda directory, _, body, caller: directory.sync(body), _in_body, _name_of),
     HubOperation(
-        name="leave", method="DELETE", path="/v1/members/{member}", about="A member leaves the fleet.",
-        speaker=_in_path,
-        answer=lambda directory, member, _, caller: directory.leave(member, caller),
-    ),
+        "decide", "POST", "/v1/decide", "The decision on a version with a two-phase commit.", DecideRequest,
+        DecideReply, lambda directory, _, body, caller: directory.decide(body, caller), _in_body, _name_of),
+    HubOperation("complain", "POST", "/v1/complain", "Report an unusable source.", FaultReport, None,
+        lambda directory, _, body, caller: directory.complain(body, caller), _in_body),
+    HubOperation("job", "PUT", "/v1/jobs/{member}", "The state of a conversion.", JobState, None,
+        lambda directory, job, body, caller: directory.job(job, body, caller), _in_path, _name_of),
+    HubOperation("drain", "PUT", "/v1/drains/{member}", "Send no more readers to a member.", Drain, None,
+        lambda directory, member, body, caller: directory.drain(member, body, caller), is_for_operators=True),
+    HubOperation("undrain", "DELETE", "/v1/drains/{member}", "Send readers to a member again.", None, None,
+        lambda directory, member, _, caller: directory.drain(member, None, caller), is_for_operators=True),
+    HubOperation("status", "GET", "/v1/status", "Members and what they hold.", None, Status,
+        lambda directory, model, _, caller: msgspec.structs.replace(
+            directory.status(model or None), may_drain=caller.is_operator)),
     HubOperation(
-        name="flight", method="POST", path="/v1/flight", about="Members to read chunks from, with grants.",
-        takes=UpstreamsRequest, gives=UpstreamsReply, models=_model_of, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.upstreams(body, caller),
-    ),
-    HubOperation(
-        name="claim", method="POST", path="/v1/claim", about="Chunks to read from storage.",
-        takes=ClaimRequest, gives=ClaimReply, models=_model_of, speaker=_in_body,
-        answer=lambda directory, _, body, caller: directory.claim(body, caller),
-    ),
-    HubOperation(
-        name="sync", method="POST", path="/v1/sync", about="Members of a sync, with grants.",
-        takes=SyncRequest, gives=SyncReply, models=lambda request: (request.name,),
-        speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
-    ),
-    HubOperation(
-        name="decide", method="POST", path="/v1/decide", about="The decision on a version with a two-phase commit.",
-        takes=DecideRequest, gives=DecideReply, models=lambda request: (request.name,),
-        speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body, caller),
-    ),
-    HubOperation(
-        name="complain", method="POST", path="/v1/complain", about="Report an unusable source.", takes=FaultReport,
-        speaker=_in_body,
-        answer=lambda directory, _, body, caller: _complain(directory, body, caller),
-    ),
-    HubOperation(
-        name="job", method="PUT", path="/v1/jobs/{member}", about="The state of a conversion.", takes=JobState,
-        models=lambda state: (state.name,), speaker=_in_path,
-        answer=lambda directory, job, body, caller: directory.job(job, body, caller),
-    ),
-    HubOperation(
-        name="drain", method="PUT", path="/v1/drains/{member}", about="Send no more readers to a member.", takes=Drain,
-        is_for_operators=True,
-        answer=lambda directory, member, body, caller: directory.drain(member, body, caller),
-    ),
-    HubOperation(
-        name="undrain", method="DELETE", path="/v1/drains/{member}", about="Send readers to a member again.",
-        is_for_operators=True,
-        answer=lambda directory, member, _, caller: directory.drain(member, None, caller),
-    ),
-    HubOperation(
-        name="status", method="GET", path="/v1/status", about="Members and what they hold.", gives=Status,
-        answer=lambda directory, model, _, caller: msgspec.structs.replace(
-            directory.status(model or None), may_drain=caller.is_operator
-        ),
-    ),
-    HubOperation(
-        name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
-        takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
-        answer=lambda directory, _, body, caller: directory.why(body),
-    ),
+        "why", "POST", "/v1/why", "Reasons why members read a model from their upstreams.", WhyRequest, Why,
+        lambda directory, _, body, caller: directory.why(body), models=lambda request: (request.model,)),
 )  # fmt: skip
 
 
-def _complain(directory: Directory, complaint: FaultReport, caller: Caller) -> None:
-    """Record a complaint if its caller may access the holder's model or reads the same weights."""
-    if not directory.sees_any(complaint.key, (complaint.of, complaint.member), caller):
-        # The answer is the same for a holder of a hidden model and for a member without holdings. So it reveals no
-        # holder.
-        audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
-        hint = "only readers of a model may complain about its holders"
-        raise RouteRefused(403, f"this token is not for models with the key {complaint.key}", hint)
-    directory.complain(complaint, caller)
-
-
 def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
-    """Create the hub's app.
-
-    Args:
-        directory: answers the requests.
-        auth: authentication. The default admits every caller, so the socket itself must be private.
+    """Create the hub's app. The default authentication admits every caller, so the socket itself must be private.
 
     Raises:
         MissingExtra: Starlette or prometheus-client is not installed.
@@ -243,23 +192,17 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
 
 class MemberClient(Protocol):
-    """The requests that the page of `penstock ui` sends to a hub. `client.HubClient` implements it."""
+    """The requests that the page of `penstock ui` sends to a hub, implemented by `client.HubClient`."""
 
     def status(self) -> Status:
         """Return the state of the fleet."""
-        ...
 
     def drain(self, member: str, drain: Drain | None) -> None:
-        """Drain a member, so that it gets no more readers. None ends the drain."""
-        ...
+        """Drain a member, so that it gets no more readers, or end the drain with None."""
 
 
 def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
-    """Create an app that serves the fleet page and forwards its user's requests to the hub.
-
-    Raises:
-        MissingExtra: Starlette is not installed.
-    """
+    """Create an app that serves the fleet page and forwards its user's requests to the hub. Raise MissingExtra."""
     from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
     feed = FleetFeed(hub.status)
@@ -270,7 +213,7 @@ def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
 
 
 def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
-    """Return a handler that forwards a drain request. The hub decides by the client's token whether to accept it."""
+    """Return a handler that forwards a drain request. The hub accepts or refuses it by the client's token."""
     decoder = msgspec.json.Decoder(Drain)
 
     async def endpoint(request: Request) -> Response:
@@ -288,7 +231,7 @@ def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
 
 
 def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
-    """Return a lifespan that runs these functions in the server's event loop and cancels them when the app ends."""
+    """Return a lifespan that runs these functions in the server's event loop and cancels them at shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -302,35 +245,30 @@ def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
 
 
 async def _beat(directory: Directory, auth: Auth) -> None:
-    """Renew the hub's life mark once a beat, and remove the members of revoked tokens.
-
-    Retry in the next beat if the store fails.
-    """
+    """Renew the hub's life mark at each heartbeat interval, and remove the members of revoked tokens."""
     checked = auth.tokens
     while True:
         try:
             await run_in_threadpool(directory.begin)
-            # The next request with a revoked token is refused. Remove its members here, because otherwise they would
-            # get readers until their entries expire. Compare by identity, because a changed file is read into a new
-            # tuple.
-            if auth.tokens is not checked:
-                good = auth.tokens
-                await run_in_threadpool(directory.expel, {caller.name for _, caller in good})
-                checked = good
+            # Requests with a revoked token are refused, but its members would get readers until their entries expire. A
+            # changed file is read into a new tuple, so compare by identity.
+            if (tokens := auth.tokens) is not checked:
+                await run_in_threadpool(directory.expel, {caller.name for _, caller in tokens})
+                checked = tokens
         except HubUnavailable as error:
             _log.warning("the store does not answer: %s", error.message)
         await asyncio.sleep(directory.beat_s)
 
 
 def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) -> None:
-    """Add `/healthz` (the process answers), `/readyz` (its store also answers), `/metrics` and `/openapi.json`."""
+    """Add `/healthz` (the process responds), `/readyz` (its store responds too), `/metrics` and `/openapi.json`."""
 
     # The health checks are public, because a monitor has no token. They reveal nothing about the fleet.
     async def healthz(_: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
 
     async def readyz(_: Request) -> Response:
-        # Read any entry. A store that does not answer raises HubUnavailable, which becomes status 503.
+        # Read any entry. An unavailable store raises HubUnavailable, which becomes status 503.
         await run_in_threadpool(directory.store.read, "hub/life")
         return Response("ok\n", media_type="text/plain")
 
@@ -348,71 +286,60 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
 
 
 def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
-    """Return the handler for an operation."""
     # Create the decoder once, because msgspec compiles it from the message's type.
-    decoder: msgspec.json.Decoder[Any] | None = None
-    if operation.takes is not None:
-        decoder = msgspec.json.Decoder(operation.takes)
+    takes = operation.takes
+    decoder: msgspec.json.Decoder[Any] | None = None if takes is None else msgspec.json.Decoder(takes)
     encoder = msgspec.json.Encoder()
-    # A store in memory answers in microseconds. Handing such a request to a thread would take longer than the answer.
+    # A store in memory responds in microseconds, which is less than the time to hand a request to a thread.
     blocking = not isinstance(directory.store, MemoryStore)
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
-            # Check the version first, because all other fields may have a different meaning in another major version.
+            # Check the version first, because any other field may have a different meaning in another major version.
             if PROTOCOL_HEADER in request.headers:
                 _check_version(request, request.headers[PROTOCOL_HEADER], "this caller")
             if operation.is_for_operators:
                 _check_operator(operation.name, request, caller)
             parameter = _parameter(operation, request)
             body = await _body(request)
-            if decoder is None:
-                message = None
-            else:
-                try:
-                    # Decode only the version first. Other fields from a member of another version may not decode, and
-                    # its error must name the versions and not a field.
-                    if operation.takes is Hello:
-                        announced = _ANNOUNCED.decode(body)
-                        _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
-                    message = decoder.decode(body)
-                except MALFORMED as error:
-                    raise RouteRefused(422, f"{operation.name}: {error}"[:1000]) from error
+            try:
+                # Decode only the version first, because the error must name the versions and not a field that does
+                # not decode.
+                if takes is Hello:
+                    announced = _ANNOUNCED.decode(body)
+                    _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
+                message = None if decoder is None else decoder.decode(body)
+            except MALFORMED as error:
+                raise RouteRefused(422, f"{operation.name}: {error}"[:1000]) from error
             _check_models(operation, caller, parameter, message)
             speaker = None if operation.speaker is None else operation.speaker(parameter, message)
             if speaker is not None:
                 _check_life(request, speaker)
 
-            # Run both in one function on a thread, because both may wait for the store and must not block the event
-            # loop.
-            def answer() -> Any:
+            # Both calls may wait for the store and must not block the event loop.
+            def perform() -> Any:
                 if speaker is not None and caller.certificate:
                     directory.check_certificate(speaker, caller.certificate)
-                return operation.answer(directory, parameter, message, caller)
+                return operation.perform(directory, parameter, message, caller)
 
-            reply = await run_in_threadpool(answer) if blocking else answer()
+            reply = await run_in_threadpool(perform) if blocking else perform()
             if operation.gives is None:
                 return Response(status_code=204)
             return Response(encoder.encode(reply), media_type="application/json")
 
     async def endpoint(request: Request) -> Response:
         try:
-            return await answer(request)
+            return await respond(request)
         except asyncio.CancelledError:
-            # The hub is shutting down and this request took too long. Without an answer uvicorn would log a traceback.
+            # The hub is shutting down before this request finished. Without a response uvicorn would log a traceback.
             return Response(status_code=503)
 
     return endpoint
 
 
 def _check_version(request: Request, protocol: str, them: str) -> None:
-    """Refuse a caller of another major version before the rest of its message is decoded.
-
-    The error names both versions.
-    """
-    fault = version_fault(protocol, them, "the hub")
-    if fault:
+    if fault := version_fault(protocol, them, "the hub"):
         audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
         raise RouteRefused(400, fault, UPGRADE_HINT)
 
@@ -423,14 +350,13 @@ def _check_caller(request: Request, auth: Auth) -> Caller:
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(stranger(_client(request)) if caller is None else caller.name)
     if caller is None:
-        # The token was revoked after the connection was accepted. Requests without a token are refused earlier.
+        # The token was revoked after the connection was accepted. Connections without a token are refused earlier.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise RouteRefused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
 
 
 def _check_operator(operation: str, request: Request, caller: Caller) -> None:
-    """Refuse a request with status 403 if its caller is no operator, or if a page of another site sent it."""
     _check_site(operation, request)
     if not caller.is_operator:
         audit.warning("event=forbidden operation=%s caller=%s", operation, caller.name)
@@ -440,9 +366,9 @@ def _check_operator(operation: str, request: Request, caller: Caller) -> None:
 
 
 def _check_site(operation: str, request: Request) -> None:
-    """Refuse a request with status 403 if a browser says that a page of another site sent it."""
-    # A foreign page cannot misuse a browser's credentials, because no cookie authenticates here. The header is checked
-    # nevertheless.
+    """Refuse a request if a browser says that a page of another site sent it."""
+    # No cookie authenticates here, so a foreign page cannot misuse a browser's credentials. This check is an additional
+    # guard.
     if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
         audit.warning("event=forbidden operation=%s site=%r", operation, request.headers["sec-fetch-site"])
         raise RouteRefused(
@@ -451,14 +377,12 @@ def _check_site(operation: str, request: Request) -> None:
 
 
 def _client(request: Request) -> str:
-    """Return the caller's host, for the audit."""
     return request.client.host if request.client else "unix"
 
 
 def _check_models(operation: HubOperation, caller: Caller, parameter: str, body: Any) -> None:
-    """Refuse a request with status 403 if the caller's token does not allow a model that it names."""
     models = tuple(operation.models(body))
-    # A status request without a model asks for all models, which requires a token for all of them.
+    # A status request without a model requires a token for all models.
     if operation.name == "status":
         models = (parameter,)
     if not caller.may_ask(models):
@@ -470,7 +394,7 @@ def _check_models(operation: HubOperation, caller: Caller, parameter: str, body:
 
 
 def _check_life(request: Request, member: str) -> None:
-    """Refuse a request with status 403 if the caller does not know the secret of the member for which it speaks."""
+    """Refuse a request if the caller does not know the secret of the member for which it speaks."""
     if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
         audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
         raise RouteRefused(
@@ -491,26 +415,22 @@ def _parameter(operation: HubOperation, request: Request) -> str:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the whole body, with limits on bytes and time."""
-    # Starlette's `request.body()` has neither limit. One caller could fill the memory or keep a request open forever.
-    parts: list[bytes] = []
-    total = 0
-    is_whole = False
+    """Read a body, with limits on bytes and time, which Starlette's `request.body()` does not have."""
+    body = bytearray()
+    has_more = True
     try:
         async with asyncio.timeout(BODY_S):
-            while not is_whole:
+            while has_more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise RouteRefused(400, "the caller closed the connection")
-                part = message.get("body", b"")
-                total += len(part)
-                if total > MAX_BODY_BYTES:
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
                     raise RouteRefused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-                parts.append(part)
-                is_whole = not message.get("more_body", False)
+                has_more = message.get("more_body", False)
     except TimeoutError as error:
         raise RouteRefused(408, f"the body took more than {BODY_S} s") from error
-    return b"".join(parts)
+    return bytes(body)
 
 
 _REF = "#/components/schemas/{name}"
@@ -537,13 +457,10 @@ def _document(auth: Auth) -> dict[str, Any]:
         else:
             get["security"] = []
         paths[path] = {"get": get}
+    about = "The directory of a fleet: which member holds which weights."
     openapi: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Penstock hub",
-            "version": "1",
-            "description": "The directory of a fleet: which member holds which weights.",
-        },
+        "info": {"title": "Penstock hub", "version": "1", "description": about},
         "paths": paths,
         "components": {"schemas": dict(components)},
     }
@@ -565,14 +482,11 @@ def _as_ecma(value: Any) -> Any:
 
 
 def _described(operation: HubOperation) -> dict[str, Any]:
-    """Return the document's entry for an operation."""
-    described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
-    if operation.gives is None:
-        described["responses"]["204"] = {"description": "done"}
-    else:
-        described["responses"]["200"] = {"description": "answered", **_json(operation.gives.__name__)}
-    for status, about in FAULTS.items():
-        described["responses"][str(status)] = _fault(about)
+    responses = {"204": {"description": "done"}}
+    if operation.gives is not None:
+        responses = {"200": {"description": "answered", **_json(operation.gives.__name__)}}
+    responses |= {str(status): _fault(about) for status, about in FAULTS.items()}
+    described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": responses}
     if operation.takes is not None:
         described["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
     parameters: list[dict[str, Any]] = []
@@ -584,17 +498,14 @@ def _described(operation: HubOperation) -> dict[str, Any]:
         parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
     if operation.speaker is not None:
         about = "The member's secret, whose digest is its id."
-        parameters.append(
-            {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
-        )
+        header = {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
+        parameters.append({**header, "description": about})
     return described | ({"parameters": parameters} if parameters else {})
 
 
 def _json(name: str) -> dict[str, Any]:
-    """Return a JSON body with a named schema."""
     return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
 
 
 def _fault(about: str) -> dict[str, Any]:
-    """Return the document's entry for an error response."""
     return {"description": about, **_json("Fault")}

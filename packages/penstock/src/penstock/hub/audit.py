@@ -16,10 +16,9 @@ from penstock.hub.auth import RateLimit
 from penstock.net.admission import network_of
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="hub")
-"""`Caller.name` for the request that is being answered, or the name from `stranger`."""
+"""`Caller.name` of the current request's caller, or the name from `stranger`."""
 STRANGER = "stranger"
-"""The shared name of all callers without a token for this hub. They share one rate, and each network has a smaller
-one."""
+"""The shared name of all callers without a valid token. They share one rate, and each network has a lower rate."""
 LINES_PER_S, LINES_AT_ONCE = 100.0, 10_000
 """Rate and burst for one caller. 1,000 members that start together are issued 4,000 grants within seconds. A caller
 that is refused in a loop writes at most 15 KB a second, and needs 6 hours to fill the files."""
@@ -31,12 +30,12 @@ _FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
 def stranger(address: str) -> str:
-    """Return the name for a caller without a token for this hub, from its address."""
+    """Return the name for a caller without a valid token, from its address."""
     return f"{STRANGER} {network_of(address)}"
 
 
 class LimitedHandler(logging.Handler):
-    """A handler that passes records to another handler, at a bounded rate for each caller.
+    """A handler that passes records to another handler, at a limited rate for each caller.
 
     Args:
         inner: receives the records. It is closed together with this handler.
@@ -54,8 +53,7 @@ class LimitedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or count it if its caller's rate is exhausted."""
-        # Limit each caller, so that a caller that is refused in a loop cannot push the lines of other callers out of
-        # the files.
+        # A caller that is refused in a loop must not displace the lines of other callers from the files.
         caller, is_allowed = CALLER.get(), True
         if caller.startswith(STRANGER):
             is_allowed, caller = self._stranger_limit.allow(caller), STRANGER
@@ -65,14 +63,13 @@ class LimitedHandler(logging.Handler):
             return
         with self._counting:
             count = self._left_out.pop(caller, 0)
-        # Write outside the lock, because a slow disk must not block threads that only count.
+        # A slow disk must not block threads that only count, so write without the lock.
         if count:
             self._report_left_out(caller, count)
         self._inner.handle(record)
 
     def _report_left_out(self, caller: str, count: int) -> None:
-        """Write the number of a caller's suppressed lines."""
-        # Do not use the logger, because its record would return to this handler and count as a line.
+        # The logger would return this record to the handler and count it as a line.
         message = f"event=left_out caller={caller} lines={count}"
         self._inner.handle(logging.LogRecord("penstock.audit", logging.WARNING, __file__, 0, message, None, None))
 
@@ -87,19 +84,18 @@ class LimitedHandler(logging.Handler):
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """Files that only their user can read, because lines name models and members."""
+    """A log file that only its user can read, because lines name models and members."""
 
     def _open(self) -> TextIOWrapper:
-        # Set the mode when the file is created. Between an open and a chmod other users could open it.
+        # Set the mode at creation. Between an open and a chmod other users could open the file.
         descriptor = os.open(self.baseFilename, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def audit_handler(path: Path | None) -> LimitedHandler:
-    """Return a handler that appends to a file. With None it writes to stderr.
+    """Return a handler that appends to a file, or to stderr with None.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raise ConfigError if the file is not writable.
     """
     if path is None:
         return LimitedHandler(logging.StreamHandler())

@@ -1,9 +1,9 @@
 """Authentication of callers at the hub and at members: tokens, certificates, and the models and rates of each caller.
 
-Members talk to each other with mutual TLS. Each side shows a certificate and checks that the fleet's authority signed
-the other one. The address is not compared, because members move between addresses that no certificate names. If the hub
-requires certificates, a member's server must show the certificate with which the member registered. Otherwise the
-authority must sign only members of this fleet. Grants (`grants`) are required in addition.
+Members connect to each other with mutual TLS, where the fleet's authority must have signed both certificates. Addresses
+are not compared, because members move between addresses that no certificate names. If the hub requires certificates, a
+member's server must show the certificate with which the member registered. Otherwise the authority must sign only
+members of this fleet. Grants (`grants`) are required in addition.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def member_of(life: str) -> str:
-    """Return the member id of a process: the digest of its secret, so that only this process can use the id.
+    """Return the member id of a process: the digest of its secret.
 
-    Any hub can check an id this way, even a hub that has just started. No hub stores a secret.
+    Only this process can prove the id. Any hub can check the id without storing a secret.
     """
-    # The prefix makes this digest differ from other digests of the same secret.
+    # The prefix separates this digest from other digests of the same secret.
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
 
@@ -55,7 +55,7 @@ class Caller:
 
     Attributes:
         models: patterns of the model names that it may access. None means all.
-        name: how it authenticated, without the secret. It is `token:` and the beginning of a digest, `certificate:` and
+        name: its authentication method, without the secret: `token:` and the beginning of a digest, `certificate:` and
             the names in the certificate, or `anybody` if the hub requires neither.
         certificate: the names in its certificate. Empty if the hub requires no certificates.
         is_operator: whether it may drain members. Its token needs the word `@operator`. If the hub requires no
@@ -69,9 +69,12 @@ class Caller:
 
     def may_ask(self, models: Iterable[str]) -> bool:
         """Return whether the caller may access all of these models."""
-        if self.models is None:
-            return True
-        return all(any(fnmatchcase(model, pattern) for pattern in self.models) for model in models)
+        patterns = self.models
+        return patterns is None or all(any(fnmatchcase(model, pattern) for pattern in patterns) for model in models)
+
+
+ANYBODY = Caller()
+"""A caller without restrictions on models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,23 +105,20 @@ class Auth:
         """Read the settings from files.
 
         Args:
-            token_file: read again whenever it changes. Each line has one token of at least 16 characters, then the
-                patterns of the models that it may access. Without patterns it may access all. `@operator` in the line
-                gives the right to drain members. `#` begins a comment.
-            certificate, private_key, client_ca: see the class.
+            token_file: read again whenever it changes. Each line has a token of at least 16 characters, then patterns
+                of the models that it may access, or no pattern for all models. `@operator` in the line gives the right
+                to drain members. `#` begins a comment.
 
         Raises:
             ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
         """
-        # Without TLS no caller can show a certificate, so every caller would be refused.
+        # Without TLS no caller can show a certificate.
         if client_ca is not None and certificate is None:
-            raise ConfigError(
-                "checking the callers' certificates requires a certificate of the hub", hint="give --cert and --key"
-            )
+            message = "checking the callers' certificates requires a certificate of the hub"
+            raise ConfigError(message, hint="give --cert and --key")
         if (certificate is None) != (private_key is None):
-            raise ConfigError(
-                "a certificate requires its key, and a key its certificate", hint="give both --cert and --key"
-            )
+            message = "a certificate requires its key, and a key its certificate"
+            raise ConfigError(message, hint="give both --cert and --key")
         tokens = None if token_file is None else TokenFile.open(token_file)
         return cls(token_file=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
 
@@ -129,13 +129,11 @@ class Auth:
 
     @property
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
-        """Return the bearer tokens that are accepted now, with their callers."""
+        """Return the currently accepted bearer tokens with their callers."""
         return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str, certificate: str = "") -> Caller | None:
-        """Return the caller of an `Authorization` header, or None if it is unknown.
-
-        The time is the same for every token.
+        """Return the caller of an `Authorization` header, or None if it is unknown. Each token takes the same time.
 
         Args:
             certificate: the names in the caller's checked certificate, if `client_ca` requires one.
@@ -147,7 +145,7 @@ class Auth:
         scheme, _, credentials = authorization.partition(" ")
         caller_of_token: Caller | None = None
         guess = credentials.strip().encode("utf-8", "replace")
-        # Compare with all tokens, without a break. The time must not show to which token a guess came close.
+        # Compare with all tokens, because the time must not reveal a partial match.
         for token, caller in self.tokens:
             if hmac.compare_digest(token, guess) and scheme.lower() == "bearer":
                 caller_of_token = caller
@@ -155,9 +153,9 @@ class Auth:
 
 
 class TokenFile:
-    """A file of tokens. It is read again when it changes, so tokens can be added and revoked while the hub runs.
+    """A file of tokens, read again when it changes, so that tokens can be added and revoked while the hub runs.
 
-    If the file cannot be read or has a fault, the tokens from the last read stay valid and an error is logged.
+    If the file becomes unreadable or invalid, the previous tokens stay valid and an error is logged.
 
     Args:
         path: Path of the file. See `Auth.of` for the format.
@@ -173,31 +171,31 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Read the tokens. Raise ConfigError if the file cannot be read or has a fault."""
-        # Take the stamp before the content. A change in between then causes another read instead of being missed.
+        """Read the tokens. Raise ConfigError if the file cannot be read or is invalid."""
+        # Take the stamp first. A concurrent change then causes another read instead of being missed.
         seen = _stamp(path)
         return cls(path, read_tokens(path), seen)
 
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
-        """Return the tokens that are valid now. Each call checks the file's stamp, which takes 3 us."""
+        """Return the valid tokens. Each call checks the file's stamp, which takes 3 us."""
         stamp = _stamp(self._path)
         if stamp != self._seen:
             with self._lock:
-                # Another thread may have read the file while this thread waited.
+                # Another thread may have read the file while this thread waited for the lock.
                 if stamp != self._seen:
                     self._seen = stamp
                     self._read()
         return self._tokens
 
     def reread(self) -> None:
-        """Read the file again even if its stamp has not changed. SIGHUP calls this."""
+        """Read the file again even if its stamp has not changed. SIGHUP calls this method."""
         with self._lock:
             self._seen = _stamp(self._path)
             self._read()
 
     def _read(self) -> None:
-        """Read the tokens, or keep the earlier ones if that fails. The caller holds the lock."""
-        # A file with a fault must not lock every member out, because usually somebody is editing it.
+        """Read the tokens, or keep the previous tokens if that fails. The caller holds the lock."""
+        # An invalid file must not lock every member out, because an editor may be about to correct it.
         try:
             self._tokens = read_tokens(self._path)
         except ConfigError as error:
@@ -208,7 +206,7 @@ class TokenFile:
 
 def _stamp(path: Path) -> tuple[int, ...]:
     """Return a value that differs after each change of a file. It is empty if the file cannot be reached."""
-    # Include ctime and inode. An editor that replaces the file by renaming may keep its size and mtime.
+    # An editor that replaces the file by renaming may preserve its size and mtime, so include ctime and inode.
     try:
         status = path.stat()
     except OSError:
@@ -217,7 +215,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def first_token(path: str | Path | None) -> str | None:
-    """Return the first token of a file, for a client to send. Return None without a file.
+    """Return the first token of a file, for a client to send, or None without a file.
 
     Raise ConfigError as `Auth.of`.
     """
@@ -225,7 +223,7 @@ def first_token(path: str | Path | None) -> str | None:
 
 
 def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
-    """Read a token file, and return the tokens with their callers. See `Auth.of` for the format and the errors."""
+    """Return the tokens of a file with their callers. See `Auth.of` for the format and the errors."""
     try:
         text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
     except (SourceError, FormatError, UnicodeDecodeError) as error:
@@ -233,7 +231,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         why = str(error) if isinstance(error, UnicodeDecodeError) else error.message
         raise ConfigError(f"cannot read token file {path}: {why}", hint=hint) from error
     tokens = []
-    # Errors name the line and never its text, because a token with one wrong letter is still a secret.
+    # Errors name the line and never its text, because a misspelt token is still a secret.
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -242,7 +240,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
             hint = "create a token with `openssl rand -hex 32`"
             raise ConfigError(f"{path}:{number}: a token consists of 16 to 512 letters, digits and ._~+/=-", hint=hint)
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
-        # Refuse other words with an @. As patterns they match no model, so they are probably misspelt rights.
+        # Any other word with an @ is probably a misspelt right, because as a pattern it matches no model.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
             raise ConfigError(
                 f"{path}:{number}: unknown right {unknown} of a token", hint=f"the only right is {OPERATOR}"
@@ -260,48 +258,43 @@ def _token_name(token: str) -> str:
 
 
 MAX_NAMES = 4096
-"""Number of recent callers that are remembered. A hub has tens of tokens, or one certificate for each member."""
+"""Maximum number of recent callers that are remembered. A hub has tens of tokens, or one certificate for each
+member."""
 
 
 class RateLimit:
-    """A limit for each name: `burst` events at once, and `per_s` a second on average. Any thread may use it.
-
-    Args:
-        per_s: tokens added per second.
-        burst: capacity of a bucket.
-        clock: monotonic seconds.
-    """
+    """A thread-safe limit for each name: `burst` events at once, and `per_s` events a second on average."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        # For each name, the tokens left and the time of that count.
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # For each name, the tokens in its bucket and the time of that count.
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allow(self, name: str) -> bool:
         """Take a token from a name's bucket. Return False if the bucket is empty."""
         with self._lock:
             now = self._clock()
-            # Pop and insert to keep the order of use. The bound below then forgets the callers that were idle longest,
-            # and their buckets are full again anyway.
-            left, then = self._left.pop(name, (self._burst, now))
-            left = min(self._burst, left + max(0.0, now - then) * self._per_s)
-            is_allowed = left >= 1.0
-            self._left[name] = (left - is_allowed, now)
-            while len(self._left) > MAX_NAMES:
-                self._left.popitem(last=False)
+            # Pop and insert to keep the order of use. The limit below then drops the buckets of the callers that were
+            # idle longest, which are full.
+            tokens, then = self._buckets.pop(name, (self._burst, now))
+            tokens = min(self._burst, tokens + max(0.0, now - then) * self._per_s)
+            is_allowed = tokens >= 1.0
+            self._buckets[name] = (tokens - is_allowed, now)
+            while len(self._buckets) > MAX_NAMES:
+                self._buckets.popitem(last=False)
             return is_allowed
 
 
 CERTIFICATE = "penstock.certificate"
-"""Key in a request's scope for the names in the caller's certificate. They are empty if no certificate was required."""
+"""Key in a request's scope for the names in the caller's certificate. Empty if no certificate was required."""
 MAX_NAMES_LENGTH = 1024
 """Longer names are replaced by their digest, because they are stored with each holding and sent to each reader."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemberTls:
     """The TLS contexts of one member, for both sides of a connection."""
 
@@ -319,34 +312,28 @@ class MemberTls:
         if settings.ca_file is None or settings.cert_file is None:
             return None
         files = settings.ca_file, settings.cert_file, settings.key_file
-        return cls(
-            serving=_context(ssl.PROTOCOL_TLS_SERVER, *files),
-            asking=_context(ssl.PROTOCOL_TLS_CLIENT, *files),
-        )
+        return cls(_context(ssl.PROTOCOL_TLS_SERVER, *files), _context(ssl.PROTOCOL_TLS_CLIENT, *files))
 
 
 def certificate_names(certificate: Mapping[str, Any]) -> str:
-    """Return the names in a checked certificate in one line. Empty if no certificate was shown.
+    """Return the names in a verified certificate in one line. Empty if no certificate was shown.
 
     Args:
         certificate: the result of `ssl.SSLSocket.getpeercert`.
     """
     if not certificate:
         return ""
-    # Use all names, sorted. The fleet decides which of them means a member, and only equality is tested.
+    # Names are only tested for equality, because the fleet decides which name identifies a member.
     subject = [f"{kind}:{value}" for names in certificate.get("subject", ()) for kind, value in names]
     others = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
-    # A certificate without any name is identified by its serial number.
+    # A certificate without names is identified by its serial number.
     names = ",".join(sorted({*subject, *others})) or f"serialNumber:{certificate.get('serialNumber', '')}"
-    if len(names) <= MAX_NAMES_LENGTH:
-        return names
-    return f"digest:{hashlib.sha256(names.encode()).hexdigest()}"
+    return names if len(names) <= MAX_NAMES_LENGTH else f"digest:{hashlib.sha256(names.encode()).hexdigest()}"
 
 
 def _context(side: int, ca_file: Path, cert_file: Path, key_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context for one side. It requires a certificate from the other side."""
     context = ssl.SSLContext(side)
-    # Members move between addresses that no certificate names. The module says which check replaces this one.
+    # The module's docstring says which check replaces the check of host names.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,4 +1,4 @@
-"""Claims on storage: each chunk is read by one live member at a time, in pieces that shrink as more members join."""
+"""Claims on storage: one live member at a time reads each chunk, in pieces that shrink as more members join."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from penstock.types import GIB, MIB
 Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
-"""Smallest piece. It is four chunks, or tens of milliseconds at 10 Gb/s, so a request takes little time compared with
+"""Smallest piece: four chunks, or tens of milliseconds at 10 Gb/s, so a request takes little time compared with
 reading. Source: docs/design/fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece. If a member dies, others read at most this much again. Source: docs/design/fetch.md."""
+"""Largest piece, which is the most that others read again if a member dies. Source: docs/design/fetch.md."""
 PROGRESS_CHECK_S = 1.0
 """Interval between progress checks. It is well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
-"""After this many seconds without bytes, a claimant's chunks are free for others. Source: `Settings.stall_s`."""
+"""Seconds without received bytes after which a claimant's chunks are free for others. Source: `Settings.stall_s`."""
 
 
-# The type of `Claims.owner`. It is little-endian on every host, because directories on several hosts share the table.
+# The type of `Claims.owner`, little-endian because directories on several hosts share the table.
 _OWNER = np.dtype("<u2")
-# 16 bits without the 0 that means no owner.
+# 16 bits without the 0, which means no owner.
 _MAX_CLAIMANTS = (1 << 16) - 2
 
 
@@ -47,27 +47,20 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
     def owners(self, num_chunks: int) -> npt.NDArray[np.uint16]:
         """Return `owner` as a writable array."""
-        # An empty table is stored as no bytes, because most keys never have a claim.
-        if not self.owner:
-            return np.zeros(num_chunks, _OWNER)
-        return np.frombuffer(self.owner, _OWNER).copy()
+        # Most keys never have a claim, so an empty table is stored as no bytes.
+        return np.frombuffer(self.owner, _OWNER).copy() if self.owner else np.zeros(num_chunks, _OWNER)
 
 
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
-    """Return ranges as a boolean array over all chunks. Chunks after the end are left out."""
+    """Return ranges as a boolean array over all chunks. Chunks after the end are ignored."""
     mask = np.zeros(num_chunks, np.bool_)
-    # Assign to slices, because a range may have a million chunks and a member some hundred ranges.
     for start, stop in ranges:
         mask[start:stop] = True
     return mask
 
 
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
-    """Check that ranges are sorted, disjoint and inside the chunks. Return their number of chunks.
-
-    Raises:
-        PlanError: they are not.
-    """
+    """Return the number of chunks in ranges. Raise PlanError unless they are sorted, disjoint and inside the chunks."""
     end = total = 0
     for start, stop in ranges:
         if not end <= start < stop <= num_chunks:
@@ -80,9 +73,9 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
 
 
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
-    """Return the number of chunks for one piece: a quarter of an equal share within the bounds, and at least one.
+    """Return the number of chunks in a piece: a quarter of an equal share within the limits, and at least one chunk.
 
-    Towards the end a piece is a share of the rest, so that all readers finish at about the same time.
+    Towards the end a piece is a share of the remaining chunks, so that all readers finish at about the same time.
     """
     chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
     fair = holding.nbytes / max(1, num_sharing)
@@ -95,7 +88,8 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
     """Return the table without members that have left or died."""
     if not gone:
         return claims
-    # Positions in the table change, so one lookup renumbers the owners of all chunks. A dead member's number becomes 0.
+    # Positions in the table change, so one lookup renumbers the owners of all chunks. The number of a removed member
+    # becomes 0.
     rest = [place for place, member in enumerate(claims.members) if member not in gone]
     renamed = np.zeros(len(claims.members) + 1, _OWNER)
     renamed[np.array(rest, np.int64) + 1] = np.arange(1, len(rest) + 1)
@@ -111,9 +105,8 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """Return the table after a member reported the chunks that it has and still reads.
 
-    It keeps its assigned chunks that it has or still reads, and the others become free. It also gets the chunks that it
-    reads and that have no owner, which happens after the hub restarted. If two members read the same chunk, the first
-    report counts.
+    Its other assigned chunks become free. It also becomes the owner of the chunks that it reads and that have no owner,
+    as after a restart of the hub. If two members read the same chunk, the first report wins.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
@@ -125,7 +118,7 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
     me = members.index(member) + 1
     mine = owner == me
-    # The member gave the other chunks back, or failed to read them from storage.
+    # The member returned the other chunks, or failed to read them from storage.
     owner[mine & ~still & ~chunk_mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
@@ -138,8 +131,7 @@ def update_table(
 
     Args:
         gone: members that have left or died.
-        reported: states of other members that read from storage and are missing in the table. The hub may have lost
-            them.
+        reported: states of storage readers that are missing in the table, which the hub may have lost.
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
@@ -159,7 +151,7 @@ def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, si
     num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
     since = []
     for member, after, before, then in zip(claims.members, num_have, claims.num_have, claims.since, strict=True):
-        # A large chunk takes longer than the interval between checks. Receiving bytes of it counts as progress.
+        # A large chunk takes longer than the interval between checks, so received bytes also count as progress.
         heard = now - silent_s[member] if member in silent_s else then
         since.append(now if after > before else max(then, heard))
     return Claims(claims.members, tuple(num_have), tuple(since), now, claims.owner)
@@ -175,7 +167,7 @@ def assign_piece(
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
-    """Assign one piece of the chunks that no member has or reads, starting with the first.
+    """Assign a piece of the first chunks that no member has or reads.
 
     Args:
         had: chunks of the members from which it can read.
@@ -189,10 +181,10 @@ def assign_piece(
     for name in unheard:
         if name in claims.members:
             counts[claims.members.index(name) + 1] = False
-    # The caller's own claims always count. Even a stalled member must not get chunks that it reads already.
+    # Even a stalled caller must not get chunks that it reads already.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
-    # A chunk that a reachable member has is read from that member and not from storage.
+    # The caller reads a reachable member's chunks from that member and not from storage.
     taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]
@@ -208,11 +200,7 @@ def assign_piece(
 
 
 def check_state(holding: HoldingState) -> None:
-    """Check that a reported state is consistent.
-
-    Raises:
-        PlanError: the state contradicts itself.
-    """
+    """Raise PlanError if a reported state contradicts itself."""
     if holding.key != holding.identity.key():
         message = f"key {holding.key} does not belong to the identity in the message"
         raise PlanError(message, hint="use the key from `Identity.key()`")

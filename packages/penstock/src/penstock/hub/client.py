@@ -1,4 +1,4 @@
-"""The client of the hub, with a method and a deadline for each operation, and the verbs `status`, `why` and `drain`."""
+"""The client of the hub, with a method for each operation, and the verbs `status`, `why` and `drain`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -65,19 +65,18 @@ from penstock.lifecycle import Closeable
 from penstock.waits import jitter
 
 TIMEOUT_S = 10.0
-"""Deadline for a request with all its retries. Peers that are already known stay usable meanwhile."""
+"""Deadline for a request with all its retries. Members that the caller already knows stay usable meanwhile."""
 ATTEMPT_S = 5.0
-"""Deadline for one attempt. A hub on two cores answers 1,000 members in milliseconds. Source:
+"""Deadline for one attempt. A hub on two cores responds to 1,000 members in milliseconds. Source:
 benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
-"""`connect` waits this long for a process that starts this host's hub, because it imports Starlette before it
-listens."""
+"""Seconds for which `connect` waits for the process that starts this host's hub and first imports Starlette."""
 REST = 4.0
-"""A polling loop pauses for this multiple of the last answer's duration, so a slow hub gets fewer requests. A hub that
-shared two cores with 64 copying processes once fell so far behind that its clients considered it dead."""
+"""A polling loop pauses for this multiple of the last response time, so a slow hub gets fewer requests. Clients once
+considered a hub dead that shared two cores with 64 copying processes."""
 MAX_REST_S = 5.0
 _TLS_PROBE_S = 1.0
-"""Deadline for a handshake with a server that does not answer plain HTTP."""
+"""Deadline for a handshake with a server that does not respond to plain HTTP."""
 _MAX_PAUSE_S = 0.5
 _ID_LENGTH = len(member_of(""))
 _MAX_REASON = 256
@@ -97,35 +96,12 @@ _ERRORS: dict[int, type[PenstockError]] = {
 }
 
 
-class HubEndpoint(Protocol):
-    """The present address of the hub, which may change after a failure.
+class HubEndpoint:
+    """The fixed address of a hub. The subclass `local_hub.LocalEndpoint` follows this host's hub to a new process.
 
     Attributes:
-        is_busy: the hub did not answer in time, but its process is known to run, so it will answer.
+        is_busy: whether the hub did not respond in time although its process runs, so that it will respond.
     """
-
-    is_busy: bool
-
-    def reach(self, within_s: float) -> str:
-        """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`.
-
-        Raises:
-            PenstockError: there is no hub and it cannot be started.
-            HubUnavailable: another process did not start the hub in time.
-        """
-
-    def reached(self) -> None:
-        """Record that the hub answered."""
-
-    def failed(self, url: str, *, silent: bool) -> None:
-        """Record a failed request. `silent` means that the hub accepted the request and did not answer."""
-
-    def close(self) -> None:
-        """Release the endpoint."""
-
-
-class FixedEndpoint:
-    """A hub at one address."""
 
     is_busy = False
 
@@ -133,21 +109,21 @@ class FixedEndpoint:
         self._url = url
 
     def reach(self, within_s: float) -> str:
-        """See `HubEndpoint`."""
+        """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`."""
         return self._url
 
     def reached(self) -> None:
-        """See `HubEndpoint`."""
+        """Record that the hub responded."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """See `HubEndpoint`. The next request uses the same address."""
+        """Record a failed request. `silent` means that the hub accepted the request and did not respond."""
 
     def close(self) -> None:
-        """See `HubEndpoint`."""
+        """Release the endpoint."""
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return the settings for a verb. Where its argument has None, the environment decides.
+    """Return the settings for a verb. The environment replaces None in its argument.
 
     Raises:
         ConfigError: the argument or `PENSTOCK_HUB` is wrong, or the token file cannot be read or is empty.
@@ -171,21 +147,21 @@ def _from_variable(name: str) -> Iterator[None]:
 
 
 class HubClient(Closeable):
-    """A client of the hub, for any thread. Every request is safe to repeat, and is retried until its deadline.
+    """A thread-safe client of the hub. Every request is safe to repeat, and is retried until its deadline.
 
     Args:
         endpoint: the hub's address.
-        token: sent to the hub.
+        token: sent to the hub, and never to another member.
         ca_file: PEM bundle that is trusted in addition to the system's roots.
-        certificate: PEM files with this client's certificate and its key, for a hub that requires one. If the key is
-            None, the first file contains it.
+        certificate: PEM files with this client's certificate and its key, for a hub that requires a certificate. If the
+            key is None, the first file contains it.
         timeout_s: deadline of a request.
-        life: the secret of the member for which this client speaks. None means a new one.
+        life: the secret of the member for which this client speaks. None creates a secret.
 
     Attributes:
         member: the only member id that the hub accepts from this client.
-        is_local: whether the hub is this host's own. If its process ends, another process hosts it.
-        has_token: whether the client sends a token. Only the hub gets it, never another member.
+        is_local: whether the hub is this host's own. If its process exits, another process hosts it.
+        has_token: whether the client sends a token.
     """
 
     def __init__(
@@ -202,9 +178,9 @@ class HubClient(Closeable):
         life = life or secrets.token_hex(16)
         self.member = member_of(life)
         self.has_token = token is not None
-        self._headers = {LIFE_HEADER: life, PROTOCOL_HEADER: PROTOCOL} | (
-            {} if token is None else {"authorization": f"Bearer {token}"}
-        )
+        self._headers = {LIFE_HEADER: life, PROTOCOL_HEADER: PROTOCOL}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
         self._ca_file = ca_file
         self._certificate = certificate
         self._timeout_s = timeout_s
@@ -212,17 +188,17 @@ class HubClient(Closeable):
         self._pool: tuple[str, ControlPool] | None = None
         self._closed = False
         self.is_local = False
-        # Duration of the last answered request, with all its attempts.
+        # Duration of the last successful request, with all its attempts.
         self._took_s = 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Whether the hub is slow but its process runs. See `HubEndpoint`."""
+        """Return whether the hub is slow but its process runs. See `HubEndpoint`."""
         return self._endpoint.is_busy
 
     @property
     def rest_s(self) -> float:
-        """Minimum pause before the next request of a polling loop. See `REST`."""
+        """Return the minimum pause before the next request of a polling loop. See `REST`."""
         return min(REST * self._took_s, MAX_REST_S)
 
     @classmethod
@@ -236,11 +212,9 @@ class HubClient(Closeable):
         timeout_s: float = TIMEOUT_S,
         life: str | None = None,
     ) -> HubClient:
-        """Connect to the hub at a URL.
+        """Connect to the hub at a URL, or with None to the hub of this host and user, which the first caller hosts.
 
-        With None connect to the hub of this host and user, which the first caller hosts.
-
-        The default certificates are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
+        The default certificates are the files in `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
             ConfigError: the URL is not valid.
@@ -254,7 +228,7 @@ class HubClient(Closeable):
             endpoint = LocalEndpoint.open()
         else:
             require_hub_address(hub)
-            endpoint = FixedEndpoint(hub.rstrip("/"))
+            endpoint = HubEndpoint(hub.rstrip("/"))
         # Certificates belong to a host and not to a call, so they come from the environment.
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
@@ -262,7 +236,7 @@ class HubClient(Closeable):
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(endpoint, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         client.is_local = hub is None
-        # The first request connects to a hub with an address. The hub of this host may have to be started now.
+        # The hub of this host may have to be started now. A hub with an address is reached by the first request.
         if hub is None:
             endpoint.reach(REACH_S)
         return client
@@ -271,7 +245,7 @@ class HubClient(Closeable):
         """Join the fleet.
 
         Args:
-            timeout_s: deadline of this request. None means the client's own.
+            timeout_s: deadline of this request. None means the client's deadline.
 
         Raises:
             PermissionDenied: the token is not accepted, or the id belongs to another process.
@@ -280,9 +254,9 @@ class HubClient(Closeable):
         return self._request("POST", "/v1/hello", hello, Welcome, timeout_s=timeout_s)
 
     def beat(self, member: str, beat: Beat, *, within_s: float | None = None) -> BeatReply:
-        """Send a heartbeat with everything that the member holds. On UnknownMember call `hello` and send it again."""
+        """Send a heartbeat with all holdings and syncs. On UnknownMember call `hello` and send the heartbeat again."""
         path = f"/v1/members/{quote(member, safe='')}"
-        # A hub of an earlier release answers 204, without a body.
+        # A hub of an earlier release responds with 204, without a body.
         return self._request("PUT", path, beat, BeatReply, within_s=within_s) or BeatReply()
 
     def leave(self, member: str, *, within_s: float | None = None) -> None:
@@ -306,7 +280,7 @@ class HubClient(Closeable):
         return self._request("POST", "/v1/decide", request, DecideReply)
 
     def complain(self, complaint: FaultReport) -> None:
-        """Report a source that could not be used. On UnknownMember see `beat`."""
+        """Report an unusable source. On UnknownMember see `beat`."""
         self._request("POST", "/v1/complain", complaint, None)
 
     def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
@@ -330,15 +304,13 @@ class HubClient(Closeable):
     def close(self) -> None:
         """Close the connections, and the hub if this process hosts it. Idempotent."""
         with self._lock:
-            # Set this before closing the connections. A thread that waits for an answer then sees why it fails, and
-            # does not retry.
+            # Set the flag before closing the connections, so that a thread whose request fails does not retry.
             self._closed = True
             before, self._pool = self._pool, None
         if before is not None:
             before[1].close()
         self._endpoint.close()
 
-    # The type of `gives` is `type[T] | None` with one return type. None is passed if the request returns nothing.
     def _request(
         self,
         method: str,
@@ -349,9 +321,7 @@ class HubClient(Closeable):
         within_s: float | None = None,
         timeout_s: float | None = None,
     ) -> T:
-        """Send a request until it is answered, or until the earlier of `timeout_s` and `within_s`.
-
-        With `timeout_s=None` the client's own deadline applies.
+        """Send a request until it gets a response, or until the earlier deadline of `timeout_s` and `within_s`.
 
         Raises:
             HubUnavailable: the deadline passed. Its cause is the last failure.
@@ -360,22 +330,20 @@ class HubClient(Closeable):
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_s = timeout_s if within_s is None else min(timeout_s, within_s)
-        deadline = begun + timeout_s
+        deadline = begun + (timeout_s if within_s is None else min(timeout_s, within_s))
         pause_s = 0.01
         is_first = True
         last: Exception
         while True:
-            # Make at least one real attempt, even if the deadline has nearly passed. A running hub answers in 1 ms.
+            # Make at least one real attempt, even if the deadline has nearly passed. A running hub responds in 1 ms.
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
             url = self._endpoint.reach(left_s)
             pool, prefix = self._connections(url)
             try:
                 with pool.connection() as connection:
-                    status, answer = connection.request(
-                        method, prefix + path, content, self._headers, timeout_s=attempt_s
-                    )
+                    target = prefix + path
+                    status, reply = connection.request(method, target, content, self._headers, timeout_s=attempt_s)
             except PoolClosed as error:
                 # Another thread closed the pool, because the hub's address changed.
                 last = error
@@ -384,68 +352,42 @@ class HubClient(Closeable):
                 if is_of_handler(error):
                     raise
                 last = error
+                # Another attempt would not make the server speak TLS.
                 if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-                    # The server does not speak TLS, and another attempt would not change that.
-                    raise ConfigError(
-                        "the hub at this address does not speak TLS",
-                        uri=url,
-                        hint="write http:// if it was started without --cert, or correct the port",
-                    ) from error
+                    message = "the hub at this address does not speak TLS"
+                    hint = "write http:// if it was started without --cert, or correct the port"
+                    raise ConfigError(message, uri=url, hint=hint) from error
                 if is_first and isinstance(error, ConnectionResetError | MalformedAnswer) and _speaks_tls(url):
                     message, hint = "the hub at this address speaks TLS", "write https:// instead of http://"
                     raise ConfigError(message, uri=url, hint=hint) from error
                 is_first = False
-                # If the deadline shortened the attempt, a silent hub cannot be told from a busy one.
+                # A silent hub cannot be distinguished from a busy hub if the deadline shortened the attempt.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):
                     self._took_s = time.monotonic() - begun
-                # Keep the pool open, because other threads may wait for answers. It has closed the broken connection.
+                # The pool has closed the broken connection. Keep the pool open, because other threads may wait for
+                # responses.
                 self._endpoint.failed(url, silent=had_time and isinstance(error, NoAnswer))
             else:
                 self._endpoint.reached()
                 self._took_s = time.monotonic() - begun
-                # Status 503 is temporary: the hub's store does not answer, or the hub has too many connections.
+                # Status 503 is temporary: the hub's store is unavailable, or the hub has too many connections.
                 if status != 503:
-                    return self._decode(status, answer, gives, url)
-                last = HubUnavailable(printable(_fault(status, answer).error), uri=url)
+                    return _decode(status, reply, gives, url)
+                last = HubUnavailable(printable(_fault(status, reply).error), uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
-                message = _unanswered(last, time.monotonic() - begun)
+                message = _failure_text(last, time.monotonic() - begun)
                 hint = "check that the hub is running and that this host can reach its address"
                 if isinstance(last, ssl.SSLCertVerificationError):
                     message = f"the hub's certificate does not verify: {last.verify_message}"
                     hint = "set PENSTOCK_CA_FILE to the certificate that signed it, and use a name that is in it"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
-            # Add jitter, so that members that lost the hub at the same moment do not all return at the same moment.
+            # Members that lost the hub at the same moment must not all return at the same moment.
             time.sleep(pause_s * jitter(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
-        """Return the message in an answer, or raise the error for its status."""
-        if 200 <= status < 300:
-            if gives is None or status == 204:
-                return None  # type: ignore[return-value]
-            try:
-                # Decode only the version first, because other fields from a hub of another version may not decode.
-                if gives is Welcome:
-                    theirs = msgspec.json.decode(answer, type=AnnouncedVersion).protocol
-                    if theirs and (difference := version_fault(theirs, "the hub", "this process")):
-                        raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
-                return msgspec.json.decode(answer, type=gives)
-            except MALFORMED as error:
-                message = f"the answer does not match this version of the protocol: {error}"
-                raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error
-        fault = _fault(status, answer)
-        # An error without a status, such as an internal error of the hub, is known only by the name of its class.
-        least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
-        kind = class_named(fault.kind or "", least)
-        kind = HubUnavailable if kind is PenstockError else kind
-        raise kind(printable(fault.error), uri=url, hint=printable(fault.hint) or None)
-
     def _connections(self, url: str) -> tuple[ControlPool, str]:
-        """Return the connections to this address and the prefix of its paths.
-
-        Close the connections to an earlier address.
-        """
+        """Return the connections to an address and the prefix of its paths. Close those to an earlier address."""
         prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
@@ -477,18 +419,18 @@ class HubClient(Closeable):
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:
-        """Drop a closed pool, so that the next request opens a new one. A pool that was opened since stays."""
+        """Drop a closed pool, so that the next request opens a new pool. Keep a pool that was opened since."""
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
 
 
 def _speaks_tls(url: str) -> bool:
-    """Return whether a server that did not answer plain HTTP answers a TLS handshake. Send nothing else."""
+    """Return whether a server that did not respond to plain HTTP responds to a TLS handshake. Send nothing else."""
     parts = urlsplit(url)
     if parts.scheme != "http":
         return False
-    # Do not check the certificate, because the only question is whether the server speaks TLS.
+    # The certificate does not matter here.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -499,8 +441,30 @@ def _speaks_tls(url: str) -> bool:
     return True
 
 
-def _unanswered(last: Exception, waited_s: float) -> str:
-    """Describe the last failure of a request that was not answered."""
+def _decode(status: int, reply: bytes, gives: type[T] | None, url: str) -> T:
+    """Return the message in a response, or raise the error for its status."""
+    if 200 <= status < 300:
+        if gives is None or status == 204:
+            return None  # type: ignore[return-value]
+        try:
+            # Decode only the version first, because other fields from a hub of another version may not decode.
+            if gives is Welcome:
+                theirs = msgspec.json.decode(reply, type=AnnouncedVersion).protocol
+                if theirs and (difference := version_fault(theirs, "the hub", "this process")):
+                    raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
+            return msgspec.json.decode(reply, type=gives)
+        except MALFORMED as error:
+            message = f"the answer does not match this version of the protocol: {error}"
+            raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error
+    fault = _fault(status, reply)
+    # An internal error of the hub has no status of its class, only the name of its class.
+    least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
+    kind = class_named(fault.kind or "", least)
+    kind = HubUnavailable if kind is PenstockError else kind
+    raise kind(printable(fault.error), uri=url, hint=printable(fault.hint) or None)
+
+
+def _failure_text(last: Exception, waited_s: float) -> str:
     if isinstance(last, HubUnavailable):
         return f"the hub refused to serve for {waited_s:.1f} s: {last.message}"
     if isinstance(last, NoAnswer):
@@ -510,11 +474,10 @@ def _unanswered(last: Exception, waited_s: float) -> str:
     return f"the hub could not be reached for {waited_s:.1f} s: {last or type(last).__name__}"
 
 
-def _fault(status: int, answer: bytes) -> Fault:
-    """Return the fault in an error answer. The answer of a proxy has no fault."""
+def _fault(status: int, reply: bytes) -> Fault:
     try:
-        return _FAULT.decode(answer)
-    except MALFORMED:
+        return _FAULT.decode(reply)
+    except MALFORMED:  # a proxy responds without a fault
         return Fault(error=f"status {status} with a body that did not come from a hub")
 
 
@@ -523,8 +486,8 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
 
     Args:
         model: only members that have or fetch this model. None means all.
-        connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of this
-            host if that is not set. See `ConnectionSettings`.
+        connection: the hub and its token, or only the hub's address as a str. None means `PENSTOCK_HUB`, or the hub of
+            this host if that is not set.
 
     Raises:
         HubUnavailable: there is no hub.
@@ -562,12 +525,12 @@ def drain(
 ) -> str:
     """Send no more readers to a member until it leaves or the drain is undone. Return its id.
 
-    Present readers finish, or continue with other members. The member's own fetches and syncs continue.
+    Current readers finish or continue with other members. The member's own fetches and syncs continue.
 
     Args:
         member: its id, or the beginning of its id as `status` shows it.
         undo: send readers to the member again.
-        reason: shown in the audit log and to people who look at the fleet.
+        reason: shown in the audit log and on the fleet page.
         connection: see `status`. A hub with tokens requires an operator's token.
 
     Raises:
@@ -581,7 +544,7 @@ def drain(
     if not isinstance(reason, str) or len(reason) > _MAX_REASON:
         raise wrong("reason", reason, f"a str of at most {_MAX_REASON} characters")
     with HubClient.connect(settings.hub, settings.token) as client:
-        # A complete id needs no list. A token that is limited to some models may not read the list.
+        # A token that is limited to some models may not read the list of members, which a complete id does not need.
         names = [member]
         if len(member) < _ID_LENGTH:
             names = [known.member for known in client.status().members if known.member.startswith(member)]

@@ -1,10 +1,10 @@
-"""The hub's end of a connection: uvicorn's protocol with the limits of `net.admission`.
+"""The hub's server side of a connection: uvicorn's protocol with the limits of `net.admission`.
 
-The app gets only requests with complete heads. This class refuses everything else, and also callers without a token,
-because in a flood of them the app would use most of the hub's time.
+The app gets only requests with complete heads and valid tokens, because in a flood of other requests the app would use
+most of the hub's time.
 
-A connection is proven by the user at the other end of a Unix socket, by a client certificate, or by the token in its
-first request. An unproven connection gets one request and is closed after the answer.
+A connection is proven by the user of the peer on a Unix socket, by a client certificate, or by the token in its first
+request. An unproven connection gets one request and is closed after the response.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
 
 REQUEST_S = 60.0
-"""Seconds for a body to arrive and for its answer to be read. The app has a shorter deadline for the body."""
+"""Seconds for a body to arrive and for its response to be read. The app has a shorter deadline for the body."""
 MAX_MESSAGE_BYTES = 9 << 20
-"""Maximum bytes in a request after its head, including the marks of chunks. The app limits a body to 8 MiB."""
+"""Maximum bytes in a request after its head, including chunk headers. The app limits a body to 8 MiB."""
 LAST_REFUSAL_S = 2.0
-"""Seconds for a caller to read the answer that says why its connection ends."""
+"""Seconds for a caller to read the response that says why its connection is closed."""
 MAX_HEADERS = 100
 """Maximum number of header fields in a request. Members send 5, and proxies add about 10. A head of 16 KiB can have
-2,700 of them, which kept the event loop busy for 2 ms."""
+2,700 fields, which blocked the event loop for 2 ms."""
 _WHERE = "give a token from the hub's --token-file by --token-file, token_file= or PENSTOCK_TOKEN_FILE"
 NO_TOKEN = Fault(error="this hub requires a token, and the request has none", hint=_WHERE)
 UNAUTHORIZED = Fault(error="this hub does not know the token", hint=_WHERE)
@@ -75,10 +75,9 @@ class HubProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         super().connection_lost(exc)
-        # Break two reference cycles through the transport: the reservation's `cut`, and a bound method that asyncio's
-        # transport keeps. Otherwise only the garbage collector frees them, and in a flood of connections it blocked the
-        # loop for up to 130 ms.
-        self._place.cut = _nothing
+        # Break two reference cycles through the transport: the reservation's `cut`, and a bound method in asyncio's
+        # transport. In a flood of connections the garbage collector would otherwise block the loop for up to 130 ms.
+        self._place.cut = lambda: None
         vars(self.transport).pop("_read_ready_cb", None)
 
     def data_received(self, data: bytes) -> None:
@@ -89,7 +88,7 @@ class HubProtocol(HttpToolsProtocol):
             # An unproven connection got its deadline when it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
-            # Give the parser at most as many bytes as a head may have. If that does not complete the head, the rest is
+            # Give the parser at most as many bytes as a head may have. If they do not complete the head, the rest is
             # refused unread.
             room = self._place.limits.head_bytes - self._head_bytes
             head, data = data[:room], data[room:]
@@ -114,9 +113,9 @@ class HubProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See httptools. A request begins. An exception here ends the parsing, and `send_400_response` is called."""
+        """See httptools. A request begins. An exception here stops the parsing, and `send_400_response` is called."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # The caller sent a second request before the answer to the first. One read can contain 14,000 of them.
+            # The caller sent a second request before the response to the first. One read can contain 14,000 requests.
             raise ValueError("a request arrived before the answer to the previous one")
         self._is_in_head = False
         self._message_bytes = 0
@@ -132,9 +131,10 @@ class HubProtocol(HttpToolsProtocol):
 
     def _check_token(self) -> None:
         """Prove the connection by the token in its first request. Refuse an API request without a valid token."""
-        authorization = self._authorization
+        fields = (value.decode("latin-1") for name, value in self.headers if name == b"authorization")
+        authorization = next(fields, "")
         if self.auth.caller(authorization) is not None:
-            # Use a digest, because the object that counts connections must not hold tokens.
+            # Store a digest, because the object that counts connections must not hold tokens.
             self._prove(hashlib.sha256(authorization.encode()).hexdigest())
             return
         path = self.url.partition(b"?")[0]
@@ -142,11 +142,6 @@ class HubProtocol(HttpToolsProtocol):
             self.on_unauthorized(path.decode("latin-1"), self.client[0] if self.client else "unix")
             self._refuse(401, msgspec.json.encode(UNAUTHORIZED if authorization else NO_TOKEN))
             raise ValueError("the caller has no token of this hub")
-
-    @property
-    def _authorization(self) -> str:
-        """The header with the token. Empty if there is none."""
-        return next((value.decode("latin-1") for name, value in self.headers if name == b"authorization"), "")
 
     def on_message_complete(self) -> None:
         """See httptools. A head follows."""
@@ -157,14 +152,14 @@ class HubProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
-        # The connection closes once the caller has read the answer, which may never happen.
+        # The connection closes once the caller has read the response, which may never happen.
         if self.transport.is_closing():
             self._place.expect(LAST_REFUSAL_S)
         else:
             self._place.end()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn. The bytes are not HTTP, or an exception in this class ended the parsing."""
+        """See uvicorn. The bytes are not HTTP, or an exception in this class stopped the parsing."""
         if not self.transport.is_closing():
             self._refuse(400)
 
@@ -174,15 +169,11 @@ class HubProtocol(HttpToolsProtocol):
             self._refuse(503)
 
     def _refuse(self, status: int, body: bytes = b"") -> None:
-        """Answer without the app, and close the connection."""
+        """Respond without the app, and close the connection."""
         head = _REFUSALS[status] + b"\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(head + body)
         self.transport.close()
         self._place.expect(LAST_REFUSAL_S)
-
-
-def _nothing() -> None:
-    """Do nothing: the connection has ended."""
 
 
 def protocol_for(

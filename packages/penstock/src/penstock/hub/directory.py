@@ -1,7 +1,7 @@
-"""The hub's logic: live members, the chunks that they hold, claims on storage, and upstreams.
+"""The hub's logic: live members, their chunks, claims on storage, and upstreams.
 
-All state is in a `Store`. It is soft, because every heartbeat reports it again. Several directories on one store act as
-one. Weight bytes never pass through the hub.
+All state is in a `Store` and is soft, because every heartbeat reports it again. Several directories on one store act as
+one hub. Weight bytes never pass through the hub.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub.address import parse_peer_url
-from penstock.hub.auth import TOKEN_CALLER, Caller
+from penstock.hub.auth import ANYBODY, TOKEN_CALLER, Caller
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
-from penstock.hub.complaints import Complaints
+from penstock.hub.complaints import record_complaint
 from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
 from penstock.hub.failures import record_failed_calls, record_lost
@@ -55,7 +55,6 @@ from penstock.hub.snapshot import (
     HubSnapshot,
     MemberEntry,
     SnapshotCache,
-    SnapshotReader,
     by_rank,
     decide,
     decision_name,
@@ -71,25 +70,25 @@ from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 from penstock.waits import jitter
 
-# Seconds added to a heartbeat interval. Members that could not reach the hub try again within half of this.
+# Seconds added to a heartbeat interval. Members that could not reach the hub retry within half of this.
 _ANNOUNCE_S = 1.0
 # A late request must not bring back a member that left. A client gives up a request after 10 s (`client.TIMEOUT_S`),
-# and the hub takes at most 20 s for a body (`app.BODY_S`). No other process can use the id later, because it is the
+# and the hub takes at most 20 s for a body (`app.BODY_S`). No other process can use the id, because the id is the
 # digest of one process's secret.
 _GONE_TTL_S = 60.0
 # In a fleet of at least this size newcomers poll after 0.5 s. By then a snapshot with 1,000 members is renewed.
 _NEWCOMERS = 50
-# Above this number, newcomers with a place in the relay poll after 2 s. A second request from each within the second in
-# which 1,000 members start was a third of all requests.
+# Above this number, newcomers with a place in the relay poll after 2 s. Their second requests within the first second
+# of a fleet of 1,000 members were a third of all requests.
 _PLACED_NEWCOMERS = 200
 # Maximum number of compare-and-set attempts.
 _ATTEMPTS = 64
-# Maximum number of attempts for the claim in a request for upstreams. Its answer must not wait, and the member claims
+# Maximum number of attempts for a claim in a request for upstreams, whose response must not wait. The member claims
 # again.
 _FEW_ATTEMPTS = 4
-# Number of locks for the tables of claims. Each key uses one of them. Claims on different keys rarely share a lock.
+# Number of locks for the tables of claims. Claims on different keys rarely share a lock.
 _NUM_CLAIMING = 64
-# Number of keys whose last snapshot is kept, so that unchanged entries are not decoded again.
+# Number of keys with a cached snapshot, so that unchanged entries are not decoded again.
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
@@ -97,20 +96,20 @@ audit = log_named("penstock.audit")
 
 
 class Directory:
-    """The hub's logic on one store. Any thread may call every method.
+    """The hub's logic on one store. Thread-safe.
 
     Args:
         store: holds the state.
-        fresh: whether there were no members before. Chunks can then be claimed immediately. Otherwise members first
+        fresh: whether there were no members before, so that chunks can be claimed immediately. Otherwise members first
             have one heartbeat interval to report their chunks.
         beat_s: interval between heartbeats.
         ttl_s: a member that is silent for this long is removed.
-        clock: seconds, equal for all directories on the store. None means the store's clock. Wall clocks do not work,
-            because they jump and differ between hosts.
+        clock: seconds, equal for all directories on the store. None means the store's clock. Wall clocks are
+            unsuitable, because they jump and differ between hosts.
         timer: monotonic seconds in this process.
-        seed: 32 bytes with which grants are signed. None means that the first directory on the store draws them.
-        look_share: maximum share of the time for costly snapshots of one key. Between them the last one is used.
-        capacity: the limits for each kind of entry. None means the defaults.
+        seed: 32 bytes from which grants are signed. None means a seed in the store.
+        look_share: maximum share of the time for making snapshots of one key.
+        capacity: limits on the number and size of entries.
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class Directory:
         self.ttl_s = ttl_s
         # Number of events since this directory was created: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
-        self._complaints = Complaints(store, self.counts, timer=timer)
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
         # Times on `timer` at which this directory last renewed the hub's mark and last recorded each key.
@@ -148,15 +146,13 @@ class Directory:
         self._seed = seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
 
-    # Members.
-
     def begin(self) -> None:
-        """Renew the hub's life mark in the store. A server calls this once a beat, and so does a member's report.
+        """Renew the hub's life mark in the store, once a heartbeat interval.
 
-        Without a mark the hub is new or its store lost its memory. No chunk can be claimed then until members have had
+        Without a mark the hub is new or its store lost its memory. Then no chunk can be claimed until members have had
         the time to report their chunks.
         """
-        # A hub that misses one or two beats is still the same hub.
+        # A hub that misses one or two intervals is still the same hub.
         ttl_s = 3 * self.beat_s
         self._limits.look()
         self._marked = self._timer()
@@ -169,10 +165,10 @@ class Directory:
         if not is_fresh:
             quiet_s = max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S)
             self.store.write("hub/quiet", b"1", ttl_s=quiet_s)
-            # Keep the mark until every live member has reported or would be forgotten.
+            # Keep this mark until every live member has reported or has expired.
             self.store.write("hub/recent", b"1", ttl_s=quiet_s + self.ttl_s)
 
-    def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
+    def hello(self, hello: Hello, caller: Caller = ANYBODY) -> Welcome:
         """Register a process, or confirm that it is still registered.
 
         Raises:
@@ -192,24 +188,21 @@ class Directory:
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             message = f"member {hello.member} belongs to another process, or has left"
             raise PermissionDenied(message, hint="a new process takes a new id")
-        # An identical hello from a known member repeats a request whose answer was lost.
+        # An identical hello from a known member repeats a request whose response was lost.
         if known is None:
-            caller = caller or Caller()
             self._limits.admit(hello.member, caller.name)
             self.counts["hellos"] += 1
             by = caller.name, caller.certificate
             self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
         signer = self._grants(reread=True)
-        # Vary the interval. Otherwise members that started together would send heartbeats together and queue at the hub
-        # each time.
+        # Members that started together must not send their heartbeats together, so vary the interval.
         beat_s = self.beat_s * jitter(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
-        """Check that the caller shows the certificate with which the member registered. Ignore an unknown member.
+        """Raise PermissionDenied unless the caller shows the certificate of the member's registration.
 
-        Raises:
-            PermissionDenied: the certificate has different names.
+        Ignore an unknown member.
         """
         entry = self.store.read(f"member/{member}")
         if entry is None:
@@ -220,15 +213,15 @@ class Directory:
             message = f"member {member} registered with a different certificate"
             raise PermissionDenied(message, hint="a new process takes a new id")
 
-    def beat(self, member: str, beat: Beat, caller: Caller | None = None) -> BeatReply:
-        """Renew a member's lease, and drop the keys that the heartbeat does not name. Return the order to drain it.
+    def beat(self, member: str, beat: Beat, caller: Caller = ANYBODY) -> BeatReply:
+        """Renew a member's lease, and drop the keys that the heartbeat omits. Return the order to drain the member.
 
         Raises:
             UnknownMember: the member was silent for too long or left, or the hub is new.
             PlanError: a holding contradicts itself.
             SourceBusy: the caller's members report more than the caller's share.
         """
-        # Check all states before storing them, so that a refused heartbeat changes nothing.
+        # A refused heartbeat must change nothing, so check all states before storing them.
         for holding in beat.holdings:
             check_state(holding)
         self._mark_life()
@@ -236,8 +229,8 @@ class Directory:
         boot = encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Restore the order only while this hub is new. Later the heartbeat may carry an order that was undone since the
-        # last answer.
+        # Restore the order only while this hub is new. Later the heartbeat may contain an order that was undone since
+        # the last response.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
@@ -248,11 +241,9 @@ class Directory:
         )
         for holding in beat.holdings:
             self._hold(known, holding)
-        record_sync_states(
-            self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
-        )
-        # A request from the same member may have changed the entry meanwhile. Merge with the changed entry once. If
-        # that also fails, the entry has just been renewed, and the next heartbeat brings the keys.
+        record_sync_states(self.store, known, beat.syncs, now, self.ttl_s)
+        # A concurrent request from the member may have changed the entry. Merge with the changed entry once. If that
+        # fails too, the entry has just been renewed, and the next heartbeat reports the keys.
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
@@ -276,32 +267,32 @@ class Directory:
             holders = {key: HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
             models = {holder.holding.identity.model for holder in holders.values()}
             if models and not any(caller.may_ask((model,)) for model in models):
-                # Give the same error as for a member that does not exist, because this caller may see none of its
-                # holdings.
+                # The caller may see none of the member's holdings, so give the same error as for a member that does not
+                # exist.
                 raise _unknown(member)
             if not caller.may_ask(models):
                 raise PermissionDenied(
                     f"this token is not for every model that member {member} holds", hint="use a token for all of them"
                 )
-            # Record this also while the hub is new. An older heartbeat must not bring the order back.
+            # An older heartbeat must not bring the order back, even while the hub is new.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
         else:
             raise HubUnavailable(f"too many requests change member {member} at once", hint="try again")
-        # Change the holdings now instead of with the next heartbeat, because a reader that asks now must not be sent
-        # there.
+        # Change the holdings now instead of with the next heartbeat, because new readers must not be sent to the
+        # member.
         for key, holder in holders.items():
             marked = msgspec.structs.replace(holder, is_drained=order is not None)
             self.store.write(names[key], _encode(marked), ttl_s=self.ttl_s, expected=stored[key].version)
         event, reason = ("undrain", "") if drain is None else ("drain", drain.reason)
         audit.warning("event=%s member=%s caller=%s reason=%r", event, member, caller.name, reason)
 
-    def leave(self, member: str, caller: Caller | None = None) -> None:
+    def leave(self, member: str, caller: Caller = ANYBODY) -> None:
         """Remove a member for good and free its claims. Do nothing if it is unknown."""
         entry = self.store.read(f"member/{member}")
         # Record an unknown member too, because its hello may still arrive.
-        if entry is not None or self._limits.may_leave_unknown((caller or Caller()).name):
+        if entry is not None or self._limits.unknown_leaves.allow(caller.name):
             self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is None:
             return
@@ -310,21 +301,15 @@ class Directory:
         remove_member(self.store, member, known)
         self._limits.forget(member)
 
-    # Keys.
-
-    def upstreams(self, request: UpstreamsRequest, caller: Caller | None = None) -> UpstreamsReply:
+    def upstreams(self, request: UpstreamsRequest, caller: Caller = ANYBODY) -> UpstreamsReply:
         """Return the upstreams from which to read chunks, parents first, with a grant for each.
 
         A request without chunks comes from a member that does not know the layout yet. It gets members from which it
         can request the layout, and is not registered as a holder. A request that also claims gets chunks to read from
-        storage, unless too many members claim at that moment.
-
-        Raises:
-            UnknownMember: see `beat`.
-            PlanError: see `beat`.
+        storage, unless too many members claim at that moment. Raise the errors of `beat`.
         """
         holding = request.holding
-        # The key must belong to the identity, because the caller's right to the model was checked by the identity.
+        # The caller's right was checked by the identity's model, so the key must belong to the identity.
         check_state(holding)
         entry = None
         if holding.num_chunks:
@@ -340,8 +325,8 @@ class Directory:
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
-            # The member requests the layout, or it joined after the snapshot, whose relay is no ring. It may use any
-            # holders until it has a place.
+            # The member requests the layout, or joined after the snapshot. It may use any holders until it has a place
+            # in the relay.
             names = view.known_to(hello, holding)
         holders = {name: view.held[name] for name in names}
         grants = self._grants().sign(
@@ -349,7 +334,7 @@ class Directory:
             reader=request.member,
             epochs={name: holder.holding.grant_epoch for name, holder in holders.items()},
             protocols={name: holder.hello.protocol for name, holder in holders.items()},
-            caller=(caller or Caller()).name,
+            caller=caller.name,
         )
         upstreams = tuple(
             Upstream(
@@ -369,11 +354,11 @@ class Directory:
         if request.claim and holding.num_chunks:
             self._mark_life(check_store=True)
             claim = self._assign(ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS)
-        # A large fleet polls less often, so that the load on the hub stays the same. Members that start together with
-        # nothing poll soon, because each only knows the members before it, and chunks that others read from storage
-        # come only from them. A member without a place polls soon in any fleet. It gets a place in the next snapshot,
-        # and until then it shares its holders with other newcomers. A member that got a place immediately reads
-        # meanwhile. If there is nothing to read, it asks again after a quarter of the pause (`fetcher.run`).
+        # A large fleet polls less often, so that the load on the hub stays constant. Members that start together poll
+        # soon, because each knows only the members before it, and the chunks that others read from storage are
+        # available only from those members. A member without a place polls soon in any fleet, because the next snapshot
+        # gives it a place. A member that got a place reads meanwhile. If there is nothing to read, it polls after a
+        # quarter of the pause (`fetcher.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held)
         if not is_placed or request.member in view.newcomers:
@@ -387,8 +372,8 @@ class Directory:
             claim=claim,
         )
 
-    def claim(self, request: ClaimRequest, caller: Caller | None = None) -> ClaimReply:
-        """Assign chunks that only this member reads from storage, and take back those that it no longer reads.
+    def claim(self, request: ClaimRequest, caller: Caller = ANYBODY) -> ClaimReply:
+        """Assign chunks that only this member reads from storage, and free the chunks that it no longer reads.
 
         Raises:
             UnknownMember: see `beat`.
@@ -403,21 +388,21 @@ class Directory:
             raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
         return reply
 
-    def _assign(self, request: ClaimRequest, caller: Caller | None, *, attempts: int) -> ClaimReply | None:
-        """Change the table of claims for a recorded request. Return None if other directories were faster each time."""
+    def _assign(self, request: ClaimRequest, caller: Caller, *, attempts: int) -> ClaimReply | None:
+        """Change the table of claims for a recorded request. Return None if other directories won every race."""
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
-        # Use compare-and-set, because another directory on the store may change the same table. The threads of this
-        # directory take turns. Without that, 40 threads raced for one table on Redis, and a claim took seconds.
+        # Another directory on the store may change the table, so use compare-and-set. The threads of this directory
+        # hold a lock, because 40 threads that raced for one table on Redis took seconds for a claim.
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
                 view = self._view(holding.key, again=attempt > 0)
                 version = ABSENT if entry is None else entry.version
                 give_more = request.ask and not quiet
-                # In a starting fleet most requests find every chunk claimed. Answer requests that only ask without
-                # changing the table.
+                # In a starting fleet most requests find every chunk claimed. Respond to these requests without changing
+                # the table.
                 only_asks = give_more and not (holding.have or holding.claims or view.out_of_reach(request.member))
                 if only_asks and view.is_all_claimed(version, besides=request.member):
                     return self._claim_reply(request, view, (), quiet=quiet)
@@ -427,51 +412,47 @@ class Directory:
                     view.note_all_claimed(version, before.members)
                 table = _encode(after) if after.members else b""
                 if after == before or self.store.write(name, table or None, ttl_s=CLAIMS_TTL_S, expected=version):
-                    self._limits.table(name, (caller or Caller()).name, len(table))
+                    self._limits.table(name, caller.name, len(table))
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
-                # Wait for a random time, because otherwise the loser of a race would meet the same winner again.
+                # Wait for a random time, because the loser of a race would otherwise meet the same winner again.
                 time.sleep(jitter(0, 0.002))
         return None
 
-    def complain(self, complaint: FaultReport, caller: Caller | None = None) -> None:
+    def complain(self, complaint: FaultReport, caller: Caller = ANYBODY) -> None:
         """Record that a reader could not use a source. The source becomes the last choice for that reader.
 
         Once `DISTRUST` callers complain, it becomes the last choice for all readers. Each caller counts once, because
-        one token may have any number of members. Complaints about wrong bytes affect only the complaining reader. It
-        also reports them to the holder, which checks the chunk and withdraws the holding if it is damaged.
+        one token may have any number of members. Complaints about wrong bytes affect only the complaining reader, which
+        also reports them to the holder. The holder checks the chunk and withdraws a corrupted holding.
 
         Raises:
             UnknownMember: the complaining member is not known.
             PermissionDenied: the caller may not access the holder's model.
             SourceBusy: the caller complains too often.
         """
-        caller = caller or Caller()
-        self._known(complaint.member)
-        entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
-        # The member holds nothing of the key any more, so no reader is sent to it.
-        if entry is None:
-            return
-        model = HOLDING_DECODER.decode(entry.value).holding.identity.model
-        if not caller.may_ask((model,)):
+        held = {name: self.store.read(f"hold/{complaint.key}/{name}") for name in (complaint.of, complaint.member)}
+        models = {HOLDING_DECODER.decode(entry.value).holding.identity.model for entry in held.values() if entry}
+        if caller.models is not None and not any(caller.may_ask((model,)) for model in models):
+            # A hidden model and a member without holdings give the same error, so the error reveals no holder.
+            audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
             raise PermissionDenied(
-                f"this token is not for {model}", hint="only readers of a model may complain about its holders"
+                f"this token is not for models with the key {complaint.key}",
+                hint="only readers of a model may complain about its holders",
             )
-        self._complaints.record(complaint, caller)
-
-    def sees_any(self, key: str, members: Iterable[str], caller: Caller) -> bool:
-        """Return whether one of these members holds weights with this key whose model the caller may access."""
-        if caller.models is None:
-            return True
-        entries = (self.store.read(f"hold/{key}/{member}") for member in members)
-        holders = (HOLDING_DECODER.decode(entry.value) for entry in entries if entry is not None)
-        return any(caller.may_ask((holder.holding.identity.model,)) for holder in holders)
+        self._known(complaint.member)
+        if held[complaint.of] is None:
+            return
+        if not self._limits.complaints.allow(caller.name):
+            hint = "wait before you send more, because the earlier complaints count"
+            raise SourceBusy("too many complaints at once", hint=hint)
+        self.counts["complaints"] += 1
+        record_complaint(self.store, complaint, caller.name)
 
     def expel(self, callers: Collection[str]) -> int:
-        """Remove the members of callers whose tokens were revoked. Return their number.
+        """Remove the members whose tokens were revoked. Return their number.
 
-        Args:
-            callers: names of all tokens that are valid now.
+        `callers` are the names of all valid tokens.
         """
         count = 0
         # Callers on a private socket or with only a certificate have no token that could be revoked.
@@ -485,12 +466,12 @@ class Directory:
         return count
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Return the members of a sync, with the grants requested. Raise UnknownMember if the caller is not known."""
+        """Return the members of a sync, with the requested grants. Raise UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
         return sync_members(self.store, request, self._grants())
 
-    def decide(self, request: DecideRequest, caller: Caller | None = None) -> DecideReply:
+    def decide(self, request: DecideRequest, caller: Caller = ANYBODY) -> DecideReply:
         """Return the decision on a version with a two-phase commit. The first proposal wins.
 
         Raises:
@@ -498,32 +479,26 @@ class Directory:
             PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the
                 publishers.
         """
-        # Check the store, because a store that lost its memory may have lost a commit.
+        # A store that lost its memory may have lost a commit, so check the store.
         self._mark_life(check_store=True)
         self._known(request.member)
         reply = decide(self.store, request)
         if reply.decision is not None:
-            self._limits.decision(decision_name(request), (caller or Caller()).name)
+            self._limits.decision(decision_name(request), caller.name)
         return reply
 
-    # Conversions.
-
-    def job(self, job: str, state: JobState, caller: Caller | None = None) -> None:
-        """Record the state of a conversion, and replace its earlier one.
+    def job(self, job: str, state: JobState, caller: Caller = ANYBODY) -> None:
+        """Record the state of a conversion, which replaces its earlier state.
 
         Raises:
             SourceBusy: the caller reports too often, or too many conversions are running.
             PlanError: the state is too large.
         """
-        by = (caller or Caller()).name
-        if not self._limits.may_report(by):
-            raise SourceBusy(
-                "too many reports about conversions at once",
-                hint="wait a second, because the next report is complete again",
-            )
-        record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s, max_jobs=self.capacity.conversions)
-
-    # Text for people.
+        if not self._limits.job_reports.allow(caller.name):
+            hint = "wait a second, because the next report is complete again"
+            raise SourceBusy("too many reports about conversions at once", hint=hint)
+        now, most = self._clock(), self.capacity.conversions
+        record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)
 
     def status(self, model: str | None = None) -> Status:
         """Return the members and their holdings. With a model, only members that have or fetch it."""
@@ -540,24 +515,25 @@ class Directory:
         held = {key: view for key, view in views.items() if view.held}
         return Why(lines=explain_lines(request, held, sync_entries(self.store, request.model)))
 
-    # Private methods.
-
     def _mark_life(self, *, check_store: bool = False) -> None:
-        """Renew the hub's life mark once a beat. With `check_store`, renew it also if the store has lost it."""
+        """Renew the hub's life mark once a heartbeat interval.
+
+        `check_store` also renews it if the store has lost it.
+        """
         if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self, *, reread: bool = False) -> GrantSigner:
-        """Return the signer, with a seed that all directories on the store share.
+        """Return the signer, whose seed all directories on the store share.
 
         Args:
-            reread: compare with the store, which may have lost its memory and got another replica's seed.
+            reread: compare with the store, which may have lost its memory and received another replica's seed.
         """
         if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
-                # Write the seed only if it is absent, and read it back. If several replicas start together, one seed
-                # wins.
+                # If several replicas start together, one seed must win. Write the seed only if it is absent, and read
+                # it back.
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
@@ -616,7 +592,7 @@ class Directory:
             known.drain is not None,
         )
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
-        # Write the name once in its time to live, because only `why` and `status` use it.
+        # Only `why` and `status` use the name, so write it once in its time to live.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             record_key(self.store, holding, ttl_s=3 * self.ttl_s)
@@ -625,11 +601,11 @@ class Directory:
         return holder
 
     def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> HoldingEntry:
-        """Record the checked state in a request and that its member is alive. Return the entry."""
+        """Record a request's checked state and that its member is alive. Return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
-            # Writing for each request would double the store's load. The entry may be one beat old.
+            # Writing for each request would double the store's load. The entry may be one heartbeat interval old.
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
@@ -644,7 +620,8 @@ class Directory:
     ) -> tuple[Claims, Ranges]:
         """Return the table of claims after a request, and the assigned chunks."""
         holding, now = request.holding, self._clock()
-        # The snapshot may be older than a member's first holding. The store decides whether an absent member is gone.
+        # The snapshot may be older than a member's first holding, so the store decides whether an absent member is
+        # gone.
         listed = frozenset(before.members)
         gone = {name for name in listed.difference(view.held) if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
@@ -652,7 +629,7 @@ class Directory:
         # Members in the table report for themselves with their own claims.
         reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
-        # Do not change the table with each request, because every other claimant would then lose its race.
+        # A change with each request would make every other claimant lose its race.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
@@ -675,8 +652,7 @@ class Directory:
         if ranges:
             return ClaimReply(ranges=ranges)
         if quiet:
-            # Pause for at most a beat. A fleet of 1,000 would otherwise ask 2,000 times a second until the hub knows
-            # all members.
+            # A fleet of 1,000 would otherwise send 2,000 requests a second until the hub knows all members.
             pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
             return ClaimReply(
                 ask_again_s=pause_s, why="the hub is new and waits one heartbeat for the members' reports"
@@ -687,15 +663,12 @@ class Directory:
         return ClaimReply(ask_again_s=pause_s, why="other members have or read every missing chunk")
 
     def _view(self, key: str, *, again: bool = False, asks: HoldingEntry | None = None) -> HubSnapshot:
-        """Return a snapshot of a key that includes the member that asks.
-
-        It may be slightly old, except with `again`.
-        """
-        # Pop and insert to keep the dict in order of use. The keys that were unused longest are dropped first.
+        """Return a snapshot of a key that includes the member that asks. Without `again` it may be slightly old."""
+        # Pop and insert to keep the dict in order of use, so that the least recently used keys are dropped first.
         with self._lock:
             cache = self._readings.pop(key, None)
             if cache is None:
-                cache = SnapshotCache(SnapshotReader(self.store, key))
+                cache = SnapshotCache(self.store, key)
             self._readings[key] = cache
             while len(self._readings) > _MAX_READINGS:
                 del self._readings[next(iter(self._readings))]
@@ -703,7 +676,6 @@ class Directory:
 
 
 def _unknown(member: str) -> UnknownMember:
-    """Return the error for a member that the hub does not know."""
     return UnknownMember(f"this hub does not know member {member}", hint="register the member again (hello)")
 
 

@@ -9,14 +9,14 @@ from penstock.hub.messages import Identity, WhyRequest
 from penstock.hub.snapshot import HoldingEntry, HubSnapshot, SyncEntry
 from penstock.plan.relay import TREE_NAMES
 
-# A fleet of 1,000 members would fill a terminal with a line for each pair. The bound also limits the answer's size.
+# A fleet of 1,000 members would fill a terminal with a line for each pair. The limit also limits the response's size.
 _MAX_LINES = 200
 
 
 def explain_lines(
     request: WhyRequest, views: Mapping[str, HubSnapshot], syncs: Mapping[str, SyncEntry]
 ) -> tuple[str, ...]:
-    """Return the explanation: at most 200 lines, and a line that says whether there are more.
+    """Return the explanation: at most 200 lines, and a line that says whether lines are missing.
 
     Args:
         request: the question. Its name may be the name of weights, of a sync, or of both.
@@ -28,7 +28,7 @@ def explain_lines(
             f"no member has, fetches, publishes or receives {request.model}. "
             "`penstock status` lists the names in use. If it is right, a first fetch with a fallback reads storage",
         )
-    # Do not create the other lines, because a line for each pair of 1,000 members would take seconds.
+    # A line for each pair of 1,000 members would take seconds, so create only the lines that are returned.
     of_weights = _lines(request, views) if views else iter(())
     lines = list(islice(chain(_of_sync(request, syncs), of_weights), _MAX_LINES + 1))
     if len(lines) > _MAX_LINES:
@@ -40,7 +40,7 @@ def explain_lines(
 
 def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     """Yield the explanation for an identity, for one member, or for all members that fetch the model."""
-    # A process asks with an identity before it joins, when it has no holding yet.
+    # A process that has not joined yet has an identity and no holding.
     if request.identity is not None:
         yield from _of_identity(request.identity, request.identity.key(), views)
         return
@@ -51,7 +51,6 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         if (request.member == name if request.member else holder.holding.state == "filling")
     ]
     if not readers:
-        # Nobody fetches the model, so show its members.
         if request.member:
             yield f"{request.member} does not have or fetch {request.model}"
         else:
@@ -122,7 +121,6 @@ def _between(
         facts.append(words)
     if other in view.drained:
         facts.append("an operator drains it, so it gets no readers")
-    # A cap of 0 means no cap.
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
         facts.append(f"busy with {theirs.holding.num_readers} of at most {theirs.holding.max_readers} readers")
     ranks = [order.index(other) if other in order else -1 for order in orders]
@@ -142,7 +140,7 @@ def _between(
 def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
     """Yield the members from which weights of an identity can or cannot be read.
 
-    `ours` includes members with its own key.
+    `ours` includes members with its key.
     """
     for other, view in sorted(views.items()):
         for name, holder in sorted(view.held.items()):
@@ -151,7 +149,6 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot],
                     can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
                     yield f"{name} {_has(holder)}: the identities are equal, {can}"
                 continue
-            # A different key means that at least one field differs. Name each of them with both values.
             differing = identity.differences(holder.holding.identity)
             words = "; ".join(
                 f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
@@ -160,12 +157,12 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot],
 
 
 def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """Yield the identity fields that keep the keys of one model apart, each compared with the first."""
+    """Yield the identity fields that separate the keys of one model, each compared with the first key."""
     identities = [
         (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
     ]
     for key, identity in identities[1:]:
-        # Compare each key only with the first, because all pairs of n keys would repeat most differences n times.
+        # All pairs of n keys would repeat most differences n times.
         first, of_first = identities[0]
         words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
         yield f"keys {first[:8]} and {key[:8]} cannot share bytes, because the identities differ: {words}"
@@ -179,12 +176,10 @@ def _came(holder: HoldingEntry) -> str:
 
 
 def _demoted(view: HubSnapshot, name: str) -> str:
-    """Say whether a member is the last choice for all readers. Empty if it is not."""
     return "demoted for everyone" if view.demoted(name) else ""
 
 
 def _has(holder: HoldingEntry) -> str:
-    """Describe the state of a holding."""
     holding = holder.holding
     if holding.state == "whole":
         return "is whole"

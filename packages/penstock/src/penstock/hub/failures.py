@@ -31,36 +31,35 @@ _ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
 
 
 def record_failed_calls(
-    store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None, max_members: int
+    store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller, max_members: int
 ) -> None:
-    """Record the failures of a member's process, which may end before anybody reads them.
+    """Record the failures of a member's process, which may exit before anyone reads them.
 
     Args:
-        caller: failures with models that it may not access are left out. None means that it may access all.
-        max_members: maximum number of members whose failures are kept. Above it, the caller with the most loses its
-            oldest.
+        caller: failures with models that it may not access are omitted.
+        max_members: maximum number of members with stored failures. Above it, the caller with the most failures loses
+            its oldest failure.
     """
-    # Keep only the failures of the last hour, because the process repeats them for as long as it runs.
+    # A process repeats its failures for as long as it runs, so keep only the failures of the last hour.
     listed = tuple(
         FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
         for failure in failures
-        if failure.age_s < FAILURE_TTL_S and (caller is None or not failure.model or caller.may_ask((failure.model,)))
+        if failure.age_s < FAILURE_TTL_S and (not failure.model or caller.may_ask((failure.model,)))
     )
     if not listed:
         return
     name = f"failure/{hello.member}"
     before = store.read(name)
-    by = (caller or Caller()).name
     if before is None:
-        for member in _giving_way(store, hello.member, by, max_members):
+        for member in _giving_way(store, hello.member, caller.name, max_members):
             store.write(f"failure/{member}", None)
-    # Do not write with each heartbeat, because the ages follow from the time of the entry.
+    # The ages follow from the time of the entry, so write only new failures.
     if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
-        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, by)), ttl_s=FAILURE_TTL_S)
+        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, caller.name)), ttl_s=FAILURE_TTL_S)
 
 
 def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tuple[str, ...]:
-    """Return the members whose failures are forgotten to free an entry for another member."""
+    """Return the members whose failures are dropped to free an entry for another member."""
     stored = store.scan("failure/")
     if len(stored) < max_members:
         return ()
@@ -69,15 +68,15 @@ def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tup
     by_age = sorted(entries, key=lambda name: entries[name].at)
     for name in by_age:
         shares.enter(name, entries[name].caller)
-    # If each caller has only one entry, the oldest failure is forgotten.
+    # If each caller has only one entry, the oldest failure is dropped.
     return shares.enter(member, caller) or (by_age[0],)
 
 
 def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
-    """Record that a member fell silent without signing off, and what it held. A killed process cannot report it.
+    """Record that a member became silent without signing off, and its holdings.
 
     Args:
-        member: the member as it was last seen.
+        member: the last known state of the member.
         caller: `Caller.name` of its hello.
         max_members: see `record_failed_calls`.
     """
@@ -99,7 +98,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
         )
         for model, what in list((held or {"": "it held nothing"}).items())[:MAX_LOST]
     )
-    # Keep the failures that the member reported itself, because they may be the reason why it ended.
+    # The member's own failures may be the reason why it exited, so keep them.
     entry = store.read(f"failure/{member.member}")
     before = None if entry is None else _ENTRY.decode(entry.value)
     if before is None:
@@ -111,18 +110,16 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
 
 
 def _aged(failures: Iterable[FleetFailure], by_s: float) -> tuple[FleetFailure, ...]:
-    """Return the failures with this many seconds added to their ages."""
     return tuple(msgspec.structs.replace(failure, age_s=failure.age_s + max(0.0, by_s)) for failure in failures)
 
 
 def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
-    """Return failures without their ages, to compare them."""
     return [msgspec.structs.replace(failure, age_s=0.0) for failure in failures]
 
 
 def failures_of(store: Store, model: str | None, now: float) -> tuple[FleetFailure, ...]:
     """Return the failures of the last `FAILURE_TTL_S`, for one model or all, the latest first."""
-    # Merge by call, because several members in one process report the same failures.
+    # Several members in one process report the same failures, so merge them by call.
     found = {
         (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)
         for entry in (_ENTRY.decode(stored.value) for stored in store.scan("failure/").values())

@@ -5,8 +5,6 @@ The hub signs them and the source checks them.
 A grant names an **epoch** of its source: a number that the source reports to the hub with every heartbeat and replaces
 every 15 s. So the source alone decides, by its own monotonic clock, whether a grant is recent. A hub's clock may jump,
 and the clocks of a hub's replicas may differ.
-
-    source --beat: epoch 7--> hub --grant: epoch 7--> reader --grant--> source: is 7 present, or has it ended recently?
 """
 
 from __future__ import annotations
@@ -34,23 +32,21 @@ EPOCH_S = 15.0
 """Seconds after which a source replaces its epoch."""
 GRACE_S = 30.0
 """Seconds for which grants of a replaced epoch are still accepted. A grant is therefore valid for 30 to 45 s, less the
-age of the source's last report (a heartbeat, 2 s). That is long enough to wait for a busy source, and a leaked grant
-expires soon."""
+age of the source's last report (a heartbeat, 2 s), which is long enough to wait for a busy source."""
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 10.0, 1_000
 """Rate and burst of audit lines about refused grants. Anyone who reaches the port can cause them, and members often log
 to stderr."""
 _SIGNATURE_BYTES = 64
-# A grant has a few hundred bytes. Longer ones are refused before their signature is checked.
+# A grant has a few hundred bytes. Longer grants are refused before their signature is checked.
 _MAX_GRANT_BYTES = 2048
 # Maximum number of grants that are remembered: 23,000 a second for 45 s. Above it a source accepts no more grants.
 _MAX_NONCES = 1 << 20
-# These prefixes are signed with the grant, or with the digests of several, so that other signatures of this key are no
-# grants.
+# These prefixes separate the signatures of a single grant and of several grants' digests from other signatures of the
+# key.
 _ALONE = b"penstock grant 2\n"
 _TOGETHER = b"penstock grants 2.5\n"
 _MAX_TOGETHER = 16
-"""Maximum number of grants with one signature. With 512 bytes of digests, a grant stays well below
-`_MAX_GRANT_BYTES`."""
+"""Maximum number of grants with one signature. With 512 bytes of digests, a grant is well below `_MAX_GRANT_BYTES`."""
 _DIGEST_BYTES = 32
 
 audit = log_named("penstock.audit")
@@ -74,11 +70,7 @@ _GRANT = msgspec.msgpack.Decoder(Grant)
 
 
 class GrantSigner:
-    """The signer of grants in the hub.
-
-    Args:
-        seed: 32 bytes, the same for all replicas of a hub.
-    """
+    """The signer of grants in the hub. Its seed has 32 bytes and is the same for all replicas of a hub."""
 
     def __init__(self, seed: bytes) -> None:
         self._private = Ed25519PrivateKey.from_private_bytes(seed)
@@ -98,19 +90,20 @@ class GrantSigner:
         protocols: Mapping[str, str] | None = None,
         caller: str = "",
     ) -> dict[str, bytes]:
-        """Return a grant for each source in one answer.
+        """Return a grant for each source in one response.
 
-        A signature takes 50 us, which was a third of the time of a hub whose fleet starts. So up to `_MAX_TOGETHER`
+        A signature takes 50 us, which was a third of the time of a hub with a starting fleet. So up to `_MAX_TOGETHER`
         grants share a signature over their digests. Each grant has a random nonce, so the digests reveal nothing about
-        the other grants.
+        the other grants. The first form is for protocol 2.5 and later:
 
-            grant: signature | number of digests | digests | grant in msgpack        or: signature | grant in msgpack
+            signature | number of digests | digests | grant in msgpack
+            signature | grant in msgpack
 
         Args:
             key: key of the holding, or of the sync's name.
             epochs: for each source, its epoch in its last report.
-            protocols: for each source, the protocol version that it announced. A missing source has this release's
-                version. Versions before 2.5 only accept the second form. Versions before 2.6 accept no caller.
+            protocols: for each source, its protocol version, by default this release's. Versions before 2.6 accept no
+                caller.
             caller: `Caller.name` of the reader.
         """
         spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
@@ -134,15 +127,14 @@ class GrantSigner:
         return grants | {source: self._private.sign(_ALONE + grants[source]) + grants[source] for source in alone}
 
     def _caller_at(self, source: str, caller: str) -> str:
-        """Return the name under which a source counts a caller. It is the same in all grants for this source."""
-        # The name differs at each source. No source learns a token's name, and two sources cannot see that one token
-        # reads from both.
+        """Return the name under which a source counts a caller."""
+        # The name differs at each source, so that no source learns a token's name or its use at other sources.
         return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """A span of the source's time, with the accepted grants that name it."""
+    """A period of the source's time, with the accepted grants that name it."""
 
     number: int
     began: float
@@ -151,8 +143,6 @@ class _Epoch:
 
 class GrantChecker:
     """The checker of grants in the source. It accepts a grant once, and only if the hub signed it for this read.
-
-    It remembers a nonce only while grants of its epoch are accepted.
 
     Args:
         grant_key: `Welcome.grant_key`.
@@ -165,22 +155,22 @@ class GrantChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._lines = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE, clock=clock)
-        # Epochs whose grants are accepted, oldest first. The last is the present one. The numbers start at a random
-        # number, so grants for an earlier checker, whose nonces are forgotten, never match.
+        # Epochs whose grants are accepted, oldest first. Their numbers start at a random number, so grants for an
+        # earlier checker, whose nonces are forgotten, never match.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
 
     def trust(self, grant_key: bytes) -> None:
         """Accept only the grants of a new hub."""
-        # The epochs continue, because a heartbeat may have told the new hub the present one already.
+        # The epochs continue, because a heartbeat may have reported the current epoch to the new hub already.
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
-        """Return the present epoch, for the hub."""
+        """Return the current epoch, for the hub."""
         with self._lock:
-            self._turn(self._clock())
+            self._advance(self._clock())
             return self._epochs[-1].number
 
-    def _turn(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         """Start a new epoch if it is time, and drop the epochs whose grants have expired. The caller holds the lock."""
         last = self._epochs[-1]
         if now - last.began >= EPOCH_S:
@@ -197,7 +187,7 @@ class GrantChecker:
         """
         signed = self._accepted(grant, key, reader)
         if isinstance(signed, str):
-            # All refusals share one rate, because a caller with an invalid grant may use any reader's name.
+            # A caller with an invalid grant may use any reader's name, so all refusals share one rate.
             if self._lines.allow("refused"):
                 audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, signed)
             raise GrantRefused(f"grant refused: {signed}", hint="ask the hub for upstreams again")
@@ -210,15 +200,15 @@ class GrantChecker:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
         content, digests = _ALONE + body, None
-        # A grant with its own signature starts with 0x95, the header of an array in msgpack, which is above the maximum
-        # count.
+        # A grant with a separate signature starts with 0x95, the header of an array in msgpack, which is above the
+        # maximum count.
         if (count := body[0]) <= _MAX_TOGETHER:
             stop = 1 + count * _DIGEST_BYTES
             if not count or len(body) < stop:
                 return "malformed"
             digests = [body[at : at + _DIGEST_BYTES] for at in range(1, stop, _DIGEST_BYTES)]
             content, body = _TOGETHER + body[1:stop], body[stop:]
-        # Check the signature first. Nothing else in the bytes is decoded before they are known to come from the hub.
+        # Check the signature first. Nothing else is decoded before the bytes are known to come from the hub.
         try:
             self._public.verify(signature, content)
             if digests is not None and blake3(body).digest(_DIGEST_BYTES) not in digests:
@@ -238,9 +228,9 @@ class GrantChecker:
         return self._used(signed) or signed
 
     def _used(self, signed: Grant) -> str:
-        """Mark a grant that is signed for this read as used, and return an empty text, or return why it is refused."""
+        """Mark a grant as used, and return an empty text, or return why it is refused."""
         with self._lock:
-            self._turn(self._clock())
+            self._advance(self._clock())
             epoch = next((recent for recent in self._epochs if recent.number == signed.epoch), None)
             if epoch is None:
                 return "expired"

@@ -1,21 +1,18 @@
 """The share of the hub's memory that each caller gets: members, tables of claims and decisions.
 
-The hub keeps a new entry or refuses its caller. It removes entries of a caller that has more than others from the
-store. `net.shares` has the rule that decides whose entries are removed. The store itself limits `failures` and
-`conversions`.
-
-Several hubs on one store count members together. Each hub counts all members in the store once a beat, as soon as it
-has a fair part of the limit itself. Everything else is counted by the hub that received it.
+`net.shares` decides whose entries are removed from a full hub. `failures` and `conversions` limit their own entries.
+Several hubs on one store count members together. Each hub counts all members in the store once a heartbeat interval
+when it has admitted enough members itself. Every other kind of entry is counted by the hub that received it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
+from penstock.hub.complaints import COMPLAINTS_AT_ONCE, COMPLAINTS_PER_S
 from penstock.hub.messages import Beat, sync_key
 from penstock.hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
 from penstock.hub.store import Store
@@ -23,17 +20,16 @@ from penstock.net.shares import Shares
 from penstock.types import MIB
 
 MEMBER_BYTES = 32 << 10
-"""Minimum weight of a member, because a status request takes time for each member, however small."""
+"""Minimum weight of a member, because a status request takes time for each member."""
 CLAIMS_TTL_S = 86400.0
-"""Seconds for which a table of claims is kept after the last claim. No storage needs so long for a piece."""
+"""Seconds for which a table of claims is kept after the last claim, longer than any storage needs for a piece."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Rate and burst of reports for one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
-"""Rate and burst of members that a caller signs off without having registered them. The hub remembers each for a
-minute."""
+"""Rate and burst of unknown members that a caller signs off. The hub remembers each of them for a minute."""
 MANY_HUBS = 16
-"""Number of hubs on one store. A hub with less than this fraction of the limit need not count the others' members,
-because together they stay below the limit."""
+"""Maximum number of hubs on one store. While each hub has admitted less than this fraction of the limit, their total is
+below the limit."""
 _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
 _BUSY_HINT = "stop processes that use this token and are not needed. The hub keeps its present entries"
 
@@ -60,7 +56,7 @@ class Capacity:
 
 
 class Limits:
-    """The shares in one hub process, for any thread.
+    """The thread-safe shares and rates in one hub process.
 
     Args:
         ttl_s: a member that is silent for this long is removed.
@@ -74,8 +70,8 @@ class Limits:
         capacity: Capacity,
         *,
         ttl_s: float,
-        timer: Callable[[], float] = time.perf_counter,
-        look_share: float = 0.1,
+        timer: Callable[[], float],
+        look_share: float,
     ) -> None:
         self._store = store
         self._capacity = capacity
@@ -85,8 +81,9 @@ class Limits:
         self._members = Shares[str](capacity.members_bytes, ttl_s=ttl_s, clock=timer)
         self._tables = Shares[str](capacity.tables_bytes, ttl_s=CLAIMS_TTL_S, clock=timer)
         self._decisions = Shares[str](capacity.decisions, ttl_s=DECISION_TTL_S, clock=timer)
-        self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
-        self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
+        self.complaints = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
+        self.job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
+        self.unknown_leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
         """Count a member for its caller, with everything that a heartbeat reports. Return its weight without its syncs.
@@ -99,7 +96,7 @@ class Limits:
         if beat is not None:
             ranges = sum(len(holding.have) + len(holding.claims) for holding in beat.holdings)
             nbytes += _HOLDING_BYTES * len(beat.holdings) + _RANGE_BYTES * ranges
-            # Syncs are separate entries, which stay until they expire, whatever the next heartbeat reports.
+            # Syncs are separate entries, which stay until they expire even if the next heartbeat omits them.
             syncs = [f"sync/{sync_key(state.name)}/{member}" for state in beat.syncs]
         nbytes = max(MEMBER_BYTES, nbytes)
         for name, weight in ((f"member/{member}", nbytes), *((name, _SYNC_BYTES) for name in syncs)):
@@ -110,16 +107,13 @@ class Limits:
         return nbytes
 
     def look(self) -> None:
-        """Count the members that other hubs admitted to the store, and remove those above a caller's share.
-
-        Call it once a beat.
-        """
+        """Count the members of all hubs once a heartbeat interval, and remove members above a caller's share."""
         begun = self._timer()
         if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_look:
             return
         found = self._store.scan("member/")
         known = {member: MEMBER_DECODER.decode(entry.value) for member, entry in found.items()}
-        # Use the same order at each hub, so that all hubs remove the same members.
+        # All hubs must remove the same members, so each uses the same order.
         for member in sorted(known, key=lambda name: (known[name].seen, name)):
             self._enter(f"member/{member}", known[member].caller, max(MEMBER_BYTES, known[member].nbytes))
         for name in self._store.scan("sync/"):
@@ -143,20 +137,12 @@ class Limits:
                 remove_member(self._store, member, MEMBER_DECODER.decode(entry.value))
 
     def caller_of(self, member: str) -> str:
-        """Return the caller for which a member counts. This works for a moment after the member fell silent."""
+        """Return the caller for which a member counts, also for a moment after the member fell silent."""
         return self._members.caller_of(f"member/{member}")
-
-    def may_report(self, caller: str) -> bool:
-        """Return whether a caller may report the state of a conversion now."""
-        return self._job_reports.allow(caller)
 
     def forget(self, member: str) -> None:
         """Stop counting a member that has left."""
         self._members.drop(f"member/{member}")
-
-    def may_leave_unknown(self, caller: str) -> bool:
-        """Return whether the hub should remember that a member which it does not know has left."""
-        return self._leaves.allow(caller)
 
     def table(self, name: str, caller: str, nbytes: int) -> None:
         """Count a table of claims that was written. 0 bytes means that it was removed."""
@@ -170,7 +156,7 @@ class Limits:
         self._keep(self._decisions, name, caller)
 
     def _keep(self, shares: Shares[str], name: str, caller: str, weight: int = 1) -> None:
-        """Count an entry in the store, and remove the entries that must go, which may include this one."""
+        """Count an entry in the store, and remove the entries above a share, which may include this entry."""
         victims = shares.enter(name, caller, weight)
         for victim in (name,) if victims is None else victims:
             self._store.write(victim, None)

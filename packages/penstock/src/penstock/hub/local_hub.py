@@ -1,8 +1,8 @@
-"""The hub of one host and user. The first process that uses it hosts it, and if that process ends, another takes over.
+"""The hub of one host and user. The first process that uses it hosts it, and if that process exits, another takes over.
 
 These files are in the user's runtime directory:
 
-    generation     the number n of the present hub; a silent hub is replaced by n + 1
+    generation     the number n of the current hub; a silent hub is replaced by n + 1
     grant.seed     the key with which hubs sign grants
     hub-N.lock     locked by the process that hosts hub n; the kernel releases it when the process dies
     hub-N.sock     the socket of hub n
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from penstock.errors import HubUnavailable
 from penstock.hub.auth import Auth
+from penstock.hub.client import HubEndpoint
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import LivedClock, MemoryStore
@@ -37,14 +38,15 @@ _LOOK_S = 0.2
 TTL_S = 5.0
 """TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""
 HUNG_S = 30.0
-"""A running hub that does not answer for this long is replaced too. Before that it counts as busy. 32 copying processes
-on two cores once kept a hub from answering for 5 s, and its successors, which lacked its state, read storage again."""
+"""A running hub that does not respond for this long is replaced too. Before that it counts as busy. 32 copying
+processes on two cores once kept a hub from responding for 5 s, and its successors, which lacked its state, read storage
+again."""
 PASS_S = 5.0
 """A process that took the lock and was stopped before it listened is replaced after this time. A process that was
 stopped later is replaced after the same time (`client.ATTEMPT_S`)."""
 
 
-class LocalEndpoint:
+class LocalEndpoint(HubEndpoint):
     """The endpoint for `HubClient.connect(None)`. See the module."""
 
     def __init__(self, directory: Path, members: _LockFile) -> None:
@@ -53,7 +55,7 @@ class LocalEndpoint:
         self._members = members
         self._is_member = False
         self._hosting: _HostedHub | None = None
-        # Whether the socket's file is no proof of a hub, because no hub was reached through it yet or the last request
+        # Whether the socket's file does not prove that a hub runs, because no hub was reached yet or the last request
         # failed.
         self._doubted = True
         self._closed = False
@@ -81,7 +83,7 @@ class LocalEndpoint:
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """Return the URL of the present hub.
+        """Return the URL of the current hub.
 
         Host it here if no other process does, even if that takes longer than `within_s`.
 
@@ -110,9 +112,9 @@ class LocalEndpoint:
         raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
-        """Return the socket of the present hub, and host it here if no other process does.
+        """Return the socket of the current hub, and host it here if no other process does.
 
-        None means that it does not listen yet.
+        None means that it is not ready.
         """
         if self._closed:
             raise HubUnavailable("this client was closed")
@@ -128,7 +130,7 @@ class LocalEndpoint:
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Record that the hub answered.
+        """Record that the hub responded.
 
         A lock marks this process as a member, so that a later hub waits for its report.
         """
@@ -139,7 +141,7 @@ class LocalEndpoint:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Replace a hub whose process is stopped or hangs. The next `reach` hosts a hub whose process ended."""
+        """Replace a hub whose process is stopped or hangs. The next `reach` hosts a hub whose process exited."""
         with self._lock, runtime_files(self._directory):
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
@@ -148,14 +150,14 @@ class LocalEndpoint:
                 self._pass_over(number)
 
     def _pass_over(self, number: int) -> None:
-        """Start the next generation if `number` is still the present one."""
-        # Use a lock and a rename. If several clients lose the hub together, the number rises by one.
+        """Start the next generation if `number` is still the current generation."""
+        # If several clients lose the hub together, the number must increase by one, so hold a lock.
         with _LockFile.open(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
     def _pass_over_stopped(self) -> None:
-        """Replace a process that took the lock and was stopped before it listened. No client can detect that later."""
+        """Replace a process that took the lock and was stopped before it listened, which no client can detect later."""
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
@@ -166,19 +168,19 @@ class LocalEndpoint:
                 except (OSError, ValueError):
                     # The process has not written its id yet.
                     return
-                # The state of a process in another PID namespace cannot be read, and its number may belong to another
-                # process here. It gets as much time as a hub that hangs.
+                # The state of a process in another PID namespace is unknown, and its number may belong to another
+                # process here. It has as much time as a hub that hangs.
                 if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
-        """Return whether a silent hub's process runs and was silent for less than `HUNG_S`, so that it will answer."""
+        """Return whether a silent hub's process runs and was silent for less than `HUNG_S`, so that it will respond."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         return now - self._silent_since < HUNG_S and _runs(url.removeprefix("unix://"))
 
     def close(self) -> None:
-        """Stop hosting the hub, so that another process can. Idempotent."""
+        """Stop hosting the hub, so that another process can host it. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -197,8 +199,8 @@ class LocalEndpoint:
                 lock.close()
                 return None
             lock.write(f"{os.getpid()}\n")
-            # The exclusive lock succeeds only if no other process ever reached a hub. Then there is no report to wait
-            # for.
+            # The exclusive lock succeeds only if no other process ever reached a hub. A new hub then waits for no
+            # reports.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
             return _HostedHub.start(self._directory, number, lock, fresh=fresh)
@@ -222,7 +224,7 @@ def _state_of(pid: int) -> str:
     """Return the state letter from proc(5), such as T for a stopped process. Empty if it is unknown."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # Split from the right, because a process may have ")" in its name.
+        # A process may have ")" in its name, so split from the right.
         return line.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -230,14 +232,13 @@ def _state_of(pid: int) -> str:
 
 def _has_open(pid: int, path: Path) -> bool:
     """Return whether a process in this PID namespace has this file open."""
-    # An OSError means that there is no such process, or that it closed a file meanwhile.
+    # An OSError means that the process does not exist, or closed a file meanwhile.
     with contextlib.suppress(OSError):
         return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
 def _generation(directory: Path) -> int:
-    """Return the number of the present hub."""
     try:
         return int((directory / "generation").read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
@@ -245,13 +246,9 @@ def _generation(directory: Path) -> int:
 
 
 def find_hub(directory: Path | None = None) -> str | None:
-    """Return the URL of the running hub for this host and user, or None. Do not start a hub.
+    """Return the URL of the running hub for this host and user, or None.
 
-    Args:
-        directory: see `LocalEndpoint`.
-
-    Raises:
-        ConfigError: see `LocalEndpoint`.
+    See `LocalEndpoint.open` for the argument and errors.
     """
     directory = private_directory(directory)
     with runtime_files(directory):
@@ -265,17 +262,11 @@ def find_hub(directory: Path | None = None) -> str | None:
 
 
 def own_address() -> str:
-    """Return the default address for `penstock hub`: a Unix socket in this user's runtime directory.
-
-    Raises:
-        ConfigError: see `LocalEndpoint`.
-    """
+    """Return the default address for `penstock hub`: a Unix socket in this user's runtime directory."""
     return f"unix://{private_directory() / 'hub.sock'}"
 
 
 class _HostedHub:
-    """A hub in a thread of this process."""
-
     def __init__(self, number: int, lock: _LockFile, path: Path, hub: HubThread) -> None:
         self.number = number
         self._lock = lock
@@ -286,11 +277,11 @@ class _HostedHub:
     def start(cls, directory: Path, number: int, lock: _LockFile, *, fresh: bool) -> _HostedHub:
         """Start hub `number`, whose lock the caller holds, and give its socket the name that clients expect."""
         path = directory / f"hub-{number}.sock"
-        # Use another name until the hub answers, because a client connects as soon as it sees the path.
+        # Use a temporary name until the hub is ready, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"
         path.unlink(missing_ok=True)
-        # Do not use a wall clock. The process hosts the hub next to its own work, and may be stopped for longer than
-        # `TTL_S`.
+        # The process does other work too, and may be stopped for longer than `TTL_S`, so a wall clock would expire all
+        # members.
         store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
@@ -304,15 +295,15 @@ class _HostedHub:
         return cls(number, lock, path, hub)
 
     def stop(self) -> None:
-        """Remove the socket's file, so that no client connects. Then end the hub and release the lock."""
+        """Remove the socket's file, so that no client connects. Then stop the hub and release the lock."""
         self._path.unlink(missing_ok=True)
         self._hub.stop()
-        # Release the lock last, because the next process starts its hub when it gets the lock.
+        # The next process starts its hub when it gets the lock, so release the lock last.
         self._lock.close()
 
 
 class _LockFile(Closeable):
-    """A file with a lock. The kernel releases the lock when the process ends. Forked children close their copy."""
+    """A file with a lock. The kernel releases the lock when the process exits. Forked children close their copy."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -320,9 +311,7 @@ class _LockFile(Closeable):
 
     @classmethod
     def open(cls, path: Path) -> _LockFile:
-        """Open the file, and create it if needed. Raise OSError if the system refuses."""
-        # Do not follow symbolic links. With a link, another user of a shared directory could have any of this user's
-        # files locked or truncated.
+        # With a symlink, another user of a shared directory could lock or truncate any of this user's files.
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
@@ -337,13 +326,11 @@ class _LockFile(Closeable):
         return True
 
     def write(self, text: str) -> None:
-        """Replace the file's content."""
-        # Write in place, because a file renamed over this one would not be locked.
+        # Write in place, because a file renamed over this file would not be locked.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
     def close(self) -> None:
-        """Close the file, which releases its lock; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -355,7 +342,7 @@ _CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file
 
 def _seed(directory: Path) -> bytes:
     """Return the key with which grants are signed. All hubs on this host share it, so that grants outlive a hub."""
-    # Keep it in a file, because readers show the grants of an ended hub to sources that still run.
+    # Readers show a dead hub's grants to sources that still run, so the key is in a file.
     path = directory / "grant.seed"
     try:
         seed = path.read_bytes()
@@ -369,9 +356,8 @@ def _seed(directory: Path) -> bytes:
 
 def _replace(path: Path, data: bytes) -> None:
     """Write a small private file atomically."""
-    # Write another file and rename it, because a reader must never find an empty file. An empty `generation` would mean
-    # number 0. Do not use the process id in its name, because two processes in different PID namespaces may have the
-    # same.
+    # A reader must never find an empty file, because an empty `generation` means number 0. Processes in different PID
+    # namespaces may have the same id, so the temporary name is random.
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(data)
@@ -379,8 +365,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _sweep(directory: Path, number: int) -> None:
-    """Remove files of old generations. A process that still holds one of their locks was replaced."""
-    # Keep the last generation, because its process may be about to notice that it was replaced.
+    """Remove files of old generations. A process that still holds a lock on such a file was replaced."""
+    # The process of the previous generation may be about to detect that it was replaced, so keep its files.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):
             if int(path.stem.removeprefix("hub-")) < number - 1:

@@ -1,12 +1,8 @@
 """Messages between members and the hub (JSON) and between members (msgpack), with the values inside them.
 
-They are frozen structs. Decoding refuses wrong types and excessive lengths, and ignores unknown fields. `sync.messages`
-has the messages between the members of a sync.
-
-The order is: the identity of weights, whose digest is the key under which members exchange them; the protocol version;
-values; messages between a member and the hub; messages between two members. Within one major version fields are only
-added, each with a default. Unknown fields are ignored and missing ones take their default, so both sides use the fields
-that both know. A change that an older side would misread requires a new major version.
+Decoding rejects wrong types and excessive lengths. Within one major version fields are only added, each with a default.
+Unknown fields are ignored and missing fields take their default. A change that an older side would misread requires a
+new major version. `sync.messages` has the messages between the members of a sync.
 """
 
 from __future__ import annotations
@@ -29,96 +25,92 @@ from penstock.types import DType, TensorTable
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The identity of weights in one rank's memory. Holdings exchange chunks only if all fields are equal.
+    """The identity of weights in one rank's memory.
+
+    Members exchange chunks only if all fields of their identities are equal.
 
     An empty field equals only an empty field. A new field requires a new major version of the protocol.
     """
 
-    # Unlike messages, an identity refuses unknown fields. Ignoring one would treat weights that differ in it as equal.
+    # Unlike messages, an identity refuses unknown fields, because weights that differ in an ignored field would compare
+    # equal.
 
     model: str
     revision: str = ""
-    """`w1-...`, or `h1-...` and the files' identities, because equal headers do not prove equal bodies."""
+    """`w1-...`, or `h1-...` followed by the files' identities, because equal headers do not prove equal bodies."""
     layout: str = ""
     """Digest of names, dtypes and shapes, from `layout_digest`."""
     dtype: str = ""
     quantization: str = ""
-    """Digest of the whole quantisation config."""
+    """Digest of the complete quantisation config."""
     parallel: dict[str, str] = {}
     """Coordinates of the rank, such as `{"tp": "1/4", "pp": "0/1"}`."""
     role: str = "target"
     """`target`, `draft`, `lora:NAME`, ..."""
     post_processing: str = ""
-    """The engine's changes to the weights after loading. Empty if there are none."""
+    """The engine's changes to the weights after loading. Empty if it makes no changes."""
     engine: str = ""
     """Name and version of the engine and its kernels, if `post_processing` depends on them."""
     device_capability: str = ""
 
     def key(self) -> str:
         """Return the digest of all fields: 32 hex digits."""
-        # Use a deterministic order, because the key must not depend on the order in which a caller filled `parallel`.
+        # The key must not depend on the order in which a caller filled `parallel`.
         ordered = msgspec.json.encode(self, order="deterministic")
         return str(blake3(ordered).hexdigest(length=16))
 
     def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
-        """Return the values of both identities for each field that differs."""
-        # Compare as text, because every field except `parallel` is one and people read the differences.
+        """Return the values of both identities as text for each field that differs."""
         pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
         return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
 
 
-# Cache the last one, because three steps of a first update need the digest of one table (60 ms for 30,000 tensors).
-# Tables are immutable and compare by identity.
+# Cache the last digest, because three steps of a first update need it (60 ms for 30,000 tensors). Tables are immutable
+# and compare by identity.
 @functools.lru_cache(maxsize=1)
 def layout_digest(table: TensorTable) -> str:
     """Return the digest of names, dtypes and shapes as 32 hex digits. It does not depend on the files."""
-    # Sort the rows, because the same weights in different files or in a different order have the same layout.
+    # The layout does not depend on the order of the rows.
     rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
     return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))
 
 
 def sync_key(name: str) -> str:
     """Return the key for grants of a sync: 32 hex digits that depend on its name."""
-    # The prefix ensures that no sync's name gives the key of a holding.
+    # The prefix separates the keys of syncs from the keys of holdings.
     return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
 
 
 # 1.0 announced no version. 2 replaced grants that expire by the hub's clock with grants for the source's epoch. 2.1
 # signs the digests in logs. 2.2 sends the version in every request to a hub, and reports the phases of a start in
-# heartbeats. 2.3 adds versions that a fleet commits as a whole. 2.4 spreads chunks over two trees of upstreams. 2.5
-# claims storage in a request for upstreams, and adds grants that share a signature. 2.6 adds the reader's caller to
-# grants.
+# heartbeats. 2.3 adds versions with a two-phase commit. 2.4 spreads chunks over two trees of upstreams. 2.5 claims
+# storage in a request for upstreams, and adds grants that share a signature. 2.6 adds the reader's caller to grants.
 PROTOCOL = "2.6"
 """The protocol version of this release."""
 PROTOCOL_HEADER = "penstock-protocol"
 """Header in requests to a hub with the caller's protocol version. Releases before 2.2 do not send it."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 UNANNOUNCED = "1.0"
-"""The version of requests without this header or field."""
+"""The version of requests without a version."""
 
 
 class AnnouncedVersion(msgspec.Struct, frozen=True):
-    """The protocol version in a message whose other fields may be unknown here, and the message's sender."""
+    """The protocol version and the sender of a message whose other fields may be unknown here."""
 
     protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
-    """Empty if no version is announced. A request then has version `UNANNOUNCED`, and an answer is not a valid
+    """Empty if no version is announced. A request then has version `UNANNOUNCED`, and a response is not a valid
     message."""
     # The type may change in an unknown version, and the error must still name the version.
     member: Any = ""
 
     @property
     def sender(self) -> str:
-        """Return the sender's name in messages for people."""
+        """Return the sender's name for people."""
         return str(self.member)[:8] or "unknown"
 
 
 def version_fault(announced: str, them: str, us: str) -> str:
-    """Return why a version is not compatible. Empty if it is.
-
-    Args:
-        them: name of the other side for the message.
-        us: name of this side for the message.
-    """
+    """Return why a version is not compatible. Empty if it is. `them` and `us` name the two sides."""
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
     return f"{them} speaks protocol {announced[:16]}, {us} speaks {PROTOCOL}: their major versions differ"
@@ -139,7 +131,7 @@ def takes_callers(announced: str) -> bool:
     return _is_at_least(announced, 2, 6)
 
 
-# Cache the answer, because it is needed for each member of a fleet and there are few versions.
+# Cache the result, because each request needs it for every member of a fleet and there are few versions.
 @functools.lru_cache(maxsize=64)
 def _is_at_least(announced: str, major: int, minor: int) -> bool:
     first, _, second = announced.partition(".")
@@ -150,47 +142,44 @@ UPGRADE_HINT = "run releases of Penstock with the same major version of the prot
 
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
-# Patterns end with \Z, because a newline may follow $, and ids are part of logs, paths and store names.
+# Patterns end with \Z, because $ also matches before a newline, and ids are used in logs, paths and store names.
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
 """Id of one run of a process: the digest of a secret that only this process knows, see `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-# Bounded, because a caller chooses it and the hub creates arrays of this length.
+# A caller chooses the number, and the hub creates arrays of this length.
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
-"""Number of chunks. The limit is 64 TiB in chunks of 16 MiB, and the hub keeps a byte for each."""
+"""Number of chunks. The limit is 64 TiB in chunks of 16 MiB. The hub uses a byte for each chunk."""
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
 # The limit equals `auth.MAX_NAMES_LENGTH`.
 Certificate = Annotated[str, Meta(max_length=1024)]
-"""Names in the certificate that a member showed to the hub. Its server must show the same. Empty if none was
-required."""
+"""Names in the certificate that a member showed to the hub. Its server must show the same certificate. Empty if the hub
+requires no certificates."""
 PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
-"""Address of a member's server: `unix:///path`, `http://host:port` or `https://host:port`, with nothing after it."""
+"""Address of a member's server. See `address.PEER_URL_PATTERN`."""
 PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
-"""State of a holding in its log. `damaged` means that verified bytes changed in memory. The hub gets `draining` for
-it."""
+"""State of a holding in its log. `damaged` means that verified bytes changed in memory, which the hub receives as
+`draining`."""
 MAX_VERSION = 1 << 62
 Version = Annotated[int, Meta(ge=-1, le=MAX_VERSION)]
 """A version number from the publisher, or -1 before the first one."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
-"""`open` means that its version can be read. `dirty` means that a direct update failed, so it serves no reader until
-its weights are complete again."""
+"""`open` means that its version can be read. `dirty` means that a direct update failed, so the member serves no reader
+until its weights are complete again."""
 FleetOutcome = Literal["", "committed", "withdrawn"]
-"""The decision on a version with a two-phase commit. Empty if there is none."""
-
-
-# Messages from a member to the hub, and the hub's answers, in JSON.
+"""The decision on a version with a two-phase commit. Empty if there is no decision."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a process.
 
-    Each run of a process has a new `member`, so messages from an earlier run are refused.
+    Each process has a new `member`, so messages from an earlier process are refused.
     """
 
     member: MemberId
@@ -204,15 +193,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(max_length=256)] = ""
     """Host name, pid and rank, for people."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Number of network links of its host, for the order in relays. 0 means unknown, and each member counts as having
-    its own link."""
+    """Number of network links of its host, for the order in relays. 0 means unknown, and each member then counts as
+    having a separate link."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
     """Unused. Members of an earlier release send the key of their signed digests here."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The hub's answer."""
+    """The hub's response to a hello."""
 
     ttl_s: float
     """A member that is silent for this many seconds is removed."""
@@ -224,7 +213,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's state for one key. It is always complete and never a change to an earlier state."""
+    """A member's complete state for one key."""
 
     key: Key
     identity: Identity
@@ -236,37 +225,37 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """Ranges of chunks that it reads from storage now."""
     silent_s: float = -1.0
     """Seconds since it last received bytes of a missing chunk, even if the chunk is incomplete. -1 means not reported.
-    While this is short, its claims are not given to others, and members that wait for it continue to wait, because
-    storage may take longer for a chunk than the stall deadline."""
+    While this is short, its claims are not reassigned and the members that wait for it continue to wait, because
+    storage may need longer for a chunk than the stall deadline."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
     """Maximum number of readers. 0 means no limit."""
     parent: Annotated[str, Meta(max_length=128)] = ""
-    """The upstream from which it mainly reads chunks now. The relay keeps it while it serves."""
+    """The upstream from which it mainly reads chunks now. The relay keeps this parent while the parent serves."""
     second_parent: Annotated[str, Meta(max_length=128)] = ""
-    """The same for the chunks of the second tree. Empty if all chunks have one parent."""
+    """The parent for the chunks of the second tree. Empty if all chunks have one parent."""
     link: Annotated[str, Meta(max_length=64)] = ""
     """The network link of its host that its bytes use, for the order in relays. Empty if unknown."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its bytes, such as `75% shm <- MEMBER, 25% storage s3://...`, or `offered`."""
     why: Annotated[str, Meta(max_length=1024)] = ""
-    """Why it used this path and no nearer transport, and why storage."""
+    """Why it used this path, and not a nearer transport or a peer."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
-    """UUID of its GPU, which does not depend on a process's numbering."""
+    """UUID of its GPU, which does not depend on a process's device numbers."""
     kept: bool = False
-    """Whether a weight cache has it. Engines on its host may use the memory directly, because it does not change while
-    it is whole."""
+    """Whether a weight cache holds the weights. Engines on its host may use the memory directly, because the memory
+    does not change while the holding is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request moves them to the
+    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request moves the bytes to the
     device."""
     revision: Annotated[str, Meta(max_length=256)] = ""
-    """Revision for people, independent of the identity: the `w1-` root of its digests. Empty until the holding is
-    whole."""
+    """Revision for people, the `w1-` root of its digests. It is independent of the identity, and empty until the
+    holding is whole."""
     grant_epoch: Count = 0
-    """The member's present epoch. Grants to read from it must name the epoch, see `grants`."""
+    """The member's current epoch. Grants to read from the member must name this epoch, see `grants`."""
 
     def is_of(self, revision: str) -> bool:
         """Return whether its root or its identity's revision begins with `revision`."""
@@ -295,7 +284,7 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
-    """Digest of its layout. Empty if not known yet."""
+    """Digest of its layout. Empty if unknown."""
     version: Version = -1
     state: SyncStanding = "idle"
     nbytes: Count = 0
@@ -308,13 +297,13 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     prepared: Version = -1
     """The version that a subscriber has staged and that waits for the fleet's decision, or -1."""
     decision: FleetDecision | None = None
-    """The newest decision that this rank knows. A hub that lost its memory learns it from this field."""
+    """The newest decision that this rank knows. It restores the decision in a hub that lost its memory."""
     grant_epoch: Count = 0
     """See `HoldingState`."""
 
     @property
     def fleet(self) -> str:
-        """Describe the prepared version and the newest decision for people. Empty if there is none."""
+        """Describe the prepared version and the newest decision for people. Empty without either."""
         parts = [f"prepared {self.prepared}"] if self.prepared >= 0 else []
         decision = self.decision
         if decision is not None:
@@ -328,7 +317,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
     """An operator's order to send no more readers to a member."""
 
     by: Annotated[str, Meta(max_length=1100)] = ""
-    """`Caller.name` of the operator. The hub fills it."""
+    """`Caller.name` of the operator. The hub sets it."""
     reason: Annotated[str, Meta(max_length=256)] = ""
 
 
@@ -347,23 +336,22 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """A heartbeat, which renews a member's lease and lists everything that it holds."""
+    """A heartbeat, which renews a member's lease and lists all its holdings and syncs."""
 
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
     failures: Annotated[tuple[FailureReport, ...], Meta(max_length=4)] = ()
-    """The last failures in the member's process."""
+    """The most recent failures in the member's process."""
     drain: Drain | None = None
-    """The order in the hub's last answer. A hub that has lost its memory restores it from this field."""
+    """The order in the hub's last response. A hub that has lost its memory restores the order from this field."""
     boot: Boot | None = None
     """The start of the member's process, without its phases. None if it has loaded nothing."""
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The hub's answer to a heartbeat."""
+    """The hub's response to a heartbeat."""
 
     drain: Drain | None = None
-    """The order that applies to this member."""
 
 
 class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -373,10 +361,11 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingState
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
-    """For a holding without chunks, the only member to return. The reader wants to use its memory directly."""
+    """For a holding without chunks, the only member to return. The reader wants to use that member's memory
+    directly."""
     claim: bool = False
-    """Also assign chunks to read from storage, as a `ClaimRequest` does. The member can read storage. A starting member
-    then sends one request instead of two."""
+    """Whether to assign chunks to read from storage too, as a `ClaimRequest` does. A starting member then sends one
+    request instead of two."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,15 +378,12 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     num_have: Count
     grant: bytes
-    """A grant that this reader can use once for this key and this source. See `grants`."""
+    """Valid once, for this reader, key and source. See `grants`."""
     certificate: Certificate = ""
 
 
 class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks that only this member reads from storage while it is alive.
-
-    If there are none, `why` says why, and the member asks again later.
-    """
+    """Chunks that only this member reads from storage while it is alive. Without chunks, `why` gives the reason."""
 
     ranges: Ranges = ()
     ask_again_s: float = 0.05
@@ -405,7 +391,7 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Members to read from in order of preference. The first is the parent in the relay."""
+    """Members to read from in order of preference. The first member is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
     orders: Annotated[tuple[tuple[Count, ...], ...], Meta(max_length=NUM_TREES)] = ()
@@ -413,27 +399,27 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     belongs to tree c % 2. Empty means that the order of `upstreams` applies to all chunks."""
     is_placed: bool = True
     """Whether the member has a place in the relay. If not, the upstreams are arbitrary holders, and the member must not
-    report one as its parent."""
+    report any of them as its parent."""
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
-    """Smallest `HoldingState.silent_s` of the other members that read from storage. -1 if there are none."""
+    """Smallest `HoldingState.silent_s` of the other members that read from storage, or -1."""
     claim: ClaimReply | None = None
-    """Chunks to read from storage. None means that the member must send a `ClaimRequest`, because it did not ask for
+    """Chunks to read from storage. None means that the member must send a `ClaimRequest`, because it did not request
     chunks, too many members claimed at that moment, or the hub is older than 2.5."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member's request for chunks to read from storage.
 
-    `holding.claims` lists all assigned chunks that it still reads. Other assigned chunks that are not in `holding.have`
-    become free. So a request whose answer was lost may be sent again. A member sends one request at a time for each
-    key.
+    `holding.claims` lists all assigned chunks that the member still reads. Other assigned chunks that are not in
+    `holding.have` become free, so a request whose response was lost may be sent again. A member sends one request at a
+    time for each key.
     """
 
     member: MemberId
     holding: HoldingState
     ask: bool = True
-    """If False, the request only gives chunks back."""
+    """If False, the request only returns chunks."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -487,7 +473,7 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     """Time of its last heartbeat, by the hub's clock."""
     state: SyncState
     grant: bytes = b""
-    """A grant for the caller, if it requested one."""
+    """A grant for the caller, if requested."""
     certificate: Certificate = ""
 
 
@@ -496,7 +482,7 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[SyncMember, ...] = ()
     is_new: bool = False
-    """Whether the hub is new, so that members may be missing in the list."""
+    """Whether the hub is new, so that members may be missing from the list."""
 
 
 class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -505,7 +491,7 @@ class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
     member: MemberId
     name: Word
     decision: FleetDecision
-    """Only the publishers' rank 0 may propose `committed`. An empty outcome only asks for the decision."""
+    """Only the publishers' rank 0 may propose `committed`. An empty outcome only requests the decision."""
 
 
 class DecideReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -514,7 +500,7 @@ class DecideReply(msgspec.Struct, frozen=True, kw_only=True):
     decision: FleetDecision | None = None
     """None if there is no decision yet."""
     is_past: bool = False
-    """Whether a later version was decided and the decision on this one is unknown."""
+    """Whether a later version was decided and the decision on this version is unknown."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -537,13 +523,13 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion as `status` shows it. An ended one is shown for an hour."""
+    """A conversion as `status` shows it. A finished conversion is shown for an hour."""
 
     job: MemberId
     age_s: float
     silent_s: float
-    """Seconds since its last report. A running conversion reports once a second. A conversion that is silent for long
-    may have died."""
+    """Seconds since its last report. A running conversion reports once a second, so a long silence may mean that it
+    died."""
     state: JobState
 
 
@@ -562,7 +548,7 @@ class Status(Readable, msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobStatus, ...] = ()
     """Conversions that report to the hub, the newest first."""
     failures: tuple[FleetFailure, ...] = ()
-    """Failures, the newest first."""
+    """The newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
 
@@ -578,13 +564,13 @@ class Replica(Boot, frozen=True, kw_only=True):
     name: str
     host: str
     silent_s: float = 0.0
-    """Always 0. Hubs of an earlier release showed the seconds since the last beat."""
+    """Always 0. Hubs of an earlier release sent the seconds since the last heartbeat."""
     has_left: bool = False
-    """Always false. Hubs of an earlier release showed members that had left."""
+    """Always false. Hubs of an earlier release listed members that had left."""
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a model, for all fetching members, for one member, or for an identity that no member has yet."""
+    """A question about a model, for all fetching members, one member, or an identity that no member has yet."""
 
     model: Word
     member: MemberId | None = None
@@ -592,10 +578,7 @@ class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons why members read or do not read a model from peers.
-
-    There is one line for each holder, and the differences.
-    """
+    """Reasons why members read or do not read a model from peers, with a line for each holder."""
 
     lines: tuple[str, ...] = ()
 
@@ -609,7 +592,7 @@ MEMBER_PREFIX = "penstock:"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every error answer from the hub and from members."""
+    """The body of every error response from the hub and from members."""
 
     error: str
     hint: str = ""
@@ -620,16 +603,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberFault(Fault, frozen=True, kw_only=True):
-    """A fault about a member other than the one that answers. Readers that only know `Fault` ignore the name."""
+    """A fault about a member other than the responding member. Readers that only know `Fault` ignore the name."""
 
     member: MemberId | msgspec.UnsetType = msgspec.UNSET
 
 
-# Messages between two members, in msgpack.
-
-
 class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The map of a holding: descriptors for its regions, and the position of each tensor in them."""
+    """The memory of a holding: descriptors for its regions, and the position of each tensor in them."""
 
     key: Key
     generation: Count
@@ -651,13 +631,13 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     grant: bytes
     attach: bool = False
-    """Whether to use the memory directly instead of reading it. The memory is kept for as long as the lease, which does
-    not count as a reader."""
+    """Whether to use the memory directly instead of reading it. The lease then keeps the memory allocated, and does not
+    count as a reader."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to read until it is released or not used for `ttl_s`."""
+    """The right to read until the lease is released or not used for `ttl_s`."""
 
     lease: Key
     ttl_s: float
@@ -667,7 +647,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks that the holder got after `after`, in that order."""
+    """Chunks that the holder received after the request's `after`, in order."""
 
     generation: Count
     serial: Count
@@ -678,7 +658,7 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     leaves: bytes = b""
     """Leaf digests of these chunks in order, as little-endian uint64."""
     max_bytes_per_s: Count = 0
-    """The reader's present share, which changes with the number of readers. See `Lease`."""
+    """The reader's current share, which changes with the number of readers. See `Lease`."""
     epoch: Count = 0
     signature: bytes = b""
     """Unused, like `epoch`. Holders in an earlier release sign the digests."""
@@ -702,8 +682,8 @@ class MemberSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(*kinds: Any) -> None:
-    """Make msgspec prepare these types now."""
-    # msgspec 0.21 crashes if two threads decode a type for the first time at the same moment.
+    """Prepare decoders for these types."""
+    # msgspec 0.21 crashes if two threads decode a new type at the same moment.
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)
 

@@ -22,7 +22,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-# Most requests take a millisecond. After 5 s (`client.ATTEMPT_S`) no caller waits any more.
+# Most requests take a millisecond. After 5 s (`client.ATTEMPT_S`) every caller has given up.
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _COUNTS = {
     "hellos": "Members that joined.",
@@ -37,8 +37,7 @@ class Metrics:
     """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
-        # Do not use the library's global registry, because tests and local hubs create several of these objects in one
-        # process.
+        # Tests and local hubs create several of these objects in one process, so each has its own registry.
         self._registry = CollectorRegistry()
         self._seconds = Histogram(
             "penstock_hub_request_seconds",
@@ -63,7 +62,7 @@ class Metrics:
             self._seconds.labels(operation).observe(time.perf_counter() - start)
 
     def refused(self, status: int) -> None:
-        """Count an answer with an error status."""
+        """Count a response with an error status."""
         self._refusals.labels(str(status)).inc()
 
     def page(self, caller: Caller | None = None) -> bytes:
@@ -72,9 +71,6 @@ class Metrics:
         Args:
             caller: if its token is for some models, the page only has the members and holdings of these models. Counts
                 of requests, refusals and grants would reveal others.
-
-        Raises:
-            HubUnavailable: the store did not answer.
         """
         if caller is None or caller.models is None:
             return bytes(generate_latest(self._registry))
@@ -84,10 +80,9 @@ class Metrics:
 
 
 class _Fleet:
-    """A collector for the fleet's state. It reads the store only when the page is requested.
+    """A collector for the fleet's state, limited to models that the caller may access.
 
-    Args:
-        caller: only models that it may access are counted.
+    Each request of the page reads the store.
     """
 
     def __init__(self, directory: Directory, caller: Caller) -> None:
@@ -103,7 +98,7 @@ class _Fleet:
         sees_all = self._caller.models is None
         status = self._directory.status()
         num_members = 0
-        # Count by model and state. Members of a fleet change all the time, and each would leave a series behind.
+        # Count by model and state, because members change all the time and each member would leave a series behind.
         states: Tally[tuple[str, str]] = Tally()
         claims: Tally[str] = Tally()
         for member in status.members:

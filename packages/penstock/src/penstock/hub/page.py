@@ -1,10 +1,9 @@
 """The fleet page: static files for a browser, and a stream of changes to the fleet's status.
 
-    browser --GET /--> files in this package; nothing from another origin
-            --GET /v1/events?since=CURSOR, bearer token--> rows that changed since then, again after each interval
-
-The page sends the token itself and reads the stream with `fetch`, because a browser's event source cannot send one. A
-stream ends after `STREAM_S`, before the hub's deadline for an answer. The page then requests the later changes.
+The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since then, again
+after each interval. It reads the stream with `fetch`, because a browser's event source cannot send a token. A stream
+ends after `STREAM_S`, before the hub's deadline for a response, and the page requests the next stream. All resources
+have the same origin.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ except ImportError as error:
     raise MissingExtra("the fleet page needs Starlette", hint=install_hint("hub")) from error
 
 INTERVAL_S = 1.0
-"""Seconds between two reads of the status while somebody watches."""
+"""Seconds between two reads of the status while there are viewers."""
 SLOW_INTERVAL_S = 2.0
 """Seconds between two reads with more than `MANY` members. Reading the status of 1,000 members takes some tens of
 milliseconds."""
 MANY = 200
 STREAM_S = 50.0
-"""Duration of one stream in seconds. The hub ends an answer that takes more than 60 s (`connection.REQUEST_S`)."""
+"""Duration of one stream in seconds. The hub closes a response after 60 s (`connection.REQUEST_S`)."""
 HISTORY_S = 3600.0
 SAMPLE_S = 5.0
 """Seconds between two points in the charts, which gives 720 points in an hour."""
 SILENT_S = 5.0
-"""A member is shown as silent after this many seconds without a heartbeat. Members of a fleet send one every 2 s."""
+"""Seconds without a heartbeat after which a member is shown as silent. Members of a fleet send a heartbeat every 2
+s."""
 MAX_GONE = 10_000
-"""Maximum number of removed members that are remembered for viewers. A viewer that missed more gets everything
-again."""
+"""Maximum number of removed members that are remembered for viewers. A viewer that missed more gets all rows again."""
 MAX_FAILURES = 50
 """Maximum number of failures that are shown."""
 MAX_VIEWERS = 32
-"""Maximum number of concurrent streams. Each encodes the changes separately, at most about a millisecond a second. One
-caller may have all of them until another caller needs one."""
+"""Maximum number of concurrent streams. Each stream encodes the changes separately, at most about a millisecond a
+second. One caller may have all of them until another caller needs a stream."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -77,7 +76,7 @@ _CURSOR = re.compile(r"([0-9a-f]{16})\.(\d{1,18})")
 _SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
 
 Row = dict[str, Any]
-"""A member as the page shows it: plain JSON values, without clocks that run."""
+"""A member as the page shows it: plain JSON values, without running clocks."""
 
 
 def shares(path: str) -> list[dict[str, Any]]:
@@ -143,9 +142,9 @@ def _sync_row(state: SyncState) -> Row:
 
 
 def failure_row_of(failure: FleetFailure) -> Row:
-    """Return the row for a failure, with the time at which it happened instead of an age that grows."""
+    """Return the row for a failure, with its time instead of an increasing age."""
     row: Row = msgspec.to_builtins(failure)
-    # Round to 10 s. The ages from several hubs differ slightly, and each difference would be sent.
+    # Round to 10 s, because the ages from several hubs differ slightly and each difference would be sent.
     return {**row, "at": round((time.time() - row.pop("age_s")) / 10) * 10}
 
 
@@ -153,7 +152,7 @@ def job_row_of(job: JobStatus) -> Row:
     """Return the row for a conversion."""
     state: Row = msgspec.to_builtins(job.state)
     late = {worker.worker for worker in job.state.workers if worker.is_late}
-    # Round the clocks of the workers, because nobody reads them exactly and each change would be sent.
+    # Round the workers' clocks, because each change would be sent.
     workers = [
         {**worker, "task_s": round(worker["task_s"]), "is_late": worker["worker"] in late}
         for worker in state["workers"]
@@ -203,14 +202,14 @@ class FleetFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._changed: dict[str, int] = {}
-        # There are few conversions and failures, so all of them are sent when one changes.
+        # There are few conversions and failures, so all of them are sent when any of them changes.
         self._jobs: list[Row] = []
         self._failures: list[Row] = []
         self._lists_changed = 0
         self._may_drain = False
         self._gone: deque[tuple[int, str]] = deque()
-        # Serial numbers are valid in one run of one process. Several hubs may act as one, so a viewer's next stream may
-        # come from another hub, which sees by this value that the number is not its own.
+        # Serial numbers are valid in one process. A viewer's next stream may come from another hub, which detects a
+        # foreign number by this value.
         self._life = secrets.token_hex(8)
         self._serial = 0
         self._forgotten = 0
@@ -305,7 +304,7 @@ def _number(message: dict[str, Any]) -> int:
 
 
 def visible_to(row: Row, caller: Caller) -> Row | None:
-    """Return the part of a row that a caller may see, or None if it may see nothing."""
+    """Return a row as a caller may see it, or None if it may see nothing."""
     if caller.models is None:
         return row
     visible = {
@@ -320,7 +319,7 @@ def visible_to(row: Row, caller: Caller) -> Row | None:
 
 
 async def keep_sampling(feed: FleetFeed) -> None:
-    """Read the status for the charts even without viewers. If the store does not answer, the charts get a gap."""
+    """Read the status for the charts even without viewers. Skip a point if the store is unavailable."""
     was_read = True
     while True:
         try:
@@ -337,7 +336,7 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
     """Add the page's files and its stream to an app.
 
     Args:
-        caller_of: authenticates a request, or raises an error that the app answers with 401.
+        caller_of: authenticates a request, or raises an error that the app turns into status 401.
     """
     assets = files("penstock.hub") / "assets"
     viewers = Shares[object](MAX_VIEWERS)
@@ -364,16 +363,16 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
             viewers.enter(place, caller.name, displaces_own=False)
             try:
                 cursor, end_s = since, time.monotonic() + STREAM_S
-                # Its place may pass to another caller.
+                # The reservation may pass to another caller.
                 while time.monotonic() < end_s and place in viewers:
                     try:
                         # Use a thread, because the status may be in Redis and 1,000 rows are compared.
                         await run_in_threadpool(feed.look)
                         cursor, message = await run_in_threadpool(feed.changes, cursor, caller)
                     except PenstockError as error:
-                        # The answer has begun, so it cannot become a 503. Send the error in the stream.
+                        # The response has begun, so its status cannot become 503. Send the error in the stream.
                         message = msgspec.json.encode({"error": error.message})
-                    # A comment line keeps the connection alive and shows the viewer that the hub answers.
+                    # A comment line keeps the connection alive and shows the viewer that the hub responds.
                     yield b"data: " + message + b"\n\n" if message else b":\n\n"
                     await asyncio.sleep(feed.interval_s)
             finally:

@@ -1,7 +1,7 @@
-"""An ASGI app that finds the handler for a request by its path and method, and answers every error with a `Fault`.
+"""An ASGI app that finds the handler for a request by its path and method, and turns every error into a `Fault`.
 
-It replaces Starlette's application. For a trivial request FastAPI takes 23 us of processor time, Starlette 15 us and
-this app 4 us. A heartbeat takes 65 us in this app instead of 104 us. Source: benchmarks/results/cpu2_202611/hub.md.
+It replaces Starlette's application, because Starlette takes 15 us of processor time for a trivial request and this app
+4 us. Source: benchmarks/results/cpu2_202611/hub.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = log_named("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[object], AbstractAsyncContextManager[None]]
 
-# The first class that matches decides. Any other error is an internal error of the hub with status 500.
+# The first matching class decides. Any other error is an internal error of the hub with status 500.
 _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (UnknownMember, 410),
     (PermissionDenied, 403),
@@ -48,7 +48,7 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
 
 
 class RouteRefused(Exception):
-    """An answer with an error status."""
+    """A response with an error status."""
 
     def __init__(self, status: int, error: str, hint: str = "", *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error)
@@ -61,7 +61,7 @@ class HubApp:
     """An ASGI app with routes.
 
     Args:
-        lifespan: runs from before the first request until after the last one.
+        lifespan: runs from before the first request until after the last request.
         count_refusal: called with the status of each error response.
         on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a valid
             token, before its request reaches this app.
@@ -76,9 +76,9 @@ class HubApp:
     ) -> None:
         self.on_unauthorized = on_unauthorized
         self._count_refusal = count_refusal
-        # Use Starlette's router only for ASGI's lifespan protocol. It has no routes.
+        # Starlette's router has no routes and only implements ASGI's lifespan protocol.
         self._router = Router(lifespan=lifespan)
-        # Handlers by path and method. `_parameterized` has the paths that end with a parameter, without that part.
+        # Handlers by path and method. `_parameterized` has the paths that end with a parameter, without the parameter.
         self._exact: dict[str, dict[str, Handler]] = {}
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 
@@ -86,8 +86,9 @@ class HubApp:
         """Add a handler.
 
         Args:
-            path: its last part may be a parameter such as `{name}`, which the handler finds in `request.path_params`.
-            handler: answers the request. It may raise `RouteRefused`, or a `PenstockError` whose class decides on the
+            path: its last segment may be a parameter such as `{name}`, which the handler finds in
+                `request.path_params`.
+            handler: handles the request. It may raise `RouteRefused`, or a `PenstockError` whose class decides the
                 status.
             methods: HTTP methods. HEAD must be listed explicitly.
         """
@@ -109,8 +110,7 @@ class HubApp:
         except (RouteRefused, PenstockError) as error:
             response = self._fault(error)
         except Exception:
-            # Log it here, because uvicorn's logger is silenced (`connection`). It writes a line for every malformed
-            # request.
+            # Log the error here, because uvicorn's logger is silenced (`connection`).
             _log.exception("the hub failed at %s %r", request.method, scope["path"])
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
             # uvicorn then closes the connection.
@@ -118,7 +118,7 @@ class HubApp:
         try:
             await response(scope, receive, send)
         except ClientDisconnect:
-            # The caller has gone, which is no error of the hub.
+            # The caller closed the connection, which is not an error of the hub.
             raise
         except Exception:
             # The body of a stream is produced while it is sent.
@@ -128,8 +128,7 @@ class HubApp:
     def _handler_of(self, scope: Scope) -> Handler:
         """Return the handler for a request, and store the parameter in its path.
 
-        Raises:
-            RouteRefused: the path is unknown, or does not have this method.
+        Raise RouteRefused for an unknown route.
         """
         path, method = scope["path"], scope["method"]
         handlers = self._handlers_of(path, scope)
@@ -143,7 +142,6 @@ class HubApp:
         return handlers[method]
 
     def _handlers_of(self, path: str, scope: Scope) -> dict[str, Handler] | None:
-        """Return the handlers for a path by method, or None if the path is unknown."""
         if path in self._exact:
             return self._exact[path]
         folder, _, last = path.rpartition("/")
@@ -154,7 +152,6 @@ class HubApp:
         return handlers
 
     def _fault(self, error: RouteRefused | PenstockError) -> Response:
-        """Return the answer to an error."""
         # Every refusal passes through here, so that the metrics count it and its body is always a fault.
         headers: dict[str, str] = {}
         if isinstance(error, RouteRefused):
@@ -173,8 +170,6 @@ class HubApp:
 
 
 def _redirect_to(path: str) -> Handler:
-    """Return a handler that sends the caller to another path of this app."""
-
     async def redirect(request: Request) -> Response:
         return RedirectResponse(str(URL(scope={**request.scope, "path": path})))
 

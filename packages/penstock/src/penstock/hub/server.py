@@ -1,4 +1,4 @@
-"""The hub's server and its socket. It runs in this process's main thread or in a separate thread."""
+"""The hub's server and its socket, in this process's main thread or in a separate thread."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ _START_S = 20.0
 _STOP_S = 5.0
 # Maximum number of expired connections that a tick of uvicorn (0.1 s) closes. Thousands at once would block the loop.
 _CUTS_A_TICK = 100
-# Seconds for which an idle connection stays open. It is several heartbeats long, so a member's connection stays open.
+# Seconds for which an idle connection stays open, which is several heartbeat intervals.
 _KEEP_ALIVE_S = 75
-# Allocations between collections of the youngest generation, and collections of each generation before the next one. A
-# hub's state is values without cycles that every heartbeat replaces, so collections find nothing. With a threshold of
-# 100,000 the slowest heartbeat of 1,000 members fell from 58 to 5 ms (benchmarks/results/cpu2_202611/hub.md).
-# Connections that ended leave cycles of 2 KB for each member. 20,000 such objects have about 2 MB.
+# Arguments of `gc.set_threshold`. A hub's state is values without cycles, so collections find only the cycles of closed
+# connections. With a threshold of 100,000 the slowest heartbeat of 1,000 members fell from 58 to 5 ms
+# (benchmarks/results/cpu2_202611/hub.md). 20,000 objects of closed connections take about 2 MB.
 _GC_THRESHOLD = (20_000, 50, 100)
 # Deadline for a connection to a hub that may already exist. Its kernel queue is full while it does not accept.
 _PROBE_S = 1.0
@@ -63,11 +62,11 @@ def bind(listen: str, auth: Auth) -> socket.socket:
         auth: must require a token or a certificate, unless the address is a Unix socket.
 
     Raises:
-        ConfigError: the address is invalid or in use, or callers at it would not have to authenticate.
+        ConfigError: the address is invalid or in use, or its callers would not have to authenticate.
     """
     if listen.startswith("unix://"):
         return _bind_unix(Path(listen.removeprefix("unix://")))
-    # Split from the right, because an IPv6 address in brackets contains colons.
+    # An IPv6 address in brackets contains colons, so split from the right.
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if host and port.isdecimal() and int(port) > 65535:
@@ -79,8 +78,8 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
     family, _, _, _, address = addresses[0]
+    # Every user of this host can connect to loopback too.
     if not auth.guards:
-        # This also holds for loopback, because every user of this host can connect to it.
         raise ConfigError(
             f"everyone who reaches {listen}, including other users of this host, could use the hub unauthenticated",
             hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
@@ -89,7 +88,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
         _log.warning("clients send tokens to %s unencrypted. Set --cert and --key to encrypt them.", listen)
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A hub that is started again must not wait until the kernel forgets the connections of the last one.
+        # A restarted hub must not wait until the kernel drops the connections of the previous hub.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)
@@ -106,28 +105,26 @@ def _bind_unix(path: Path) -> socket.socket:
     try:
         # A socket's file outlives its process. Remove it only if no process listens on it.
         if path.exists():
-            if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
+            if not stat.S_ISSOCK(path.lstat().st_mode) or _is_listening(path):
                 raise ConfigError(f"{path} is in use", hint="choose another path")
             path.unlink()
-        # Set the mode before bind. Changing it afterwards would leave the socket open for a moment.
+        # Set the mode before bind, because the socket would otherwise be open to other users for a moment.
         os.fchmod(bound.fileno(), 0o600)
         bound.bind(os.fspath(path))
         bound.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         bound.close()
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"cannot listen on unix://{path}: {error}") from error
-    except ConfigError:
-        bound.close()
-        raise
     return bound
 
 
-def _answers(path: Path) -> bool:
-    """Return whether a process listens on a Unix socket."""
+def _is_listening(path: Path) -> bool:
     try:
         connect_unix(os.fspath(path), _PROBE_S).close()
     except (TimeoutError, PermissionError):
-        # Either the queue is full, because the process is too busy to accept, or a process of another user listens.
+        # The queue is full because the process is too busy to accept, or a process of another user listens.
         return True
     except OSError:
         return False
@@ -144,8 +141,8 @@ def url_of(bound: socket.socket, auth: Auth) -> str:
 
 
 def _refusal(auth: Auth) -> bytes:
-    """Return the answer to a connection above the limit. Members then try again."""
-    # On a TLS connection these bytes would be a protocol error, so it is closed without an answer.
+    """Return the response to a connection above the limit. Members then retry."""
+    # On a TLS connection plain text would be a protocol error, so the connection is closed without a response.
     if auth.certificate is not None:
         return b""
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -153,20 +150,45 @@ def _refusal(auth: Auth) -> bytes:
 
 def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
     """Return a server for a listener. It is not started yet."""
-    # Import it here, because every member imports this file for its local hub and most never host it.
+    # Every member imports this module for its local hub and most members never host it, so import uvicorn here.
     try:
         import uvicorn
     except ImportError as error:
         raise MissingExtra("the hub needs uvicorn", hint=install_hint("hub")) from error
-    config = _uvicorn_config(make_app(), auth, listener)
+    from penstock.hub.connection import protocol_for
+
+    app = make_app()
+    config = uvicorn.Config(
+        app,
+        # uvloop accepts connections without the listener's limits.
+        loop="asyncio",
+        http=protocol_for(listener, auth, app.on_unauthorized),
+        # A local hub is a thread in a user's program, so do not configure logging.
+        log_config=None,
+        log_level="warning",
+        # Lines for heartbeats would fill the log. Important events are in the audit log.
+        access_log=False,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=auth.certificate,
+        ssl_keyfile=auth.private_key,
+        ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
+    )
+    # Load the certificates here and not in the server's thread, so that the caller gets the error.
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use the hub's certificate: {error}") from error
 
     class Server(uvicorn.Server):
-        """A uvicorn server with the listener's limits: a bounded rate of accepts, and deadlines of connections."""
-
         _acceptor: Acceptor
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # Pass no sockets, because uvicorn would accept on them without the listener's limits.
+            # uvicorn would accept on a socket without the listener's limits.
             await super().startup(sockets=[])
 
             def make_protocol() -> asyncio.Protocol:
@@ -191,49 +213,10 @@ def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListene
     return Server(config)
 
 
-def _uvicorn_config(app: HubApp, auth: Auth, listener: GuardedListener) -> uvicorn.Config:
-    """Return uvicorn's settings with the app, the protocol with the listener's limits, and TLS."""
-    import uvicorn
+def _hub_app(directory: Directory, auth: Auth) -> HubApp:
+    from penstock.hub.app import create_app  # imports Starlette
 
-    from penstock.hub.connection import protocol_for
-
-    config = uvicorn.Config(
-        app,
-        # Do not use uvloop, even if it is installed, because it accepts connections without the listener's limits.
-        loop="asyncio",
-        http=protocol_for(listener, auth, app.on_unauthorized),
-        # Leave the process's logging as it is, because a local hub is a thread in a user's program.
-        log_config=None,
-        log_level="warning",
-        # Lines for heartbeats would fill the log. Important events are in the audit log.
-        access_log=False,
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=2,
-        ssl_certfile=auth.certificate,
-        ssl_keyfile=auth.private_key,
-        ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
-        ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
-    )
-    # Load the certificates now and not in the server's thread, so that the caller gets the error.
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"cannot use the hub's certificate: {error}") from error
-    return config
-
-
-def _hub_app(directory: Directory, auth: Auth) -> Callable[[], HubApp]:
-    """Return a function that creates the hub's app. It imports Starlette, and the server reports an error from that."""
-
-    def create() -> HubApp:
-        from penstock.hub.app import create_app
-
-        return create_app(directory, auth)
-
-    return create
+    return create_app(directory, auth)
 
 
 def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
@@ -244,13 +227,13 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
     Args:
         hub: returns the fleet's state and executes the page's requests with this client's token.
         port: port on 127.0.0.1. 0 selects a free port.
-        ready: called once it listens, with the page's URL. The fragment is the token that the page sends.
+        ready: called once the socket listens, with the page's URL. The fragment is the token that the page sends.
 
     Raises:
         ConfigError: the port is in use.
         MissingExtra: a package is not installed.
     """
-    # Create a token, because every user of this host can connect to loopback and could see the fleet through the page.
+    # Every user of this host can connect to loopback, so the page requires a token.
     with tempfile.TemporaryDirectory() as directory:
         token = secrets.token_urlsafe(24)
         token_file = Path(directory) / "token"
@@ -266,7 +249,7 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then answer running requests and return. SIGHUP reads the token file again.
+    """Serve until SIGINT or SIGTERM, then finish running requests and return. SIGHUP reads the token file again.
 
     Call it from the main thread, because only that thread can set signal handlers.
 
@@ -279,11 +262,10 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         MissingExtra: a package is not installed.
     """
     auth = auth or Auth()
-    _run(_hub_app(directory, auth), listen, auth, ready=ready)
+    _run(lambda: _hub_app(directory, auth), listen, auth, ready=ready)
 
 
 def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
-    """Serve an app until a signal, as `run_hub` says."""
     bound = bind(listen, auth)
     limits = ConnectionLimits.for_descriptors(descriptors.raise_limit(), idle_s=_KEEP_ALIVE_S)
     url = url_of(bound, auth)
@@ -294,8 +276,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
     except BaseException:
         listener.close()
         raise
-    # Change the GC only here, because this process is only a hub. A hub in a thread leaves the process's settings
-    # alone.
+    # This process is only a hub, unlike the process of a hub in a thread, so change its garbage collection.
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLD)
 
@@ -342,36 +323,32 @@ class HubThread:
     ) -> None:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
-        # Use half of the descriptors, because the rest of this process also needs some.
+        # The rest of this process also needs descriptors, so use half of them.
         limits = limits or ConnectionLimits.for_descriptors(descriptors.limit() // 2, idle_s=_KEEP_ALIVE_S)
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
         try:
-            self._server = _server(_hub_app(directory, auth), auth, self._listener)
+            self._server = _server(lambda: _hub_app(directory, auth), auth, self._listener)
         except BaseException:
             self._listener.close()
             raise
         self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return once the hub answers.
-
-        Raises:
-            HubUnavailable: it did not start.
-        """
+        """Start the thread, and return once the hub accepts requests. Raise HubUnavailable if it does not start."""
         self._listener.listen()
         start_thread(self._thread)
         deadline = time.monotonic() + _START_S
-        # Poll, because uvicorn sets an attribute and no event for which another thread could wait.
+        # uvicorn only sets an attribute, so poll.
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise HubUnavailable("the hub's thread did not start", uri=self.url)
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Answer running requests, then stop. It takes at most some seconds. Idempotent."""
+        """Finish running requests, then stop within some seconds. Idempotent."""
         self._server.should_exit = True
-        # The hub's thread may call this from a finalizer, and cannot wait for itself.
+        # The hub's thread may call this method from a finalizer, and cannot wait for itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
         self._listener.close()

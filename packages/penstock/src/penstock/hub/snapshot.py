@@ -11,7 +11,6 @@ undrained/MEMBER          an operator has just undone its drain
 failure/MEMBER            the last failures of its process, for an hour
 gone/MEMBER               a member that left, for as long as a late request from it may arrive
 claim/KEY/CHUNKS          the table of claims for a key
-failed/MEMBER             the start of a process that failed and left
 hub/life, quiet, seed     a mark that a hub runs; a mark that it is new; the key with which it signs grants
 hub/recent                a mark that some members may not have reported to it yet
 """
@@ -57,7 +56,7 @@ from penstock.plan.relay import Relay
 from penstock.plan.relay_parents import DISTRUST, Node
 
 T = TypeVar("T")
-# A snapshot that takes at most this many seconds is made for every request. That is enough for some tens of members.
+# A snapshot that takes at most this many seconds is made for every request, which is enough for some tens of members.
 # Source: bench_hub.
 _CHEAP_READ_S = 0.0005
 
@@ -93,10 +92,9 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     drain: Drain | None = None
     """An operator's order that applies to the member."""
     boot: bytes = b""
-    """The state and phase of its start in its last heartbeat, see `encode_state`. Empty if there is none."""
+    """The state and phase of its start in its last heartbeat, see `encode_state`. Empty if it has loaded nothing."""
     nbytes: int = 0
-    """Its weight in its caller's share of the hub, see `limits`. 0 means that a hub of an earlier release wrote the
-    entry."""
+    """Its weight in its caller's share of the hub, see `limits`. 0 if a hub of an earlier release wrote the entry."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +114,7 @@ COMPLAINT_DECODER = msgspec.msgpack.Decoder(ComplaintEntry)
 
 
 class HubSnapshot:
-    """The state of one key when the snapshot was made.
+    """The state of one key at one moment.
 
     Args:
         held: entries of the members that have or fetch the key.
@@ -139,16 +137,16 @@ class HubSnapshot:
         """Number of members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
         """Members that joined after the snapshot was made."""
-        # Version of a table of claims that leaves no chunk for new claimants, and the claimants in it.
+        # Version of a table of claims that has no chunk for new claimants, and the claimants in it.
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
-        # Created on request, because most requests in a large fleet need one relay and one reader's chunks.
+        # Created on demand, because most requests in a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, tuple[str, str]]:
         """Return each receiver's parents in the first and in the last tree of the relays made so far."""
-        # If this snapshot has no relay yet, return the parents of the previous one.
+        # A snapshot without relays has the parents of the previous snapshot.
         relays = list(self._relays.values())
         parents = dict(self._parents) if not relays else {}
         for relay in relays:
@@ -173,17 +171,13 @@ class HubSnapshot:
     def callers(self) -> dict[str, frozenset[str]]:
         """Return for each member the callers whose complaints count for all readers. Each caller counts once.
 
-        Complaints about wrong bytes are not included, because they count only for their reader.
+        Complaints about wrong bytes are excluded, because they count only for their reader.
         """
         by_member: dict[str, set[str]] = {}
         for entry in self._complained:
             if entry.complaint.fault != "wrong bytes":
                 by_member.setdefault(entry.complaint.of, set()).add(entry.caller)
         return {member: frozenset(names) for member, names in by_member.items()}
-
-    def num_complaining(self, member: str) -> int:
-        """Return the number of callers that complain about a member."""
-        return len(self.callers.get(member, ()))
 
     def add(self, newcomer: HoldingEntry) -> None:
         """Add a member that joined after the snapshot was made, and give it a place in a ring.
@@ -192,7 +186,7 @@ class HubSnapshot:
         """
         name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
         self.relay(num_chunks).append(self._node(name, newcomer))
-        # Create a new dict, because other threads may be reading the present one.
+        # Other threads may be reading the current dict, so replace it.
         self.held = {**self.held, name: newcomer}
         self.newcomers.add(name)
         self.num_sharing += _shares_storage(newcomer)
@@ -203,17 +197,17 @@ class HubSnapshot:
 
     @cached_property
     def reading(self) -> frozenset[str]:
-        """Return the members that report that they read from storage."""
+        """Return the members that report reads from storage."""
         return frozenset(name for name, holder in self.held.items() if holder.holding.claims)
 
     def reader_silent_s(self, *, besides: str) -> float:
-        """Return the shortest time since one of the other storage readers received bytes, or -1 if there are none."""
+        """Return the shortest time since another storage reader received bytes, or -1."""
         silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
     def demoted(self, member: str) -> bool:
         """Return whether the member is the last choice for all readers, so that its chunks do not count."""
-        return self.num_complaining(member) >= DISTRUST
+        return len(self.callers.get(member, ())) >= DISTRUST
 
     @cached_property
     def drained(self) -> frozenset[str]:
@@ -226,7 +220,7 @@ class HubSnapshot:
         return [*complained, *(name for name in self.drained if name not in complained)]
 
     def note_all_claimed(self, version: bytes, claimants: Iterable[str]) -> None:
-        """Record that a version of a table of claims leaves no chunk for a member outside it."""
+        """Record that a version of a table of claims has no chunk for other members."""
         self._all_claimed = version, frozenset(claimants)
 
     def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
@@ -237,7 +231,7 @@ class HubSnapshot:
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return the upstreams for each tree in order. A reader that cannot follow trees gets one order."""
         relay = self.relay(num_chunks)
-        # The reader may need a lease at each of them, so each of two trees gets fewer.
+        # The reader may need a lease at each upstream, so two trees have fewer upstreams each.
         limit = 4 if len(relay.trees) == 1 else 3
         orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
@@ -248,7 +242,7 @@ class HubSnapshot:
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that divide the weights into this number of chunks."""
         if num_chunks not in self._relays:
-            # Members with a different division of the weights have different chunks under the same numbers.
+            # Members that divide the weights differently have different chunks under the same numbers.
             same = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
             self._relays[num_chunks] = Relay(self._node(name, holder) for name, holder in same)
         return self._relays[num_chunks]
@@ -260,7 +254,7 @@ class HubSnapshot:
         return max(sizes, key=lambda size: (sizes[size], size))
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
-        """Return the holders for a member that is not in this snapshot yet, nearby ones first."""
+        """Return the holders for a member that is not in this snapshot yet, nearby holders first."""
         # A member that does not know the layout yet gets members with the most common layout.
         num_chunks = holding.num_chunks or self._usual_num_chunks
         asks = Node(
@@ -275,28 +269,27 @@ class HubSnapshot:
 
     def had(self, reader: str, num_chunks: int) -> Bools:
         """Return the chunks of the members from which `reader` can read."""
-        # Cache by the members to avoid and not by reader, because nearly all readers avoid the same members or none.
+        # Nearly all readers avoid the same members, so cache by the members to avoid and not by reader.
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
             self._had[num_chunks, avoid] = self._had_without(avoid, num_chunks)
         return self._had[num_chunks, avoid]
 
     def _had_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
-        """Return the chunks of the members that are not in `avoid`."""
         named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
         holders = [holder for name, holder in named if name not in avoid]
-        # There is nothing to count then. Receivers with two trees report thousands of ranges of one chunk each.
+        # Skip the count if a member has all chunks. Receivers with two trees report thousands of ranges of one chunk
+        # each.
         if any(holder.num_have >= num_chunks for holder in holders):
             return np.ones(num_chunks, np.bool_)
         edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
         # The number of ranges that begin up to a chunk, minus the number that end, is the number of members that have
-        # it. This takes one pass over all ranges. A mask for each member would take members times chunks.
+        # it. The count takes one pass over all ranges, whereas a mask for each member takes members times chunks.
         begun = np.bincount(edges[::2], minlength=num_chunks + 1)
         ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
         return np.cumsum(begun - ended)[:num_chunks] > 0
 
     def _node(self, name: str, holder: HoldingEntry) -> Node:
-        """Return a member as a node of the relay."""
         holding = holder.holding
         parents = holding.parent, holding.second_parent
         parent, second = parents if holding.parent else self._parents.get(name, ("", ""))
@@ -308,14 +301,13 @@ class HubSnapshot:
             joined=holder.since,
             num_have=holder.num_have,
             num_chunks=holding.num_chunks,
-            # Bytes in a weight cache's lower tier arrive slowly, so it is the last choice, like a member that is about
-            # to leave.
+            # A weight cache's lower tier is slow, so it is the last choice, like a member that is about to leave.
             draining=holding.state == "draining" or bool(holding.tier) or holder.is_drained,
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
             num_links=holder.hello.num_links,
             complainers=self.complainers.get(name, frozenset()),
-            num_complaining=self.num_complaining(name),
+            num_complaining=len(self.callers.get(name, ())),
             link=holding.link,
             parent=parent,
             second_parent=second,
@@ -329,13 +321,13 @@ def _shares_storage(holder: HoldingEntry) -> bool:
 
 
 def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Merge several orders into one with each member once, sorted by the best position in any of them."""
+    """Merge several orders into one order of distinct members, sorted by the best position in any order."""
     names = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
     return tuple(dict.fromkeys(names))
 
 
-class SnapshotReader:
-    """Makes snapshots of one key and decodes each version of an entry once."""
+class SnapshotCache:
+    """The latest snapshot of one key, renewed only as often as its share of the time allows."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
@@ -343,24 +335,47 @@ class SnapshotReader:
         # For each member, the version of its entry and the decoded entry.
         self._held: dict[str, tuple[bytes, HoldingEntry]] = {}
         self._complaints: dict[str, tuple[bytes, ComplaintEntry]] = {}
+        self._lock = threading.Lock()
         self._view: HubSnapshot | None = None
+        # After this time the snapshot is too old for ordinary requests.
+        self._next = 0.0
+        # Seconds for making the last relays.
+        self._relays_s = 0.0
 
-    def read(self) -> HubSnapshot:
-        """Make a snapshot of the key from the store.
-
-        Raises:
-            HubUnavailable: the store did not answer.
-        """
+    def _read(self) -> HubSnapshot:
         holders = self._store.scan(f"hold/{self._key}/")
         complaints = self._store.scan(f"complaint/{self._key}/")
         self._held = _decoded(HOLDING_DECODER, holders, self._held)
         self._complaints = _decoded(COMPLAINT_DECODER, complaints, self._complaints)
-        self._view = HubSnapshot(
+        return HubSnapshot(
             {name: value for name, (_, value) in self._held.items()},
             {name: value for name, (_, value) in self._complaints.items()},
             before=self._view,
         )
-        return self._view
+
+    def at(
+        self, timer: Callable[[], float], share: float, *, again: bool, asks: HoldingEntry | None = None
+    ) -> HubSnapshot:
+        """Return a snapshot that includes the member `asks`. It may be cached, except with `again`."""
+        # One of many concurrent requests renews the snapshot and the others use it, so hold the lock.
+        with self._lock:
+            start = timer()
+            if self._view is None or again or start >= self._next:
+                self._view = self._read()
+                stop = timer()
+                read_s = stop - start
+                # Make the relays inside the measured time, because for a large fleet they take most of it. A claim that
+                # lost a race needs no relays. The next request for upstreams makes them in about the same time.
+                if not again:
+                    for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
+                        self._view.relay(num_chunks)
+                    stop = timer()
+                    self._relays_s = stop - start - read_s
+                cost_s = read_s + self._relays_s
+                self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
+            if asks is not None and asks.hello.member not in self._view.held:
+                self._view.add(asks)
+            return self._view
 
 
 def _decoded(
@@ -376,50 +391,9 @@ def _decoded(
     return decoded
 
 
-class SnapshotCache:
-    """Caches the snapshot of one key, and renews it only as often as its share of the time allows."""
-
-    def __init__(self, reading: SnapshotReader) -> None:
-        self._reading = reading
-        self._lock = threading.Lock()
-        self._view: HubSnapshot | None = None
-        # After this time the snapshot is too old for ordinary requests.
-        self._next = 0.0
-        # Seconds for making the last relays.
-        self._relays_s = 0.0
-
-    def at(
-        self, timer: Callable[[], float], share: float, *, again: bool, asks: HoldingEntry | None = None
-    ) -> HubSnapshot:
-        """Return a snapshot that includes the member that asks. `again` renews it.
-
-        Otherwise a valid cached one is used.
-        """
-        # Hold the lock, so that one of many requests renews the snapshot and the others use it.
-        with self._lock:
-            start = timer()
-            if self._view is None or again or start >= self._next:
-                self._view = self._reading.read()
-                stop = timer()
-                read_s = stop - start
-                # Make the relays now, inside the measured time, because for a large fleet they take most of it. A claim
-                # that lost a race needs no relays. The next request for upstreams makes them and takes about as long as
-                # the last ones did.
-                if not again:
-                    for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
-                        self._view.relay(num_chunks)
-                    stop = timer()
-                    self._relays_s = stop - start - read_s
-                cost_s = read_s + self._relays_s
-                self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
-            if asks is not None and asks.hello.member not in self._view.held:
-                self._view.add(asks)
-            return self._view
-
-
 def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
     """Record a holding's key, so that `keys_of` finds it for `ttl_s`."""
-    # Quote the model's name, because it may have slashes, which separate the parts of names in the store.
+    # The model's name may have slashes, which separate the parts of names in the store.
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
 
@@ -429,18 +403,13 @@ def keys_of(store: Store, model: str) -> tuple[str, ...]:
 
 
 def status(store: Store, model: str | None, now: float) -> Status:
-    """Return the members and their holdings. With a model, only members that have or fetch it.
-
-    Raises:
-        HubUnavailable: the store did not answer.
-    """
+    """Return the members and their holdings. With a model, return only members that have or fetch it."""
     holdings_of: dict[str, list[HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
         # The rest of a name is KEY/MEMBER or MEMBER, depending on the scan. The member is last in both.
         for name, entry in store.scan(f"hold/{below}").items():
             holdings_of.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
-        # Count the names only. Their values need not be decoded.
         complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
@@ -475,11 +444,8 @@ def status(store: Store, model: str | None, now: float) -> Status:
                 boot=_standing(known),
             )
         )
-    return Status(
-        members=tuple(members),
-        jobs=jobs_of(store, model, now),
-        failures=failures_of(store, model, now),
-    )
+    jobs, failures = jobs_of(store, model, now), failures_of(store, model, now)
+    return Status(members=tuple(members), jobs=jobs, failures=failures)
 
 
 def encode_state(boot: Boot | None) -> bytes:
@@ -510,25 +476,17 @@ class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
 _SYNCED = msgspec.msgpack.Decoder(SyncEntry)
 
 
-def record_sync_states(
-    store: Store,
-    hello: Hello,
-    since: float,
-    now: float,
-    ttl_s: float,
-    states: Iterable[SyncState],
-    certificate: str = "",
-) -> None:
-    """Store the sync states that a heartbeat reports."""
+def record_sync_states(store: Store, known: MemberEntry, states: Iterable[SyncState], now: float, ttl_s: float) -> None:
+    """Store the sync states that a member's heartbeat reports."""
     for state in states:
-        entry = msgspec.msgpack.encode(SyncEntry(hello, since, now, state, certificate))
-        store.write(f"sync/{sync_key(state.name)}/{hello.member}", entry, ttl_s=ttl_s)
+        entry = msgspec.msgpack.encode(SyncEntry(known.hello, known.since, now, state, known.certificate))
+        store.write(f"sync/{sync_key(state.name)}/{known.hello.member}", entry, ttl_s=ttl_s)
 
 
 def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
     """Return the entries of the live members of a sync, by member."""
     entries = {member: _SYNCED.decode(entry.value) for member, entry in store.scan(f"sync/{sync_key(name)}/").items()}
-    # Skip members that left. Their entries in the sync expire later than their membership.
+    # Skip members that left, because their entries in the sync expire later.
     return {
         member: entry
         for member, entry in entries.items()
@@ -537,11 +495,7 @@ def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
 
 
 def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
-    """Return the live members of a sync, the earliest first.
-
-    Raises:
-        HubUnavailable: the store did not answer.
-    """
+    """Return the live members of a sync, the earliest first."""
     key, asked = sync_key(request.name), frozenset(request.grants)
     live = sync_entries(store, request.name)
     wanted = [name for name in live if name in asked]
@@ -570,7 +524,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
 
 
 DECISION_TTL_S = 3600.0
-"""Seconds for which a decision is kept. A subscriber that was away for longer finds and takes a later version."""
+"""Seconds for which a decision is kept. A subscriber that was away for longer receives a later version."""
 _DECISION = msgspec.msgpack.Decoder(FleetDecision)
 
 
@@ -609,14 +563,14 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
     """Return the decision on a version without a record in this hub.
 
     Args:
-        proposal: the caller's proposal. An empty outcome only asks.
+        proposal: the caller's proposal. An empty outcome only requests the decision.
         states: states of all members of the sync, as they reported them.
         is_recent: whether the hub may have lost a record and members that know it may not have reported yet.
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
     ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
-    # Prefer what the members know, because the hub with the record may be gone. A subscriber's refusal is no decision
-    # by the fleet, which may have committed without it. It counts last, and only after all members have reported.
+    # The hub with the record may be gone, so prefer the members' decisions. A subscriber's refusal does not decide for
+    # the fleet, which may have committed without it. It counts last, and only after all members have reported.
     for outcome in ("committed", "withdrawn"):
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
@@ -624,14 +578,13 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
                 return DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
         return DecideReply(is_past=True)
-    # The record may be lost, and a subscriber that acts on it may not have reported yet. Nobody acts without a commit,
-    # so rank 0, which alone commits, may withdraw at any time.
+    # The record may be lost, and a subscriber that acts on it may not have reported yet. No member acts without a
+    # commit, so rank 0, which alone commits, may withdraw at any time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 
 
 def _sync_states(store: Store) -> dict[str, list[SyncState]]:
-    """Return each member's syncs, by name."""
     by_member: dict[str, list[SyncState]] = {}
     for name, entry in store.scan("sync/").items():
         by_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)

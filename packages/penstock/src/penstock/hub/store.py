@@ -1,9 +1,9 @@
 """The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
-Every write gives an entry a new version. `MemoryStore` is the reference, for a hub of one process. `RedisStore` is in
-Redis or Valkey, for several hubs that act as one. Each of its methods is one script, which Redis runs atomically. A
-stored value is its version (16 random bytes) and then the value. A sorted set has all names, and another has their
-expiry times. All names share one hash slot, so that scripts also work on a cluster.
+Every write gives an entry a new version. `MemoryStore` is the reference, for a hub of one process. `RedisStore` is for
+several hubs that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its
+version (16 random bytes) and then the value. One sorted set has all names and another has their expiry times. All names
+share one hash slot, so that scripts also work on a cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.config import without_password
 from penstock.entry_points import install_hint
@@ -25,8 +25,8 @@ ANY: Final = b"*"
 """With `expected=ANY` a write always succeeds."""
 ABSENT: Final = b""
 """With `expected=ABSENT` a write succeeds only if there is no entry."""
-# Maximum number of expired entries that a write removes. Each write adds one expiry, so any number above one keeps up.
-# Eight removes the rest of a burst and keeps a single write fast (about 1 us each).
+# Maximum number of expired entries that a write removes. Each write adds one expiry, so any number above one is
+# sufficient. Eight removes a burst and keeps a single write fast (about 1 us for each entry).
 _REMOVED_A_WRITE = 8
 
 
@@ -39,17 +39,16 @@ class StoreEntry:
 
 
 class Store(Protocol):
-    """A store with atomic methods for any thread. `penstock.testing.store_suite` tests implementations."""
+    """A thread-safe store with atomic methods, tested by `penstock.testing.store_suite`.
+
+    Its errors are HubUnavailable.
+    """
 
     def read(self, name: str) -> StoreEntry | None:
-        """Return the entry under `name`, or None if there is none or it expired.
-
-        Raises:
-            HubUnavailable: the store did not answer.
-        """
+        """Return the entry under `name`, or None if it is absent or expired."""
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
-        """Set `name`, or delete it with None, if its version is `expected`. Return whether that was so.
+        """Set `name`, or delete it with None, if its version is `expected`. Return whether the version matched.
 
         Args:
             name: parts joined by `/`.
@@ -57,22 +56,14 @@ class Store(Protocol):
             expected: the version from an earlier `read`, or `ANY`, or `ABSENT`.
 
         Raises:
-            HubUnavailable: the store did not answer. Whether the value was written is unknown.
+            HubUnavailable: the store did not respond. Whether the value was written is unknown.
         """
 
     def scan(self, prefix: str) -> dict[str, StoreEntry]:
-        """Return every entry whose name starts with `prefix`, by the rest of its name.
-
-        Raises:
-            HubUnavailable: the store did not answer.
-        """
+        """Return every entry whose name starts with `prefix`, by the rest of its name."""
 
     def now(self) -> float:
-        """Return the seconds on a clock that all users of the store share. It never goes back for this object.
-
-        Raises:
-            HubUnavailable: the store did not answer.
-        """
+        """Return the seconds on a clock that all users of the store share. It never goes back for this object."""
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -81,12 +72,12 @@ class Store(Protocol):
 class LivedClock:
     """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
 
-    A hub that was stopped or did not get the processor received no messages meanwhile. By a wall clock all its members
-    would have been silent for too long, and their chunks would be read from storage again.
+    A hub that was stopped received no messages meanwhile. By a wall clock all its members would have been silent for
+    too long, and their chunks would be read from storage again.
 
     Args:
-        most_s: must be above the time between two calls in a running hub. Each request and each of its beats calls the
-            clock.
+        most_s: exceeds the time between two calls in a running hub, where each request and each heartbeat interval
+            calls the clock.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -104,10 +95,7 @@ class LivedClock:
             return self._lived_s
 
 
-@dataclass(slots=True)
-class _Stored:
-    """An entry and the time at which it expires. None means never."""
-
+class _Stored(NamedTuple):
     entry: StoreEntry
     expires: float | None
 
@@ -117,8 +105,8 @@ class MemoryStore:
     """The reference store for one process.
 
     Names are grouped by their folder (everything before the last `/`), so that the cost of a scan depends only on its
-    result. Every write removes a few expired entries. Otherwise names that are never read or scanned again would stay
-    forever.
+    result. Every write removes a few expired entries, because otherwise names that are never read or scanned again
+    would stay forever.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -151,8 +139,8 @@ class MemoryStore:
             expires = None if ttl_s is None else self.clock() + ttl_s
             if expires is not None:
                 self._schedule(expires, name)
-            # Use a serial number and not a digest of the value. A value that returns to an earlier one still needs a
-            # new version.
+            # A value that returns to an earlier value still needs a new version, so use a serial number and not a
+            # digest.
             entry = StoreEntry(bytes(value), self._serial.to_bytes(8, "big"))
             self._folders.setdefault(folder, {})[last] = _Stored(entry, expires)
             return True
@@ -162,7 +150,7 @@ class MemoryStore:
         entries: dict[str, StoreEntry] = {}
         with self._lock:
             now = self.clock()
-            # A prefix with a slash at the end matches that folder and all folders below it.
+            # A prefix that ends with a slash matches its folder and all folders below it.
             for folder in [name for name in self._folders if name.startswith(prefix) or prefix.startswith(name)]:
                 names = self._folders[folder]
                 stale = [last for last, stored in names.items() if stored.expires is not None and stored.expires <= now]
@@ -179,7 +167,7 @@ class MemoryStore:
         return entries
 
     def now(self) -> float:
-        """See `Store`. It is this process's clock, because only this process uses the store."""
+        """See `Store`. Only this process uses the store and its clock."""
         return self.clock()
 
     def close(self) -> None:
@@ -199,9 +187,8 @@ class MemoryStore:
                 self._schedule(stored.expires, name)
 
     def _schedule(self, expires: float, name: str) -> None:
-        """Schedule a check of a name's expiry, unless there is one already. The caller holds the lock."""
-        # A renewed name is not moved in the heap, because that requires a search. The check finds it alive and
-        # schedules it again.
+        """Schedule a check of a name's expiry unless a check is scheduled. The caller holds the lock."""
+        # Moving a renewed name in the heap would require a search. The check schedules the renewed name again.
         if name not in self._scheduled:
             self._scheduled.add(name)
             heapq.heappush(self._expiries, (expires, name))
@@ -215,7 +202,6 @@ class MemoryStore:
         return stored
 
     def _drop(self, folder: str, last: str) -> None:
-        """Remove an entry, and its folder if that is empty. The caller holds the lock."""
         names = self._folders.get(folder, {})
         names.pop(last, None)
         if not names:
@@ -223,22 +209,21 @@ class MemoryStore:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a name into its folder, up to the last slash, and the rest."""
     cut = name.rfind("/") + 1
     return name[:cut], name[cut:]
 
 
 ANSWER_S = 2.0
-"""Deadline for an answer. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
+"""Deadline for a response. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
 # Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms meanwhile.
 _COMPARE_S = 5.0
 # The scripts below use this length too.
 _VERSION_BYTES = 16
-# This exceeds the 40 threads in Starlette's pool, each of which waits for one answer at a time.
+# This exceeds the 40 threads in Starlette's pool, each of which waits for one response at a time.
 _MAX_CONNECTIONS = 64
 
-# Redis drops expired values but not their names from the two sorted sets, so each write drops a few. A name whose value
-# still exists is checked again a second later.
+# Redis drops expired values but not their names in the two sorted sets, so each write drops a few names. A name whose
+# value still exists is checked again a second later.
 _WRITE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -270,8 +255,8 @@ end
 redis.call('ZADD', KEYS[2], 0, ARGV[4])
 return 1
 """
-# Use the sorted set of names, so that the cost of a scan depends only on its result. Redis' own SCAN walks all keys of
-# the server.
+# The sorted set of names makes the cost of a scan depend only on its result. Redis' own SCAN walks all keys of the
+# server.
 _SCAN = """
 local found = {}
 for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255')) do
@@ -320,14 +305,13 @@ class RedisStore:
             raise ConfigError(f"{without_password(url)!r} is not a valid address for Redis: {error}") from error
         self._where = without_password(url)
         self._closed = False
-        # One thread reads Redis' time while the others wait. Without this lock all of them would read it at every
-        # `_COMPARE_S`.
+        # One thread reads Redis' time while the others wait. Otherwise all of them would read it every `_COMPARE_S`.
         self._comparing = threading.Lock()
         self._compared = float("-inf")
         # Seconds by which Redis' time is ahead of this process's monotonic clock.
         self._offset = 0.0
         self._latest = 0.0
-        # A cluster hashes only the part between the braces, so all names are in one slot.
+        # A cluster hashes only the text between the braces, so all names are in one slot.
         self._prefix = f"{{{prefix}}}:"
         self._names = f"{self._prefix}names"
         self._expiries = f"{self._prefix}expiries"
@@ -341,9 +325,9 @@ class RedisStore:
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
         """See `Store`."""
-        # Use a random version, because a counter would be lost with the store's memory and start again.
+        # A counter would restart when the store loses its memory, so the version is random.
         raw = b"" if value is None else os.urandom(_VERSION_BYTES) + value
-        # Use at least 1 ms, because Redis refuses an expiry of zero.
+        # Redis refuses an expiry of zero.
         ttl_ms = b"" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000))).encode()
         gone = b"1" if value is None else b"0"
         keys = [self._prefix + name, self._names, self._expiries]
@@ -357,7 +341,7 @@ class RedisStore:
         return dict(zip(names, map(_entry, rows[1::2]), strict=True))
 
     def now(self) -> float:
-        """Return Redis' wall-clock time at its last answer, continued by this process's monotonic clock."""
+        """Return the wall-clock time of Redis' last response, continued by this process's monotonic clock."""
         with self._comparing:
             if time.monotonic() - self._compared >= _COMPARE_S:
                 seconds, microseconds = self._call(self._client.time)
@@ -374,7 +358,7 @@ class RedisStore:
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Call Redis and map its errors to Penstock's."""
-        # Do not retry here, because clients repeat every request and some requests have a deadline.
+        # Clients retry every request and some requests have a deadline, so do not retry here.
         try:
             return call(*args, **kwargs)
         except self._redis.AuthenticationError as error:
@@ -385,10 +369,9 @@ class RedisStore:
             raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
         finally:
             if self._closed:
-                # A call that was running when the store was closed may have opened a connection since.
+                # A call that was running when the store was closed may have opened a new connection.
                 self._client.close()
 
 
 def _entry(raw: bytes) -> StoreEntry:
-    """Parse a stored value into an entry."""
     return StoreEntry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])
