@@ -40,12 +40,7 @@ def parse_peer_url(url: str) -> PeerAddress | None:
 
 
 def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix socket that passed `private_socket_fault`.
-
-    Raises:
-        PermissionError: a process of another user listens on the socket. Nothing was sent.
-        OSError: no process listens on the socket.
-    """
+    """Connect to a Unix socket. Raise PermissionError if a process of another user listens, or another OSError."""
     # The socket may have been replaced since it was chosen, so check again.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)

@@ -35,11 +35,7 @@ def stranger(address: str) -> str:
 
 
 class LimitedHandler(logging.Handler):
-    """A handler that passes records to another handler, at a limited rate for each caller.
-
-    Args:
-        inner: receives the records. It is closed together with this handler.
-    """
+    """A handler that passes records to an inner handler, which it owns, at a limited rate for each caller."""
 
     def __init__(self, inner: logging.Handler) -> None:
         super().__init__()
@@ -93,10 +89,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
 
 
 def audit_handler(path: Path | None) -> LimitedHandler:
-    """Return a handler that appends to a file, or to stderr with None.
-
-    Raise ConfigError if the file is not writable.
-    """
+    """Return a handler that appends to a file (None: stderr). Raise ConfigError if the file is not writable."""
     if path is None:
         return LimitedHandler(logging.StreamHandler())
     try:

@@ -1,9 +1,8 @@
 """Authentication of callers at the hub and at members: tokens, certificates, and the models and rates of each caller.
 
-Members connect to each other with mutual TLS, where the fleet's authority must have signed both certificates. Addresses
-are not compared, because members move between addresses that no certificate names. If the hub requires certificates, a
-member's server must show the certificate with which the member registered. Otherwise the authority must sign only
-members of this fleet. Grants (`grants`) are required in addition.
+Members connect to each other with mutual TLS. Addresses are not compared, because members move between addresses that
+no certificate names. If the hub requires certificates, a member's server must show the certificate of its registration.
+Otherwise the authority must sign only members of this fleet. Grants (`grants`) are required in addition.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def member_of(life: str) -> str:
-    """Return the member id of a process: the digest of its secret.
-
-    Only this process can prove the id. Any hub can check the id without storing a secret.
-    """
+    """Return the member id of a process: the digest of its secret, which no hub has to store."""
     # The prefix separates this digest from other digests of the same secret.
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
@@ -55,11 +51,9 @@ class Caller:
 
     Attributes:
         models: patterns of the model names that it may access. None means all.
-        name: its authentication method, without the secret: `token:` and the beginning of a digest, `certificate:` and
-            the names in the certificate, or `anybody` if the hub requires neither.
+        name: `token:` or `certificate:` with an identifier that is not secret, or `anybody` without authentication.
         certificate: the names in its certificate. Empty if the hub requires no certificates.
-        is_operator: whether it may drain members. Its token needs the word `@operator`. If the hub requires no
-            authentication, only processes of its own user reach it and all of them may drain.
+        is_operator: whether it may drain members. Without authentication only the hub's user has access, and may drain.
     """
 
     models: tuple[str, ...] | None = None
@@ -82,7 +76,6 @@ class Auth:
     """The authentication settings of a hub. The default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
-        token_file: the accepted bearer tokens. None means that no token is required.
         certificate: PEM file with the hub's certificate. With it the hub uses TLS.
         private_key: PEM file with the key of this certificate.
         client_ca: PEM file with the authority that must have signed the callers' certificates.
@@ -136,7 +129,7 @@ class Auth:
         """Return the caller of an `Authorization` header, or None if it is unknown. Each token takes the same time.
 
         Args:
-            certificate: the names in the caller's checked certificate, if `client_ca` requires one.
+            certificate: the names in the caller's verified certificate, if `client_ca` requires one.
         """
         if self.token_file is None:
             if certificate:
@@ -156,11 +149,6 @@ class TokenFile:
     """A file of tokens, read again when it changes, so that tokens can be added and revoked while the hub runs.
 
     If the file becomes unreadable or invalid, the previous tokens stay valid and an error is logged.
-
-    Args:
-        path: Path of the file. See `Auth.of` for the format.
-        tokens: The tokens that were read.
-        seen: Stamp of the file before the tokens were read.
     """
 
     def __init__(self, path: Path, tokens: tuple[tuple[bytes, Caller], ...], seen: tuple[int, ...]) -> None:
@@ -215,10 +203,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def first_token(path: str | Path | None) -> str | None:
-    """Return the first token of a file, for a client to send, or None without a file.
-
-    Raise ConfigError as `Auth.of`.
-    """
+    """Return the first token of a file, or None without a file. Raise ConfigError as `Auth.of`."""
     return None if path is None else read_tokens(Path(path))[0][0].decode()
 
 
@@ -303,11 +288,7 @@ class MemberTls:
 
     @classmethod
     def read(cls, settings: Settings | None = None) -> MemberTls | None:
-        """Read the files that the environment names. Return None if the certificate or the authority is not set.
-
-        Raises:
-            ConfigError: a file cannot be used.
-        """
+        """Read the files in the environment. Return None without a certificate or an authority. Raise ConfigError."""
         settings = settings or Settings.read()
         if settings.ca_file is None or settings.cert_file is None:
             return None
@@ -316,11 +297,7 @@ class MemberTls:
 
 
 def certificate_names(certificate: Mapping[str, Any]) -> str:
-    """Return the names in a verified certificate in one line. Empty if no certificate was shown.
-
-    Args:
-        certificate: the result of `ssl.SSLSocket.getpeercert`.
-    """
+    """Return the names in a certificate from `getpeercert` in one line. Empty if no certificate was shown."""
     if not certificate:
         return ""
     # Names are only tested for equality, because the fleet decides which name identifies a member.

@@ -105,8 +105,8 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """Return the table after a member reported the chunks that it has and still reads.
 
-    Its other assigned chunks become free. It also becomes the owner of the chunks that it reads and that have no owner,
-    as after a restart of the hub. If two members read the same chunk, the first report wins.
+    Its other assigned chunks become free. It becomes the owner of the chunks that it reads and that have no owner, as
+    after a restart of the hub.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
@@ -127,12 +127,7 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
 def update_table(
     claims: Claims, request: ClaimRequest, *, gone: Collection[str], reported: Mapping[str, HoldingState], now: float
 ) -> Claims:
-    """Return the table without dead members, with the reports of the caller and of other readers.
-
-    Args:
-        gone: members that have left or died.
-        reported: states of storage readers that are missing in the table, which the hub may have lost.
-    """
+    """Return the table without `gone` members, with the reports of the caller and of other readers."""
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
     for member, holding in reported.items():
@@ -142,12 +137,7 @@ def update_table(
 
 
 def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
-    """Record the members that made progress since the last check.
-
-    Args:
-        progress: number of chunks that each member has.
-        silent_s: `HoldingState.silent_s` of the members that read from storage.
-    """
+    """Record the members with more chunks in `progress`, or with new bytes by `silent_s`, since the last check."""
     num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
     since = []
     for member, after, before, then in zip(claims.members, num_have, claims.num_have, claims.since, strict=True):

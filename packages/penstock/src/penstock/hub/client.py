@@ -70,10 +70,9 @@ ATTEMPT_S = 5.0
 """Deadline for one attempt. A hub on two cores responds to 1,000 members in milliseconds. Source:
 benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
-"""Seconds for which `connect` waits for the process that starts this host's hub and first imports Starlette."""
+"""Seconds for which `connect` waits for the process that starts this host's hub."""
 REST = 4.0
-"""A polling loop pauses for this multiple of the last response time, so a slow hub gets fewer requests. Clients once
-considered a hub dead that shared two cores with 64 copying processes."""
+"""A polling loop pauses for this multiple of the last response time, so a slow hub gets fewer requests."""
 MAX_REST_S = 5.0
 _TLS_PROBE_S = 1.0
 """Deadline for a handshake with a server that does not respond to plain HTTP."""
@@ -123,11 +122,7 @@ class HubEndpoint:
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return the settings for a verb. The environment replaces None in its argument.
-
-    Raises:
-        ConfigError: the argument or `PENSTOCK_HUB` is wrong, or the token file cannot be read or is empty.
-    """
+    """Return the settings for a verb, with the environment in place of None. Raise ConfigError if a value is wrong."""
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
         settings = replace(settings, hub=settings.hub or environment.hub)
@@ -150,18 +145,15 @@ class HubClient(Closeable):
     """A thread-safe client of the hub. Every request is safe to repeat, and is retried until its deadline.
 
     Args:
-        endpoint: the hub's address.
         token: sent to the hub, and never to another member.
         ca_file: PEM bundle that is trusted in addition to the system's roots.
-        certificate: PEM files with this client's certificate and its key, for a hub that requires a certificate. If the
-            key is None, the first file contains it.
+        certificate: PEM files with this client's certificate and its key, or one file with both.
         timeout_s: deadline of a request.
         life: the secret of the member for which this client speaks. None creates a secret.
 
     Attributes:
         member: the only member id that the hub accepts from this client.
-        is_local: whether the hub is this host's own. If its process exits, another process hosts it.
-        has_token: whether the client sends a token.
+        is_local: whether the hub is this host's own.
     """
 
     def __init__(
@@ -229,7 +221,6 @@ class HubClient(Closeable):
         else:
             require_hub_address(hub)
             endpoint = HubEndpoint(hub.rstrip("/"))
-        # Certificates belong to a host and not to a call, so they come from the environment.
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file
@@ -244,12 +235,7 @@ class HubClient(Closeable):
     def hello(self, hello: Hello, *, timeout_s: float | None = None) -> Welcome:
         """Join the fleet.
 
-        Args:
-            timeout_s: deadline of this request. None means the client's deadline.
-
-        Raises:
-            PermissionDenied: the token is not accepted, or the id belongs to another process.
-            ConfigError: the hub speaks another major version of the protocol.
+        Raise PermissionDenied for a wrong token or id, or ConfigError for another protocol version.
         """
         return self._request("POST", "/v1/hello", hello, Welcome, timeout_s=timeout_s)
 
@@ -325,7 +311,7 @@ class HubClient(Closeable):
 
         Raises:
             HubUnavailable: the deadline passed. Its cause is the last failure.
-            PenstockError: the hub refused the request. The status of its answer decides the class.
+            PenstockError: the hub refused the request. The status of its response decides the class.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
@@ -335,7 +321,7 @@ class HubClient(Closeable):
         is_first = True
         last: Exception
         while True:
-            # Make at least one real attempt, even if the deadline has nearly passed. A running hub responds in 1 ms.
+            # Make at least one real attempt. A running hub responds in 1 ms.
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
             url = self._endpoint.reach(left_s)
@@ -365,8 +351,7 @@ class HubClient(Closeable):
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):
                     self._took_s = time.monotonic() - begun
-                # The pool has closed the broken connection. Keep the pool open, because other threads may wait for
-                # responses.
+                # Other threads may wait for responses, so keep the pool open.
                 self._endpoint.failed(url, silent=had_time and isinstance(error, NoAnswer))
             else:
                 self._endpoint.reached()

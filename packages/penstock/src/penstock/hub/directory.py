@@ -1,7 +1,7 @@
 """The hub's logic: live members, their chunks, claims on storage, and upstreams.
 
 All state is in a `Store` and is soft, because every heartbeat reports it again. Several directories on one store act as
-one hub. Weight bytes never pass through the hub.
+one hub.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -70,25 +70,23 @@ from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 from penstock.waits import jitter
 
-# Seconds added to a heartbeat interval. Members that could not reach the hub retry within half of this.
+# Seconds added to a heartbeat interval for members that could not reach the hub and retry.
 _ANNOUNCE_S = 1.0
-# A late request must not bring back a member that left. A client gives up a request after 10 s (`client.TIMEOUT_S`),
-# and the hub takes at most 20 s for a body (`app.BODY_S`). No other process can use the id, because the id is the
-# digest of one process's secret.
+# A late request must not bring back a member that left. A client gives up after 10 s (`client.TIMEOUT_S`), and a body
+# arrives within 20 s (`app.BODY_S`).
 _GONE_TTL_S = 60.0
-# In a fleet of at least this size newcomers poll after 0.5 s. By then a snapshot with 1,000 members is renewed.
+# In a fleet of at least this size newcomers poll after 0.5 s, when a snapshot with 1,000 members is renewed.
 _NEWCOMERS = 50
-# Above this number, newcomers with a place in the relay poll after 2 s. Their second requests within the first second
-# of a fleet of 1,000 members were a third of all requests.
+# Above this number, newcomers with a place in the relay poll after 2 s, which saves a third of the requests of a
+# starting fleet.
 _PLACED_NEWCOMERS = 200
 # Maximum number of compare-and-set attempts.
 _ATTEMPTS = 64
-# Maximum number of attempts for a claim in a request for upstreams, whose response must not wait. The member claims
-# again.
+# Maximum number of attempts for a claim in a request for upstreams, whose response must not wait.
 _FEW_ATTEMPTS = 4
-# Number of locks for the tables of claims. Claims on different keys rarely share a lock.
+# Number of locks for the tables of claims, so that claims on different keys rarely wait for each other.
 _NUM_CLAIMING = 64
-# Number of keys with a cached snapshot, so that unchanged entries are not decoded again.
+# Number of keys with a cached snapshot.
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
@@ -99,17 +97,14 @@ class Directory:
     """The hub's logic on one store. Thread-safe.
 
     Args:
-        store: holds the state.
         fresh: whether there were no members before, so that chunks can be claimed immediately. Otherwise members first
             have one heartbeat interval to report their chunks.
         beat_s: interval between heartbeats.
         ttl_s: a member that is silent for this long is removed.
-        clock: seconds, equal for all directories on the store. None means the store's clock. Wall clocks are
-            unsuitable, because they jump and differ between hosts.
+        clock: seconds, equal for all directories on the store. None means the store's clock.
         timer: monotonic seconds in this process.
         seed: 32 bytes from which grants are signed. None means a seed in the store.
         look_share: maximum share of the time for making snapshots of one key.
-        capacity: limits on the number and size of entries.
     """
 
     def __init__(
@@ -129,11 +124,11 @@ class Directory:
         self.capacity = capacity or Capacity()
         self.beat_s = beat_s
         self.ttl_s = ttl_s
-        # Number of events since this directory was created: grants, claimed_chunks, complaints, hellos, leaves.
+        # Number of events: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
-        # Times on `timer` at which this directory last renewed the hub's mark and last recorded each key.
+        # Times on `timer` of the last renewal of the hub's mark and of the last record of each key.
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
         self._clock = clock or store.now
@@ -147,12 +142,10 @@ class Directory:
         self._signer = None if seed is None else GrantSigner(seed)
 
     def begin(self) -> None:
-        """Renew the hub's life mark in the store, once a heartbeat interval.
+        """Renew the hub's life mark.
 
-        Without a mark the hub is new or its store lost its memory. Then no chunk can be claimed until members have had
-        the time to report their chunks.
+        Without a mark the hub is new, and assigns no chunks until members could report.
         """
-        # A hub that misses one or two intervals is still the same hub.
         ttl_s = 3 * self.beat_s
         self._limits.look()
         self._marked = self._timer()
@@ -176,11 +169,9 @@ class Directory:
             PlanError: an address of the member's server is not valid.
             SourceBusy: the caller has registered as many members as it may.
         """
-        for url in hello.doors:
-            if parse_peer_url(url) is None:
-                raise PlanError(
-                    f"{url!r} is not a valid address for a member", hint="use unix:///path or http(s)://host:port"
-                )
+        if invalid := [url for url in hello.doors if parse_peer_url(url) is None]:
+            hint = "use unix:///path or http(s)://host:port"
+            raise PlanError(f"{invalid[0]!r} is not a valid address for a member", hint=hint)
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
@@ -200,10 +191,7 @@ class Directory:
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
-        """Raise PermissionDenied unless the caller shows the certificate of the member's registration.
-
-        Ignore an unknown member.
-        """
+        """Raise PermissionDenied if a member registered with a different certificate."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             return
@@ -221,7 +209,7 @@ class Directory:
             PlanError: a holding contradicts itself.
             SourceBusy: the caller's members report more than the caller's share.
         """
-        # A refused heartbeat must change nothing, so check all states before storing them.
+        # A refused heartbeat must change nothing.
         for holding in beat.holdings:
             check_state(holding)
         self._mark_life()
@@ -229,25 +217,25 @@ class Directory:
         boot = encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Restore the order only while this hub is new. Later the heartbeat may contain an order that was undone since
-        # the last response.
+        # Only a new hub lacks the order. Later the order may have been undone since the last response.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
             audit.info("event=drain_restored member=%s caller=%r", member, beat.drain.by)
         keys = tuple(holding.key for holding in beat.holdings)
-        still_requested = tuple(
-            key for key in known.keys if key not in keys and self._still_requested(key, member, now)
-        )
+        absent = (key for key in known.keys if key not in keys)
+        still_requested = tuple(key for key in absent if self._still_requested(key, member, now))
         for holding in beat.holdings:
             self._hold(known, holding)
         record_sync_states(self.store, known, beat.syncs, now, self.ttl_s)
-        # A concurrent request from the member may have changed the entry. Merge with the changed entry once. If that
-        # fails too, the entry has just been renewed, and the next heartbeat reports the keys.
+        # A concurrent request may have changed the entry, so merge with it once. If that fails too, the next heartbeat
+        # reports the keys.
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
         if not self._renew(member, entry, after):
-            entry, latest = self._seen(member, now, keys)
-            self._renew(member, entry, msgspec.structs.replace(latest, boot=boot, nbytes=nbytes))
+            entry, latest = self._known(member)
+            merged = tuple(dict.fromkeys([*keys, *latest.keys]))
+            after = msgspec.structs.replace(latest, seen=now, keys=merged, boot=boot, nbytes=nbytes)
+            self._renew(member, entry, after)
         record_failed_calls(self.store, known.hello, beat.failures, now, caller, self.capacity.failing_members)
         return BeatReply(drain=known.drain)
 
@@ -294,19 +282,17 @@ class Directory:
         # Record an unknown member too, because its hello may still arrive.
         if entry is not None or self._limits.unknown_leaves.allow(caller.name):
             self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
-        if entry is None:
-            return
-        self.counts["leaves"] += 1
-        known = MEMBER_DECODER.decode(entry.value)
-        remove_member(self.store, member, known)
-        self._limits.forget(member)
+        if entry is not None:
+            self.counts["leaves"] += 1
+            remove_member(self.store, member, MEMBER_DECODER.decode(entry.value))
+            self._limits.forget(member)
 
     def upstreams(self, request: UpstreamsRequest, caller: Caller = ANYBODY) -> UpstreamsReply:
         """Return the upstreams from which to read chunks, parents first, with a grant for each.
 
-        A request without chunks comes from a member that does not know the layout yet. It gets members from which it
-        can request the layout, and is not registered as a holder. A request that also claims gets chunks to read from
-        storage, unless too many members claim at that moment. Raise the errors of `beat`.
+        Raise the errors of `beat`.
+
+        A request without chunks comes from a member that requests the layout, and does not make it a holder.
         """
         holding = request.holding
         # The caller's right was checked by the identity's model, so the key must belong to the identity.
@@ -354,10 +340,8 @@ class Directory:
         if request.claim and holding.num_chunks:
             self._mark_life(check_store=True)
             claim = self._assign(ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS)
-        # A large fleet polls less often, so that the load on the hub stays constant. Members that start together poll
-        # soon, because each knows only the members before it, and the chunks that others read from storage are
-        # available only from those members. A member without a place polls soon in any fleet, because the next snapshot
-        # gives it a place. A member that got a place reads meanwhile. If there is nothing to read, it polls after a
+        # A large fleet polls less often, so that the load on the hub stays constant. Newcomers poll soon, because their
+        # first snapshot has few members or no place for them. If there is nothing to read, a member polls after a
         # quarter of the pause (`fetcher.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held)
@@ -376,9 +360,7 @@ class Directory:
         """Assign chunks that only this member reads from storage, and free the chunks that it no longer reads.
 
         Raises:
-            UnknownMember: see `beat`.
-            PlanError: see `beat`.
-            HubUnavailable: too many members claimed at the same moment.
+            HubUnavailable: too many members claimed at the same moment. See `beat` for other errors.
         """
         check_state(request.holding)
         self._mark_life(check_store=True)
@@ -393,16 +375,15 @@ class Directory:
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
-        # Another directory on the store may change the table, so use compare-and-set. The threads of this directory
-        # hold a lock, because 40 threads that raced for one table on Redis took seconds for a claim.
+        # Another directory may change the table, so use compare-and-set. The lock is for this directory's threads,
+        # because 40 threads that raced for one table on Redis took seconds for a claim.
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
                 view = self._view(holding.key, again=attempt > 0)
                 version = ABSENT if entry is None else entry.version
                 give_more = request.ask and not quiet
-                # In a starting fleet most requests find every chunk claimed. Respond to these requests without changing
-                # the table.
+                # In a starting fleet most requests find every chunk claimed, so do not change the table for them.
                 only_asks = give_more and not (holding.have or holding.claims or view.out_of_reach(request.member))
                 if only_asks and view.is_all_claimed(version, besides=request.member):
                     return self._claim_reply(request, view, (), quiet=quiet)
@@ -415,16 +396,15 @@ class Directory:
                     self._limits.table(name, caller.name, len(table))
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
-                # Wait for a random time, because the loser of a race would otherwise meet the same winner again.
+                # The loser of a race would meet the same winner again without a random pause.
                 time.sleep(jitter(0, 0.002))
         return None
 
     def complain(self, complaint: FaultReport, caller: Caller = ANYBODY) -> None:
         """Record that a reader could not use a source. The source becomes the last choice for that reader.
 
-        Once `DISTRUST` callers complain, it becomes the last choice for all readers. Each caller counts once, because
-        one token may have any number of members. Complaints about wrong bytes affect only the complaining reader, which
-        also reports them to the holder. The holder checks the chunk and withdraws a corrupted holding.
+        Once `DISTRUST` callers complain, it becomes the last choice for all readers. Complaints about wrong bytes
+        affect only the complaining reader, which also reports them to the holder.
 
         Raises:
             UnknownMember: the complaining member is not known.
@@ -450,10 +430,7 @@ class Directory:
         record_complaint(self.store, complaint, caller.name)
 
     def expel(self, callers: Collection[str]) -> int:
-        """Remove the members whose tokens were revoked. Return their number.
-
-        `callers` are the names of all valid tokens.
-        """
+        """Remove the members whose tokens are not among the valid `callers`. Return their number."""
         count = 0
         # Callers on a private socket or with only a certificate have no token that could be revoked.
         for member, entry in self.store.scan("member/").items():
@@ -472,13 +449,7 @@ class Directory:
         return sync_members(self.store, request, self._grants())
 
     def decide(self, request: DecideRequest, caller: Caller = ANYBODY) -> DecideReply:
-        """Return the decision on a version with a two-phase commit. The first proposal wins.
-
-        Raises:
-            UnknownMember: the caller is not known.
-            PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the
-                publishers.
-        """
+        """Return the decision on a version with a two-phase commit. See `snapshot.decide`."""
         # A store that lost its memory may have lost a commit, so check the store.
         self._mark_life(check_store=True)
         self._known(request.member)
@@ -488,11 +459,9 @@ class Directory:
         return reply
 
     def job(self, job: str, state: JobState, caller: Caller = ANYBODY) -> None:
-        """Record the state of a conversion, which replaces its earlier state.
+        """Record the state of a conversion.
 
-        Raises:
-            SourceBusy: the caller reports too often, or too many conversions are running.
-            PlanError: the state is too large.
+        Raise SourceBusy for too many reports, or PlanError for a state that is too large.
         """
         if not self._limits.job_reports.allow(caller.name):
             hint = "wait a second, because the next report is complete again"
@@ -516,24 +485,16 @@ class Directory:
         return Why(lines=explain_lines(request, held, sync_entries(self.store, request.model)))
 
     def _mark_life(self, *, check_store: bool = False) -> None:
-        """Renew the hub's life mark once a heartbeat interval.
-
-        `check_store` also renews it if the store has lost it.
-        """
+        """Renew the hub's life mark once a heartbeat interval, or with `check_store` also if the store has lost it."""
         if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self, *, reread: bool = False) -> GrantSigner:
-        """Return the signer, whose seed all directories on the store share.
-
-        Args:
-            reread: compare with the store, which may have lost its memory and received another replica's seed.
-        """
+        """Return the signer. `reread` compares its seed with the store, which may have lost its memory."""
         if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
-                # If several replicas start together, one seed must win. Write the seed only if it is absent, and read
-                # it back.
+                # If several replicas start together, one seed must win.
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
@@ -553,12 +514,6 @@ class Directory:
     def _renew(self, member: str, entry: StoreEntry, known: MemberEntry) -> bool:
         """Renew a member's entry. Return False if it has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
-
-    def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[StoreEntry, MemberEntry]:
-        """Return a member's entry, and its new entry after a sign of life with these keys."""
-        entry, known = self._known(member)
-        merged = tuple(dict.fromkeys([*keys, *known.keys]))
-        return entry, msgspec.structs.replace(known, seen=now, keys=merged)
 
     def _still_requested(self, key: str, member: str, now: float) -> bool:
         """Return whether a key missing from a heartbeat was requested after the heartbeat was sent. If not, drop it."""
@@ -581,16 +536,8 @@ class Directory:
             if entry is not None:
                 before = HOLDING_DECODER.decode(entry.value)
                 requested_at, reads_storage = before.requested_at, before.reads_storage
-        holder = HoldingEntry(
-            known.hello,
-            known.since,
-            holding,
-            num_have,
-            requested_at,
-            bool(reads_storage),
-            known.certificate,
-            known.drain is not None,
-        )
+        state = holding, num_have, requested_at, bool(reads_storage)
+        holder = HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
         # Only `why` and `status` use the name, so write it once in its time to live.
         local = self._timer()
@@ -620,16 +567,14 @@ class Directory:
     ) -> tuple[Claims, Ranges]:
         """Return the table of claims after a request, and the assigned chunks."""
         holding, now = request.holding, self._clock()
-        # The snapshot may be older than a member's first holding, so the store decides whether an absent member is
-        # gone.
+        # The snapshot may be older than a member's first holding, so read absent members from the store.
         listed = frozenset(before.members)
         gone = {name for name in listed.difference(view.held) if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
             view = self._view(holding.key, again=True)
-        # Members in the table report for themselves with their own claims.
         reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
-        # A change with each request would make every other claimant lose its race.
+        # Each change makes every other claimant lose its race.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
@@ -654,9 +599,8 @@ class Directory:
         if quiet:
             # A fleet of 1,000 would otherwise send 2,000 requests a second until the hub knows all members.
             pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
-            return ClaimReply(
-                ask_again_s=pause_s, why="the hub is new and waits one heartbeat for the members' reports"
-            )
+            why = "the hub is new and waits one heartbeat for the members' reports"
+            return ClaimReply(ask_again_s=pause_s, why=why)
         if not request.ask:
             return ClaimReply(ask_again_s=self.beat_s)
         pause_s = _pause(0.2, view.num_sharing)
@@ -680,8 +624,5 @@ def _unknown(member: str) -> UnknownMember:
 
 
 def _pause(least_s: float, num_asking: int) -> float:
-    """Return the pause before the next request, with jitter.
-
-    All members together send at most 100 requests a second.
-    """
+    """Return a random pause before the next request, such that all members send at most 100 requests a second."""
     return min(5.0, max(least_s, num_asking / 100)) * jitter(0.75, 1.25)

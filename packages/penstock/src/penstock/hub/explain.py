@@ -11,18 +11,13 @@ from penstock.plan.relay import TREE_NAMES
 
 # A fleet of 1,000 members would fill a terminal with a line for each pair. The limit also limits the response's size.
 _MAX_LINES = 200
+_DEMOTED = "demoted for everyone"
 
 
 def explain_lines(
     request: WhyRequest, views: Mapping[str, HubSnapshot], syncs: Mapping[str, SyncEntry]
 ) -> tuple[str, ...]:
-    """Return the explanation: at most 200 lines, and a line that says whether lines are missing.
-
-    Args:
-        request: the question. Its name may be the name of weights, of a sync, or of both.
-        views: snapshots of the keys of the weights.
-        syncs: entries of the live members of the sync.
-    """
+    """Return at most 200 lines about the weights (`views` by key) and the sync with the requested name."""
     if not views and not syncs:
         return (
             f"no member has, fetches, publishes or receives {request.model}. "
@@ -51,13 +46,14 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         if (request.member == name if request.member else holder.holding.state == "filling")
     ]
     if not readers:
-        if request.member:
-            yield f"{request.member} does not have or fetch {request.model}"
-        else:
-            yield f"no member is fetching {request.model}"
+        yield (
+            f"{request.member} does not have or fetch {request.model}"
+            if request.member
+            else f"no member is fetching {request.model}"
+        )
         for key, view in sorted(views.items()):
             for name, holder in sorted(view.held.items()):
-                demoted = f"; {words}" if (words := _demoted(view, name)) else ""
+                demoted = f"; {_DEMOTED}" if view.demoted(name) else ""
                 yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
         yield from _between_keys(views)
         return
@@ -117,8 +113,8 @@ def _between(
         for complaint in view.complaints
         if complaint.of == other
     ]
-    if words := _demoted(view, other):
-        facts.append(words)
+    if view.demoted(other):
+        facts.append(_DEMOTED)
     if other in view.drained:
         facts.append("an operator drains it, so it gets no readers")
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
@@ -127,9 +123,8 @@ def _between(
     if max(ranks) >= 0:
         for chunks, rank in zip(TREE_NAMES, ranks, strict=False):
             of_chunks = f" for {chunks} chunks" if len(orders) > 1 else ""
-            facts += (
-                [f"parent{of_chunks}" if rank == 0 else f"substitute, number {rank}{of_chunks}"] if rank >= 0 else []
-            )
+            if rank >= 0:
+                facts.append(f"parent{of_chunks}" if rank == 0 else f"substitute, number {rank}{of_chunks}")
     elif name in {theirs.holding.parent, theirs.holding.second_parent}:
         facts.append("reads from it")
     else:
@@ -138,10 +133,7 @@ def _between(
 
 
 def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
-    """Yield the members from which weights of an identity can or cannot be read.
-
-    `ours` includes members with its key.
-    """
+    """Yield the members from which weights of an identity can or cannot be read. `ours` includes equal identities."""
     for other, view in sorted(views.items()):
         for name, holder in sorted(view.held.items()):
             if other == key:
@@ -173,10 +165,6 @@ def _came(holder: HoldingEntry) -> str:
     holding = holder.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; path of its bytes: {holding.path}{why}" if holding.path else ""
-
-
-def _demoted(view: HubSnapshot, name: str) -> str:
-    return "demoted for everyone" if view.demoted(name) else ""
 
 
 def _has(holder: HoldingEntry) -> str:

@@ -37,8 +37,7 @@ def record_failed_calls(
 
     Args:
         caller: failures with models that it may not access are omitted.
-        max_members: maximum number of members with stored failures. Above it, the caller with the most failures loses
-            its oldest failure.
+        max_members: maximum number of members with stored failures.
     """
     # A process repeats its failures for as long as it runs, so keep only the failures of the last hour.
     listed = tuple(
@@ -46,40 +45,33 @@ def record_failed_calls(
         for failure in failures
         if failure.age_s < FAILURE_TTL_S and (not failure.model or caller.may_ask((failure.model,)))
     )
-    if not listed:
-        return
-    name = f"failure/{hello.member}"
-    before = store.read(name)
-    if before is None:
-        for member in _giving_way(store, hello.member, caller.name, max_members):
-            store.write(f"failure/{member}", None)
+    before = _read(store, hello.member)
     # The ages follow from the time of the entry, so write only new failures.
-    if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
-        store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, caller.name)), ttl_s=FAILURE_TTL_S)
+    if listed and (before is None or _without_ages(before.failures) != _without_ages(listed)):
+        _write(store, hello.member, FailuresEntry(listed, now, caller.name), max_members, is_new=before is None)
 
 
-def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tuple[str, ...]:
-    """Return the members whose failures are dropped to free an entry for another member."""
-    stored = store.scan("failure/")
-    if len(stored) < max_members:
-        return ()
-    entries = {name: _ENTRY.decode(entry.value) for name, entry in stored.items()}
-    shares = Shares[str](len(entries))
-    by_age = sorted(entries, key=lambda name: entries[name].at)
-    for name in by_age:
-        shares.enter(name, entries[name].caller)
-    # If each caller has only one entry, the oldest failure is dropped.
-    return shares.enter(member, caller) or (by_age[0],)
+def _read(store: Store, member: str) -> FailuresEntry | None:
+    entry = store.read(f"failure/{member}")
+    return None if entry is None else _ENTRY.decode(entry.value)
+
+
+def _write(store: Store, member: str, failures: FailuresEntry, max_members: int, *, is_new: bool) -> None:
+    """Store a member's failures. A new entry may displace another member's failures."""
+    if is_new and len(stored := store.scan("failure/")) >= max_members:
+        entries = {name: _ENTRY.decode(entry.value) for name, entry in stored.items()}
+        shares = Shares[str](len(entries))
+        by_age = sorted(entries, key=lambda name: entries[name].at)
+        for name in by_age:
+            shares.enter(name, entries[name].caller)
+        # If each caller has only one entry, the oldest failures are dropped.
+        for name in shares.enter(member, failures.caller) or (by_age[0],):
+            store.write(f"failure/{name}", None)
+    store.write(f"failure/{member}", msgspec.msgpack.encode(failures), ttl_s=FAILURE_TTL_S)
 
 
 def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
-    """Record that a member became silent without signing off, and its holdings.
-
-    Args:
-        member: the last known state of the member.
-        caller: `Caller.name` of its hello.
-        max_members: see `record_failed_calls`.
-    """
+    """Record that a member became silent without signing off, and its holdings. `caller` is from its hello."""
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
     held = {holding.identity.model: f"its copy was {holding.state}" for holding in member.holdings}
@@ -99,18 +91,12 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
         for model, what in list((held or {"": "it held nothing"}).items())[:MAX_LOST]
     )
     # The member's own failures may be the reason why it exited, so keep them.
-    entry = store.read(f"failure/{member.member}")
-    before = None if entry is None else _ENTRY.decode(entry.value)
-    if before is None:
-        for name in _giving_way(store, member.member, caller, max_members):
-            store.write(f"failure/{name}", None)
-    earlier = () if before is None else _aged(before.failures, now - before.at)
-    kept = FailuresEntry((*lost, *earlier)[:MAX_LOST], now, caller)
-    store.write(f"failure/{member.member}", msgspec.msgpack.encode(kept), ttl_s=FAILURE_TTL_S)
-
-
-def _aged(failures: Iterable[FleetFailure], by_s: float) -> tuple[FleetFailure, ...]:
-    return tuple(msgspec.structs.replace(failure, age_s=failure.age_s + max(0.0, by_s)) for failure in failures)
+    before = _read(store, member.member)
+    earlier = () if before is None else before.failures
+    older_s = 0.0 if before is None else max(0.0, now - before.at)
+    aged = [msgspec.structs.replace(failure, age_s=failure.age_s + older_s) for failure in earlier]
+    entry = FailuresEntry((*lost, *aged)[:MAX_LOST], now, caller)
+    _write(store, member.member, entry, max_members, is_new=before is None)
 
 
 def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:

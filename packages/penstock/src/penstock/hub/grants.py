@@ -93,17 +93,13 @@ class GrantSigner:
         """Return a grant for each source in one response.
 
         A signature takes 50 us, which was a third of the time of a hub with a starting fleet. So up to `_MAX_TOGETHER`
-        grants share a signature over their digests. Each grant has a random nonce, so the digests reveal nothing about
-        the other grants. The first form is for protocol 2.5 and later:
-
-            signature | number of digests | digests | grant in msgpack
-            signature | grant in msgpack
+        grants share a signature over their digests. The forms are `signature | number of digests | digests | grant`
+        and, before protocol 2.5, `signature | grant`.
 
         Args:
             key: key of the holding, or of the sync's name.
             epochs: for each source, its epoch in its last report.
-            protocols: for each source, its protocol version, by default this release's. Versions before 2.6 accept no
-                caller.
+            protocols: for each source, its protocol version, by default this release's.
             caller: `Caller.name` of the reader.
         """
         spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
@@ -142,12 +138,7 @@ class _Epoch:
 
 
 class GrantChecker:
-    """The checker of grants in the source. It accepts a grant once, and only if the hub signed it for this read.
-
-    Args:
-        grant_key: `Welcome.grant_key`.
-        clock: monotonic seconds.
-    """
+    """The checker of grants in the source. It accepts a grant once, and only if the hub signed it for this read."""
 
     def __init__(self, grant_key: bytes, source: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
@@ -180,11 +171,7 @@ class GrantChecker:
         self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
     def check(self, grant: bytes, *, key: str, reader: str) -> str:
-        """Check a grant and mark it as used. Return the reader's caller, see `Grant.caller`.
-
-        Raises:
-            GrantRefused: the message gives the reason, and an audit line is written.
-        """
+        """Check a grant and mark it as used. Return the reader's caller. Raise GrantRefused with the reason."""
         signed = self._accepted(grant, key, reader)
         if isinstance(signed, str):
             # A caller with an invalid grant may use any reader's name, so all refusals share one rate.

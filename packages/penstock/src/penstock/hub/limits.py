@@ -20,7 +20,7 @@ from penstock.net.shares import Shares
 from penstock.types import MIB
 
 MEMBER_BYTES = 32 << 10
-"""Minimum weight of a member, because a status request takes time for each member."""
+"""Minimum weight of a member."""
 CLAIMS_TTL_S = 86400.0
 """Seconds for which a table of claims is kept after the last claim, longer than any storage needs for a piece."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
@@ -61,7 +61,7 @@ class Limits:
     Args:
         ttl_s: a member that is silent for this long is removed.
         timer: monotonic seconds in this process.
-        look_share: maximum fraction of the time for counting the members of all hubs.
+        look_share: maximum share of the time for counting the members of all hubs.
     """
 
     def __init__(
@@ -86,10 +86,9 @@ class Limits:
         self.unknown_leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
-        """Count a member for its caller, with everything that a heartbeat reports. Return its weight without its syncs.
+        """Count a member with its heartbeat for its caller, and return its weight without syncs.
 
-        Raises:
-            SourceBusy: the hub is full, and no other caller has more entries than this one.
+        Raise SourceBusy if full.
         """
         nbytes = 0
         syncs: list[str] = []

@@ -38,12 +38,11 @@ _LOOK_S = 0.2
 TTL_S = 5.0
 """TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""
 HUNG_S = 30.0
-"""A running hub that does not respond for this long is replaced too. Before that it counts as busy. 32 copying
-processes on two cores once kept a hub from responding for 5 s, and its successors, which lacked its state, read storage
-again."""
+"""A running hub that does not respond for this long is replaced too. 32 copying processes on two cores once kept a hub
+from responding for 5 s."""
 PASS_S = 5.0
-"""A process that took the lock and was stopped before it listened is replaced after this time. A process that was
-stopped later is replaced after the same time (`client.ATTEMPT_S`)."""
+"""A process that took the lock and was stopped before it listened is replaced after this time (as
+`client.ATTEMPT_S`)."""
 
 
 class LocalEndpoint(HubEndpoint):
@@ -64,14 +63,14 @@ class LocalEndpoint(HubEndpoint):
 
     @classmethod
     def open(cls, directory: Path | None = None) -> LocalEndpoint:
-        """Create the directory if needed, and open the file that counts the members.
+        """Create the directory for the hub's files if needed, and open the members' file.
 
         Args:
-            directory: Directory for the hub's files. None means the user's runtime directory, see `config.runtime_dir`.
+            directory: None means the user's runtime directory, see `config.runtime_dir`.
 
         Raises:
             ConfigError: the directory belongs to another user, is open to others, is not writable, or its path is too
-                long for a socket.
+                long.
         """
         directory = private_directory(directory)
         with runtime_files(directory):
@@ -83,12 +82,10 @@ class LocalEndpoint(HubEndpoint):
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """Return the URL of the current hub.
-
-        Host it here if no other process does, even if that takes longer than `within_s`.
+        """Return the URL of the current hub. Host it here if no other process does, even after `within_s`.
 
         Raises:
-            HubUnavailable: a thread of this process or another process holds the lock and does not listen.
+            HubUnavailable: the process that holds the lock does not listen.
             ConfigError: the runtime directory cannot be written, or is full.
         """
         began = time.monotonic()
@@ -112,10 +109,7 @@ class LocalEndpoint(HubEndpoint):
         raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
-        """Return the socket of the current hub, and host it here if no other process does.
-
-        None means that it is not ready.
-        """
+        """Return the socket of the current hub, or None if it is not ready. Host it here if no other process does."""
         if self._closed:
             raise HubUnavailable("this client was closed")
         number = _generation(self._directory)
@@ -130,10 +124,7 @@ class LocalEndpoint(HubEndpoint):
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Record that the hub responded.
-
-        A lock marks this process as a member, so that a later hub waits for its report.
-        """
+        """Record that the hub responded, and mark this process as a member, for whose report a later hub waits."""
         self._silent_since = None
         self.is_busy = False
         if not self._is_member:
@@ -246,10 +237,7 @@ def _generation(directory: Path) -> int:
 
 
 def find_hub(directory: Path | None = None) -> str | None:
-    """Return the URL of the running hub for this host and user, or None.
-
-    See `LocalEndpoint.open` for the argument and errors.
-    """
+    """Return the URL of the running hub for this host and user, or None. See `LocalEndpoint.open`."""
     directory = private_directory(directory)
     with runtime_files(directory):
         number = _generation(directory)
@@ -315,10 +303,7 @@ class _LockFile(Closeable):
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
-        """Lock or relock the file without waiting.
-
-        False means that another process holds it, and an earlier lock may be lost.
-        """
+        """Lock the file without waiting. False means that another process holds it, and an earlier lock may be lost."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:

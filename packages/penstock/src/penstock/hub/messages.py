@@ -25,9 +25,7 @@ from penstock.types import DType, TensorTable
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The identity of weights in one rank's memory.
-
-    Members exchange chunks only if all fields of their identities are equal.
+    """The identity of weights in one rank's memory. Members exchange chunks only if all fields are equal.
 
     An empty field equals only an empty field. A new field requires a new major version of the protocol.
     """
@@ -39,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     revision: str = ""
     """`w1-...`, or `h1-...` followed by the files' identities, because equal headers do not prove equal bodies."""
     layout: str = ""
-    """Digest of names, dtypes and shapes, from `layout_digest`."""
+    """From `layout_digest`."""
     dtype: str = ""
     quantization: str = ""
     """Digest of the complete quantisation config."""
@@ -98,8 +96,7 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
     """The protocol version and the sender of a message whose other fields may be unknown here."""
 
     protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
-    """Empty if no version is announced. A request then has version `UNANNOUNCED`, and a response is not a valid
-    message."""
+    """Empty if no version is announced."""
     # The type may change in an unknown version, and the error must still name the version.
     member: Any = ""
 
@@ -163,38 +160,31 @@ PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
-"""State of a holding in its log. `damaged` means that verified bytes changed in memory, which the hub receives as
-`draining`."""
+"""`damaged` means that verified bytes changed in memory, which the hub receives as `draining`."""
 MAX_VERSION = 1 << 62
 Version = Annotated[int, Meta(ge=-1, le=MAX_VERSION)]
 """A version number from the publisher, or -1 before the first one."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
-"""`open` means that its version can be read. `dirty` means that a direct update failed, so the member serves no reader
-until its weights are complete again."""
+"""`open` means that its version can be read. `dirty` means that a direct update failed."""
 FleetOutcome = Literal["", "committed", "withdrawn"]
 """The decision on a version with a two-phase commit. Empty if there is no decision."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a process.
-
-    Each process has a new `member`, so messages from an earlier process are refused.
-    """
+    """The first message of a process, which has a new `member`, so messages from an earlier process are refused."""
 
     member: MemberId
     host: Word
-    """Equal for members that share a runtime directory and can therefore use `shm` and `cuda_ipc`. See
-    `net.unix_sockets`."""
+    """Equal for members that share a runtime directory and can therefore use `shm` and `cuda_ipc`."""
     doors: PeerUrls
     """Addresses of its server in order of preference: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`."""
     rack: Annotated[str, Meta(max_length=256)] = ""
-    """A word that nearby hosts share, such as the name of a rack or a rail. It affects the order in relays."""
+    """A word that nearby hosts share. It affects the order in relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
     """Host name, pid and rank, for people."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Number of network links of its host, for the order in relays. 0 means unknown, and each member then counts as
-    having a separate link."""
+    """Number of network links of its host. 0 means unknown, and each member then counts as having a separate link."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
     """Unused. Members of an earlier release send the key of their signed digests here."""
     protocol: ProtocolVersion = PROTOCOL
@@ -206,7 +196,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
     """A member that is silent for this many seconds is removed."""
     beat_s: float
-    """Interval between heartbeats in seconds."""
     grant_key: bytes
     """Raw Ed25519 public key for checking this hub's grants."""
     protocol: ProtocolVersion = PROTOCOL
@@ -224,9 +213,8 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     claims: Ranges = ()
     """Ranges of chunks that it reads from storage now."""
     silent_s: float = -1.0
-    """Seconds since it last received bytes of a missing chunk, even if the chunk is incomplete. -1 means not reported.
-    While this is short, its claims are not reassigned and the members that wait for it continue to wait, because
-    storage may need longer for a chunk than the stall deadline."""
+    """Seconds since it last received bytes of a missing chunk, or -1 if not reported. While this is short, its claims
+    are not reassigned, because storage may need longer for a chunk than the stall deadline."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
@@ -236,7 +224,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     second_parent: Annotated[str, Meta(max_length=128)] = ""
     """The parent for the chunks of the second tree. Empty if all chunks have one parent."""
     link: Annotated[str, Meta(max_length=64)] = ""
-    """The network link of its host that its bytes use, for the order in relays. Empty if unknown."""
+    """The network link of its host that its bytes use. Empty if unknown."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its bytes, such as `75% shm <- MEMBER, 25% storage s3://...`, or `offered`."""
@@ -244,18 +232,15 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """Why it used this path, and not a nearer transport or a peer."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
-    """UUID of its GPU, which does not depend on a process's device numbers."""
+    """UUID of its GPU."""
     kept: bool = False
-    """Whether a weight cache holds the weights. Engines on its host may use the memory directly, because the memory
-    does not change while the holding is whole."""
+    """Whether a weight cache holds the weights. Engines on its host may use the memory directly while it is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request moves the bytes to the
-    device."""
+    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`."""
     revision: Annotated[str, Meta(max_length=256)] = ""
-    """Revision for people, the `w1-` root of its digests. It is independent of the identity, and empty until the
-    holding is whole."""
+    """Revision for people, the `w1-` root of its digests. Empty until the holding is whole."""
     grant_epoch: Count = 0
-    """The member's current epoch. Grants to read from the member must name this epoch, see `grants`."""
+    """The epoch that grants to read from the member must name, see `grants`."""
 
     def is_of(self, revision: str) -> bool:
         """Return whether its root or its identity's revision begins with `revision`."""
@@ -279,8 +264,7 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     name: Word
     side: Side
     epoch: Annotated[str, Meta(max_length=128)] = msgspec.field(default="", name="run")
-    """Member id of the publishers' rank 0, which changes with each restart. For a subscriber, the epoch of its
-    version."""
+    """Member id of the publishers' rank 0. For a subscriber, the epoch of its version."""
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
@@ -289,17 +273,15 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     state: SyncStanding = "idle"
     nbytes: Count = 0
     path: Annotated[str, Meta(max_length=1024)] = ""
-    """Sources and transports of its version."""
     took_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds that its last publication or update took."""
+    """Seconds of its last publication or update."""
     pause_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds of `took_s` in which an engine could not serve."""
     prepared: Version = -1
     """The version that a subscriber has staged and that waits for the fleet's decision, or -1."""
     decision: FleetDecision | None = None
-    """The newest decision that this rank knows. It restores the decision in a hub that lost its memory."""
+    """The newest decision that this rank knows, for a hub that lost its memory."""
     grant_epoch: Count = 0
-    """See `HoldingState`."""
 
     @property
     def fleet(self) -> str:
@@ -341,9 +323,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
     failures: Annotated[tuple[FailureReport, ...], Meta(max_length=4)] = ()
-    """The most recent failures in the member's process."""
     drain: Drain | None = None
-    """The order in the hub's last response. A hub that has lost its memory restores the order from this field."""
+    """The order in the hub's last response, for a hub that lost its memory."""
     boot: Boot | None = None
     """The start of the member's process, without its phases. None if it has loaded nothing."""
 
@@ -361,11 +342,9 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingState
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
-    """For a holding without chunks, the only member to return. The reader wants to use that member's memory
-    directly."""
+    """For a holding without chunks, the only member to return. The reader wants to use its memory directly."""
     claim: bool = False
-    """Whether to assign chunks to read from storage too, as a `ClaimRequest` does. A starting member then sends one
-    request instead of two."""
+    """Whether to assign chunks to read from storage too, which saves a starting member a request."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,22 +377,19 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     """With two trees of upstreams, the members for each tree as positions in `upstreams`, the parent first. Chunk c
     belongs to tree c % 2. Empty means that the order of `upstreams` applies to all chunks."""
     is_placed: bool = True
-    """Whether the member has a place in the relay. If not, the upstreams are arbitrary holders, and the member must not
-    report any of them as its parent."""
+    """Whether the member has a place in the relay. Otherwise it must not report an upstream as its parent."""
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
     """Smallest `HoldingState.silent_s` of the other members that read from storage, or -1."""
     claim: ClaimReply | None = None
-    """Chunks to read from storage. None means that the member must send a `ClaimRequest`, because it did not request
-    chunks, too many members claimed at that moment, or the hub is older than 2.5."""
+    """Chunks to read from storage. None means that the member must send a `ClaimRequest`."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's request for chunks to read from storage.
+    """A member's request for chunks to read from storage. A member sends one request at a time for each key.
 
     `holding.claims` lists all assigned chunks that the member still reads. Other assigned chunks that are not in
-    `holding.have` become free, so a request whose response was lost may be sent again. A member sends one request at a
-    time for each key.
+    `holding.have` become free, so a request whose response was lost may be sent again.
     """
 
     member: MemberId
@@ -436,14 +412,9 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader's report that it could not use a source.
-
-    The hub then names other sources to this reader. Once several callers complain, all readers get other sources,
-    unless the fault is wrong bytes.
-    """
+    """A reader's report that it could not use a source. See `Directory.complain`."""
 
     member: MemberId
-    """The complaining member."""
     of: MemberId
     key: Key
     fault: Literal["unreachable", "stalled", "wrong bytes", "stale", "refused"]
@@ -466,14 +437,12 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     host: Word
     doors: PeerUrls
     called: str
-    """Its name, for people."""
     since: float
     """Time at which it joined, by the hub's clock."""
     seen: float
     """Time of its last heartbeat, by the hub's clock."""
     state: SyncState
     grant: bytes = b""
-    """A grant for the caller, if requested."""
     certificate: Certificate = ""
 
 
@@ -517,7 +486,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
     drain: Drain | None = None
-    """The order that applies to the member. Its holdings are then shown as `draining`."""
+    """The order that applies to the member, whose holdings are then shown as `draining`."""
     boot: str = ""
     """State of its start, such as `starting: move`, `ready` or `failed: commit`. Empty if it has loaded nothing."""
 
@@ -528,8 +497,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     job: MemberId
     age_s: float
     silent_s: float
-    """Seconds since its last report. A running conversion reports once a second, so a long silence may mean that it
-    died."""
+    """Seconds since its last report. A running conversion reports once a second."""
     state: JobState
 
 
@@ -546,9 +514,7 @@ class Status(Readable, msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[MemberStatus, ...] = ()
     jobs: tuple[JobStatus, ...] = ()
-    """Conversions that report to the hub, the newest first."""
     failures: tuple[FleetFailure, ...] = ()
-    """The newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
 
@@ -564,9 +530,9 @@ class Replica(Boot, frozen=True, kw_only=True):
     name: str
     host: str
     silent_s: float = 0.0
-    """Always 0. Hubs of an earlier release sent the seconds since the last heartbeat."""
+    """Always 0, for hubs of an earlier release."""
     has_left: bool = False
-    """Always false. Hubs of an earlier release listed members that had left."""
+    """Always false, for hubs of an earlier release."""
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -619,7 +585,7 @@ class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[dict[str, bytes], ...]
     """For each region, an encoded `Descriptor` for each transport."""
     row_region: bytes
-    """The region of each row in the layout, as little-endian int32. -1 for a row without bytes."""
+    """The region of each row in the layout, as little-endian int32, or -1 for a row without bytes."""
     row_offset: bytes
     """The offset of each row in its region, as little-endian int64."""
 
@@ -631,8 +597,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     grant: bytes
     attach: bool = False
-    """Whether to use the memory directly instead of reading it. The lease then keeps the memory allocated, and does not
-    count as a reader."""
+    """Whether to use the memory directly instead of reading it. The lease then keeps the memory allocated."""
     protocol: ProtocolVersion = PROTOCOL
 
 
@@ -656,9 +621,9 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     chunks: bytes = b""
     """Chunk numbers as little-endian uint32."""
     leaves: bytes = b""
-    """Leaf digests of these chunks in order, as little-endian uint64."""
+    """Leaf digests of these chunks as little-endian uint64."""
     max_bytes_per_s: Count = 0
-    """The reader's current share, which changes with the number of readers. See `Lease`."""
+    """The reader's current share, which changes with the number of readers."""
     epoch: Count = 0
     signature: bytes = b""
     """Unused, like `epoch`. Holders in an earlier release sign the digests."""

@@ -66,12 +66,7 @@ class Metrics:
         self._refusals.labels(str(status)).inc()
 
     def page(self, caller: Caller | None = None) -> bytes:
-        """Return the metrics in Prometheus' text format.
-
-        Args:
-            caller: if its token is for some models, the page only has the members and holdings of these models. Counts
-                of requests, refusals and grants would reveal others.
-        """
+        """Return the metrics in Prometheus' text format, limited to the caller's models."""
         if caller is None or caller.models is None:
             return bytes(generate_latest(self._registry))
         registry = CollectorRegistry()
@@ -80,10 +75,7 @@ class Metrics:
 
 
 class _Fleet:
-    """A collector for the fleet's state, limited to models that the caller may access.
-
-    Each request of the page reads the store.
-    """
+    """A collector for the fleet's state, limited to models that the caller may access."""
 
     def __init__(self, directory: Directory, caller: Caller) -> None:
         self._directory = directory

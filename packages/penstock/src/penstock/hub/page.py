@@ -1,9 +1,8 @@
 """The fleet page: static files for a browser, and a stream of changes to the fleet's status.
 
-The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since then, again
-after each interval. It reads the stream with `fetch`, because a browser's event source cannot send a token. A stream
-ends after `STREAM_S`, before the hub's deadline for a response, and the page requests the next stream. All resources
-have the same origin.
+The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since then. It
+reads the stream with `fetch`, because a browser's event source cannot send a token. A stream ends after `STREAM_S`,
+before the hub's deadline for a response, and the page requests the next stream.
 """
 
 from __future__ import annotations
@@ -90,12 +89,9 @@ def shares(path: str) -> list[dict[str, Any]]:
 def row_of(member: MemberStatus) -> Row:
     """Return the row for a member."""
     return {
+        **_values(member, "name", "host", "rack", "complaints"),
         "id": member.member,
-        "name": member.name,
-        "host": member.host,
-        "rack": member.rack,
         "silent": member.silent_s > SILENT_S,
-        "complaints": member.complaints,
         "drain": None if member.drain is None else {"by": member.drain.by, "reason": member.drain.reason},
         "holdings": [_weights_row(holding) for holding in member.holdings],
         "syncs": [_sync_row(state) for state in member.syncs],
@@ -107,38 +103,27 @@ def _weights_row(holding: HoldingState) -> Row:
     is_whole = holding.state == "whole" or (holding.state == "draining" and not holding.have)
     have = holding.num_chunks if is_whole else sum(stop - start for start, stop in holding.have)
     return {
+        **_values(holding, "state", "nbytes", "device", "tier", "kept", "max_readers", "parent", "why"),
         "model": holding.identity.model,
         "revision": holding.revision or holding.identity.revision,
-        "state": holding.state,
         "share": have / max(1, holding.num_chunks),
-        "nbytes": holding.nbytes,
-        "device": holding.device,
-        "tier": holding.tier,
-        "kept": holding.kept,
         "readers": holding.num_readers,
-        "max_readers": holding.max_readers,
-        "parent": holding.parent,
         "path": shares(holding.path),
-        "why": holding.why,
         "gb_per_s": round(holding.gb_per_s, 3),
     }
 
 
 def _sync_row(state: SyncState) -> Row:
     return {
-        "name": state.name,
-        "side": state.side,
-        "rank": state.rank,
-        "world_size": state.world_size,
-        "version": state.version,
-        "state": state.state,
-        "prepared": state.prepared,
-        "fleet": state.fleet,
-        "nbytes": state.nbytes,
+        **_values(state, "name", "side", "rank", "world_size", "version", "state", "prepared", "fleet", "nbytes"),
         "path": shares(state.path),
         "took_s": round(state.took_s, 3),
         "pause_s": round(state.pause_s, 3),
     }
+
+
+def _values(struct: msgspec.Struct, *names: str) -> Row:
+    return {name: getattr(struct, name) for name in names}
 
 
 def failure_row_of(failure: FleetFailure) -> Row:
@@ -164,27 +149,21 @@ def job_row_of(job: JobStatus) -> Row:
 def totals(rows: Mapping[str, Row]) -> Row:
     """Return the values for the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
     holdings = [holding for row in rows.values() for holding in row["holdings"]]
-    saved = 0.0
+    held = saved = 0.0
     for holding in holdings:
+        nbytes = holding["nbytes"] * holding["share"]
+        held += nbytes
         from_storage = sum(part["percent"] for part in holding["path"] if part["transport"] == "storage")
-        if holding["path"]:
-            saved += holding["nbytes"] * holding["share"] * (1 - from_storage / 100)
-    return {
-        "members": len(rows),
-        "held_bytes": int(sum(holding["nbytes"] * holding["share"] for holding in holdings)),
-        "gb_per_s": round(sum(holding["gb_per_s"] for holding in holdings if holding["state"] == "filling"), 3),
-        "saved_bytes": int(saved),
-    }
+        saved += nbytes * (1 - from_storage / 100) if holding["path"] else 0.0
+    rate = round(sum(holding["gb_per_s"] for holding in holdings if holding["state"] == "filling"), 3)
+    return {"members": len(rows), "held_bytes": int(held), "gb_per_s": rate, "saved_bytes": int(saved)}
 
 
 class FleetFeed:
-    """The status for the viewers: rows with the serial number of their last change, and an hour of totals.
-
-    It is thread-safe. All viewers share one read of the status.
+    """The status for the viewers: rows with the serial number of their last change, and an hour of totals. Thread-safe.
 
     Args:
-        status: returns the members. It may raise the errors of the hub's store.
-        clock: seconds.
+        status: returns the members. All viewers share one read.
         on_gone: called with each member that has disappeared since the last read.
     """
 
@@ -261,11 +240,11 @@ class FleetFeed:
                 self._history.append({"at": time.time(), **totals(rows)})
 
     def changes(self, cursor: str, caller: Caller) -> tuple[str, bytes]:
-        """Return the present cursor, and a message with the changes since the viewer's one. Empty if there are none.
+        """Return the current cursor, and a message with the changes since the viewer's cursor. Empty without changes.
 
         Args:
             cursor: the viewer's cursor. If it is empty or from another process, the message has everything.
-            caller: rows are limited to the models that it may see.
+            caller: rows are limited to the models that it may access.
         """
         with self._lock:
             present = f"{self._life}.{self._serial}"
@@ -273,8 +252,8 @@ class FleetFeed:
                 return present, b""
             parts = _CURSOR.fullmatch(cursor)
             since = int(parts[2]) if parts and parts[1] == self._life else -1
-            # A caller that may only see some models gets all of its rows each time. Naming the rows that disappeared
-            # would reveal members that it may not see.
+            # A caller that may see only some models gets all of its rows, because naming removed rows would reveal
+            # hidden members.
             is_full = not self._forgotten <= since < self._serial or caller.models is not None
             rows = [self._rows[name] for name, serial in self._changed.items() if is_full or serial > since]
             message: dict[str, Any] = {
@@ -290,7 +269,6 @@ class FleetFeed:
             if caller.models is None:
                 message["totals"] = totals(self._rows)
                 message["history"] = list(self._history) if is_full else list(self._history)[-1:]
-            if caller.models is None:
                 return present, msgspec.json.encode(message)
             # Derive the cursor from the visible content, because a serial number also counts hidden changes.
             message["cursor"] = seen = f"{self._life}.{_number(message)}"
@@ -333,11 +311,7 @@ async def keep_sampling(feed: FleetFeed) -> None:
 
 
 def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:
-    """Add the page's files and its stream to an app.
-
-    Args:
-        caller_of: authenticates a request, or raises an error that the app turns into status 401.
-    """
+    """Add the page's files and its stream to an app. `caller_of` authenticates a request or raises an error."""
     assets = files("penstock.hub") / "assets"
     viewers = Shares[object](MAX_VIEWERS)
 

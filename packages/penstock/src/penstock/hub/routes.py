@@ -61,7 +61,6 @@ class HubApp:
     """An ASGI app with routes.
 
     Args:
-        lifespan: runs from before the first request until after the last request.
         count_refusal: called with the status of each error response.
         on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a valid
             token, before its request reaches this app.
@@ -83,15 +82,7 @@ class HubApp:
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 
     def add_route(self, path: str, handler: Handler, *methods: str) -> None:
-        """Add a handler.
-
-        Args:
-            path: its last segment may be a parameter such as `{name}`, which the handler finds in
-                `request.path_params`.
-            handler: handles the request. It may raise `RouteRefused`, or a `PenstockError` whose class decides the
-                status.
-            methods: HTTP methods. HEAD must be listed explicitly.
-        """
+        """Add a handler. The path may end with a parameter such as `{name}`. HEAD must be listed explicitly."""
         folder, _, last = path.rpartition("/")
         if last.startswith("{"):
             _, handlers = self._parameterized.setdefault(folder, (last.strip("{}"), {}))
@@ -126,10 +117,7 @@ class HubApp:
             raise
 
     def _handler_of(self, scope: Scope) -> Handler:
-        """Return the handler for a request, and store the parameter in its path.
-
-        Raise RouteRefused for an unknown route.
-        """
+        """Return the handler for a request, and store the parameter in its path. Raise RouteRefused."""
         path, method = scope["path"], scope["method"]
         handlers = self._handlers_of(path, scope)
         if handlers is None:

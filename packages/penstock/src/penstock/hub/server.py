@@ -222,10 +222,8 @@ def _hub_app(directory: Directory, auth: Auth) -> HubApp:
 def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
     """Serve the fleet page on loopback until SIGINT or SIGTERM, for a browser that cannot reach the hub.
 
-    Call it from the main thread.
-
     Args:
-        hub: returns the fleet's state and executes the page's requests with this client's token.
+        hub: executes the page's requests with this client's token.
         port: port on 127.0.0.1. 0 selects a free port.
         ready: called once the socket listens, with the page's URL. The fragment is the token that the page sends.
 
@@ -251,11 +249,7 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, then finish running requests and return. SIGHUP reads the token file again.
 
-    Call it from the main thread, because only that thread can set signal handlers.
-
-    Args:
-        listen: see `bind`.
-        ready: called with the URL once the socket listens.
+    Only the main thread can call this function. `ready` is called with the URL once the socket listens.
 
     Raises:
         ConfigError: the address or a certificate is wrong.
@@ -306,12 +300,7 @@ _CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
 class HubThread:
-    """A hub in a thread of this process, on a socket that already listens. It owns the socket.
-
-    Args:
-        bound: see `bind`.
-        limits: limits for its connections. None derives them from the number of descriptors that this process may open.
-    """
+    """A hub in a thread of this process, on a listening socket that it owns."""
 
     def __init__(
         self,

@@ -162,28 +162,16 @@ class HubSnapshot:
     @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
         """Return for each member the members that complain about it."""
-        by_member: dict[str, set[str]] = {}
-        for complaint in self.complaints:
-            by_member.setdefault(complaint.of, set()).add(complaint.member)
-        return {member: frozenset(names) for member, names in by_member.items()}
+        return _grouped((complaint.of, complaint.member) for complaint in self.complaints)
 
     @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
-        """Return for each member the callers whose complaints count for all readers. Each caller counts once.
-
-        Complaints about wrong bytes are excluded, because they count only for their reader.
-        """
-        by_member: dict[str, set[str]] = {}
-        for entry in self._complained:
-            if entry.complaint.fault != "wrong bytes":
-                by_member.setdefault(entry.complaint.of, set()).add(entry.caller)
-        return {member: frozenset(names) for member, names in by_member.items()}
+        """Return for each member the callers whose complaints count for all readers, which excludes wrong bytes."""
+        by_others = (entry for entry in self._complained if entry.complaint.fault != "wrong bytes")
+        return _grouped((entry.complaint.of, entry.caller) for entry in by_others)
 
     def add(self, newcomer: HoldingEntry) -> None:
-        """Add a member that joined after the snapshot was made, and give it a place in a ring.
-
-        Later newcomers may read from it. The other members read from it after the next snapshot.
-        """
+        """Add a member that joined after the snapshot was made. Only later newcomers may read from it."""
         name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
         self.relay(num_chunks).append(self._node(name, newcomer))
         # Other threads may be reading the current dict, so replace it.
@@ -284,7 +272,7 @@ class HubSnapshot:
             return np.ones(num_chunks, np.bool_)
         edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
         # The number of ranges that begin up to a chunk, minus the number that end, is the number of members that have
-        # it. The count takes one pass over all ranges, whereas a mask for each member takes members times chunks.
+        # it.
         begun = np.bincount(edges[::2], minlength=num_chunks + 1)
         ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
         return np.cumsum(begun - ended)[:num_chunks] > 0
@@ -313,6 +301,13 @@ class HubSnapshot:
             second_parent=second,
             follows_trees=follows_trees(holder.hello.protocol),
         )
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
+    groups: dict[str, set[str]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, set()).add(value)
+    return {key: frozenset(values) for key, values in groups.items()}
 
 
 def _shares_storage(holder: HoldingEntry) -> bool:
@@ -364,8 +359,8 @@ class SnapshotCache:
                 self._view = self._read()
                 stop = timer()
                 read_s = stop - start
-                # Make the relays inside the measured time, because for a large fleet they take most of it. A claim that
-                # lost a race needs no relays. The next request for upstreams makes them in about the same time.
+                # Include the time of the relays, which is most of it for a large fleet. A claim that lost a race needs
+                # no relays.
                 if not again:
                     for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
                         self._view.relay(num_chunks)
@@ -569,8 +564,8 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
     ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
-    # The hub with the record may be gone, so prefer the members' decisions. A subscriber's refusal does not decide for
-    # the fleet, which may have committed without it. It counts last, and only after all members have reported.
+    # The hub with the record may be gone, so prefer the members' decisions. A subscriber's refusal counts last, because
+    # the fleet may have committed without it.
     for outcome in ("committed", "withdrawn"):
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
@@ -578,8 +573,8 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
                 return DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
         return DecideReply(is_past=True)
-    # The record may be lost, and a subscriber that acts on it may not have reported yet. No member acts without a
-    # commit, so rank 0, which alone commits, may withdraw at any time.
+    # A subscriber that acts on a lost record may not have reported yet. Rank 0 alone commits, so it may withdraw at any
+    # time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 

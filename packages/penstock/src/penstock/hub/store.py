@@ -1,9 +1,8 @@
 """The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
-Every write gives an entry a new version. `MemoryStore` is the reference, for a hub of one process. `RedisStore` is for
-several hubs that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its
-version (16 random bytes) and then the value. One sorted set has all names and another has their expiry times. All names
-share one hash slot, so that scripts also work on a cluster.
+Every write gives an entry a new version. `MemoryStore` is for a hub of one process. `RedisStore` is for several hubs
+that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its version (16
+random bytes) and then the value. One sorted set has all names and another has their expiry times.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ ANY: Final = b"*"
 """With `expected=ANY` a write always succeeds."""
 ABSENT: Final = b""
 """With `expected=ABSENT` a write succeeds only if there is no entry."""
-# Maximum number of expired entries that a write removes. Each write adds one expiry, so any number above one is
-# sufficient. Eight removes a burst and keeps a single write fast (about 1 us for each entry).
+# Maximum number of expired entries that a write removes, which takes about 1 us for each.
 _REMOVED_A_WRITE = 8
 
 
@@ -39,10 +37,7 @@ class StoreEntry:
 
 
 class Store(Protocol):
-    """A thread-safe store with atomic methods, tested by `penstock.testing.store_suite`.
-
-    Its errors are HubUnavailable.
-    """
+    """A thread-safe store, tested by `penstock.testing.store_suite`. Its methods raise HubUnavailable."""
 
     def read(self, name: str) -> StoreEntry | None:
         """Return the entry under `name`, or None if it is absent or expired."""
@@ -72,12 +67,7 @@ class Store(Protocol):
 class LivedClock:
     """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
 
-    A hub that was stopped received no messages meanwhile. By a wall clock all its members would have been silent for
-    too long, and their chunks would be read from storage again.
-
-    Args:
-        most_s: exceeds the time between two calls in a running hub, where each request and each heartbeat interval
-            calls the clock.
+    A hub that was stopped received no messages meanwhile. By a wall clock all its members would have expired.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -105,8 +95,7 @@ class MemoryStore:
     """The reference store for one process.
 
     Names are grouped by their folder (everything before the last `/`), so that the cost of a scan depends only on its
-    result. Every write removes a few expired entries, because otherwise names that are never read or scanned again
-    would stay forever.
+    result. Every write removes a few expired entries.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -274,7 +263,7 @@ return found
 
 
 class RedisStore:
-    """A store in Redis or Valkey, see `Store`. The constructor does not connect.
+    """A store in Redis or Valkey. The constructor does not connect.
 
     Args:
         url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, or `unix:///path`.

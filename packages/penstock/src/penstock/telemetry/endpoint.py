@@ -86,10 +86,7 @@ class MetricsEndpoint(Closeable):
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process created the endpoint.
-
-        A forked child inherits sockets that belong to the parent.
-        """
+        """Return whether this process created the endpoint, whose sockets a forked child inherits."""
         return self._pid == os.getpid()
 
     def _respond(self, exchange: ServerExchange) -> None:
@@ -142,11 +139,7 @@ class MetricsEndpoint(Closeable):
 
 
 def read_tokens(path: Path) -> list[bytes]:
-    """Return the tokens in a file. A token is the first word of a line, and `#` begins a comment.
-
-    Raises:
-        ConfigError: the file cannot be read, has no token, or has a token that is too short. The message has no token.
-    """
+    """Return the tokens in a file: the first word of each line, where `#` begins a comment. Raise ConfigError."""
     hint = "write one token per line, for example from `openssl rand -hex 32`"
     try:
         with open(path, "rb") as file:

@@ -148,15 +148,12 @@ def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) 
     from opentelemetry.trace import Status, StatusCode
 
     if outcome is not None:
-        span.set_attribute("penstock.bytes", outcome.nbytes)
-        span.set_attribute("penstock.verified_bytes", outcome.verified_bytes)
-        if outcome.path:
-            span.set_attribute("penstock.path", _clean(outcome.path))
-        for phase, seconds in outcome.phases.items():
-            span.set_attribute(f"penstock.phase.{phase}_s", seconds)
-        if outcome.pause_s is not None:
-            span.set_attribute("penstock.pause_s", outcome.pause_s)
-        for name, value in outcome.attributes.items():
+        attributes: dict[str, Attribute] = {"bytes": outcome.nbytes, "verified_bytes": outcome.verified_bytes}
+        attributes |= {f"phase.{phase}_s": seconds for phase, seconds in outcome.phases.items()}
+        attributes |= outcome.attributes
+        attributes |= {"path": outcome.path} if outcome.path else {}
+        attributes |= {} if outcome.pause_s is None else {"pause_s": outcome.pause_s}
+        for name, value in attributes.items():
             span.set_attribute(f"penstock.{name}", _clean(value))
     if error is not None:
         span.record_exception(error)
