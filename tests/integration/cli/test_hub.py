@@ -79,7 +79,7 @@ def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
     assert json.loads(penstock("why", "llama", "--member", w.member, *asked, "--format", "json").stdout)["lines"]
     assert penstock("status", *asked).returncode == 3  # a token for one model
     assert penstock("status", "llama", "--hub", hub).returncode == 3
-    with HubClient.connect(hub, TOKEN, life="w") as w:  # a slow machine may have forgotten it by now
+    with HubClient.connect(hub, TOKEN, life="w") as w:  # the entry may have expired on a slow machine
         w.hello(Hello(member=w.member, host="0123456789", doors=("unix:///d",), name="w:1"))
         w.beat(w.member, Beat(holdings=(key_state(((0, 100),)),)))
     watched = subprocess.Popen(
@@ -160,7 +160,7 @@ def test_hub_stopped_during_request_logs_no_traceback(tmp_path) -> None:
             caller.sendall(b"POST /v1/hello HTTP/1.1\r\nHost: hub\r\nExpect: 100-continue\r\n")
             caller.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
             caller.settimeout(20)
-            assert caller.recv(99).startswith(b"HTTP/1.1 100")  # it waits for the body now
+            assert caller.recv(99).startswith(b"HTTP/1.1 100")  # the hub waits for the body
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()

@@ -83,7 +83,7 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
 def test_lying_caller_excludes_holder_only_for_itself(
     hub: GuardedHub, small_checkpoint: Path, expected_tensors
 ) -> None:
-    """Two invented ids with one token kept every reader from a holder for 600 s. Another model's token did, too."""
+    """Two fake ids with one token once excluded a holder for all readers for 600 s, as did another model's token."""
     with ExitStack() as stack:
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         holder.fetch({}, fallback=small_checkpoint)
@@ -104,7 +104,7 @@ def test_lying_caller_excludes_holder_only_for_itself(
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
-def test_holder_with_wrong_digests_is_left_by_readers(
+def test_readers_leave_holder_with_wrong_digests(
     hub: GuardedHub, checkpoint_with_manifest: Path, expected_tensors
 ) -> None:
     theirs = {name: tensor.clone() for name, tensor in expected_tensors.items()}
@@ -152,10 +152,10 @@ def test_revoked_token_is_refused_and_members_removed(
         while any(one.member == revoked.member for one in holder.member.hub.status("m").members):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        hub.replace_tokens(TOKENS)  # taken again, and told to say hello
+        hub.replace_tokens(TOKENS)  # the token is accepted again, and the member must register
         with pytest.raises(UnknownMember):
             revoked.beat(revoked.member, Beat())
-        hub.tokens.write_text("short\n")  # a fault changes nothing, and is told
+        hub.tokens.write_text("short\n")  # an invalid file changes nothing and is logged
         hub.process.send_signal(signal.SIGHUP)
         while "The tokens read before stay valid" not in (hub.tokens.parent / "stderr").read_text():
             assert time.monotonic() < deadline

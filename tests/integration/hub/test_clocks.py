@@ -56,7 +56,7 @@ class ShiftedHub:
         """Set the clock."""
         new = self._shift.with_suffix(".new")
         new.write_text(str(shift_s))
-        os.replace(new, self._shift)  # never read half
+        os.replace(new, self._shift)  # replace in place, so that no reader sees a partial file
 
     def __enter__(self) -> ShiftedHub:
         return self
@@ -112,7 +112,12 @@ def test_holder_is_readable_after_hub_restart(
     fork_server: ForkServer, host: Host, expected_tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     listen = f"unix://{host.directory}/own.sock"
-    values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
+    values = {
+        "listen": listen,
+        "fresh": True,
+        "beat_s": 30.0,
+        "ttl_s": 90.0,
+    }  # no heartbeat repairs anything within the test
     with fork_server.fork("tests.support.fleet:run_hub_process", values) as hub:
         assert b"ready" in hub.stdout.readline()
         with ps.join("m", connection=listen) as holder:

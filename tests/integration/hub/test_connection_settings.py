@@ -1,4 +1,4 @@
-"""Verbs and commands use `PENSTOCK_HUB` and `PENSTOCK_TOKEN_FILE` with a hub that asks for a token."""
+"""Verbs and commands use `PENSTOCK_HUB` and `PENSTOCK_TOKEN_FILE` with a hub that requires a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def token_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(token_file: Path) -> Iterator[str]:
-    """The address of a hub that asks for a token."""
+    """Return the address of a hub that requires a token."""
     auth = Auth.of(token_file=token_file)
     running = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
     running.start()
@@ -66,7 +66,7 @@ def test_verbs_read_hub_and_token_from_environment(variables: None, hub: str, tm
         assert ps.hub.why("m").lines
         with pytest.raises(
             ps.NotFound, match="no weight cache on this host has 'm'"
-        ):  # the hub was asked, with the token
+        ):  # the request reached the hub with the token
             ps.cache.attach("m", timeout_s=0.0)
         explicit = ps.ConnectionSettings(hub=hub, token=TOKEN)
         assert joined == {one.member for one in ps.hub.status(connection=explicit).members}
@@ -78,7 +78,7 @@ def test_argument_overrides_environment(variables: None, hub: str, monkeypatch: 
         ps.hub.status("m", connection=ps.ConnectionSettings(token=OTHER))
     with pytest.raises(ps.errors.PermissionDenied, match="token"):
         ps.hub.status(connection=ps.ConnectionSettings(token="not-one-of-the-hub-0123"))
-    monkeypatch.setenv("PENSTOCK_HUB", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("PENSTOCK_HUB", "http://127.0.0.1:9")  # no process listens there
     assert ps.hub.status(connection=hub).members == ()
 
 

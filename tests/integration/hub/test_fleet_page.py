@@ -143,7 +143,7 @@ def text(browser: webdriver.Chrome, name: str) -> str:
 def log_in(browser: webdriver.Chrome, hub: HubThread, token: str = TOKEN) -> None:
     """Open the page as a person does. It asks for the token."""
     browser.get("about:blank")
-    browser.get_log("performance")  # what the browser itself asked for as it started
+    browser.get_log("performance")  # requests of the browser's own start
     browser.get(hub.url)
     wait_until(lambda: browser.find_element(By.ID, "login").is_displayed(), "the page asks for a token")
     browser.find_element(By.ID, "token").send_keys(token, Keys.ENTER)

@@ -142,7 +142,7 @@ def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
     with HubClient.connect(url, TOKEN) as member, HubClient.connect(url, TOKEN) as other:
         other.hello(hello(other.member))
         of = member.member
-        for turn in range(2):  # before the hub knows it, as after a restart, and then
+        for turn in range(2):  # before and after the hub knows the member
             for speak in (
                 lambda: other.hello(hello(of)),
                 lambda: other.beat(of, Beat()),
@@ -202,7 +202,7 @@ def test_too_large_port_error_states_valid_range(guarded) -> None:
     assert caught.value.hint == "give a port from 0 to 65535"
 
 
-def test_socket_in_use_is_kept_dead_socket_replaced(tmp_path: Path) -> None:
+def test_only_dead_socket_is_replaced(tmp_path: Path) -> None:
     listen = f"unix://{tmp_path}/hub.sock"
     first = bind(listen, Auth())
     assert (tmp_path / "hub.sock").stat().st_mode & 0o777 == 0o600
@@ -231,7 +231,7 @@ def test_request_bodies_are_limited_and_validated(serve) -> None:
         ):
             answer = http.post("/v1/hello", content=body)
             assert answer.status_code == 422 and set(answer.json()) == {"error", "hint", "alternatives"}
-        for name in ("a\n", "a\r", "a b"):  # a line of the audit is one line
+        for name in ("a\n", "a\r", "a b"):  # each audit record is one line
             answer = http.post("/v1/hello", content=msgspec.json.encode(hello(name)))
             assert answer.status_code == 422, name
         assert http.put("/v1/members/a%2Fb", content=b"{}").status_code in {404, 422}

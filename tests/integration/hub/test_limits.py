@@ -186,7 +186,7 @@ def test_trickling_head_is_closed_at_deadline(serve) -> None:
     assert time.monotonic() - began < 15.0
 
 
-def test_proven_connection_is_closed_when_idle_too_long(serve) -> None:
+def test_idle_proven_connection_is_closed(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0, idle_s=4.0))
     request = f"GET /v1/status HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
     with attack(address, "127.0.0.9", request) as sock:
@@ -247,7 +247,7 @@ def test_another_user_cannot_use_hub_socket(tmp_path_factory) -> None:
     running.start()
     try:
         for path in (*directory.parents[:-2], directory, directory / "hub.sock"):
-            path.chmod(0o777)  # as if somebody had opened it to all
+            path.chmod(0o777)  # opens the socket to all users
 
         def ask() -> str:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

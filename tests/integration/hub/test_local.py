@@ -154,7 +154,7 @@ local_hub.LocalEndpoint.open().reach(20.0)
 def test_host_stopped_before_listening_is_replaced(place) -> None:
     process = subprocess.Popen([sys.executable, "-c", _STOPPED_AT_ONCE], env=dict(os.environ))
     try:
-        os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock now, and nobody can connect to it
+        os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock, and no client can connect to it
         with HubClient.connect(None) as hub:
             hello(hub)
             assert line_of(hub).hosts

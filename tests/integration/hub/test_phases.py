@@ -139,9 +139,7 @@ def test_member_streams_its_boot(fleet: ps.Fleet, get: Ask, path: str, headers: 
     assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
 
 
-def test_boot_streams_are_limited_and_end_with_member(
-    hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boot_streams_are_limited(hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
     with ps.join("llama", connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)) as fleet:
         stream = events(get(fleet.member.server.addresses[0], "/v1/phases?stream"))

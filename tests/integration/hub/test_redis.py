@@ -137,7 +137,7 @@ def test_hubs_share_state_through_redis(hubs) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("hubs", [2.0], indirect=True, ids=["slow beats"])  # a hub is new for one: time to ask it
+@pytest.mark.parametrize("hubs", [2.0], indirect=True, ids=["slow beats"])  # the hub is new for one interval
 def test_restarted_empty_redis_is_survived(hubs, redis) -> None:
     a, b = hubs[0]["a"], hubs[1]["b"]
     announce(a, ((0, 40),))
@@ -170,7 +170,7 @@ def test_request_waits_for_paused_redis(hubs, redis) -> None:
     resume.start()
     began = time.monotonic()
     a.beat(a.member, Beat())
-    assert time.monotonic() - began > 0.5  # it has waited: Redis answers again after a second
+    assert time.monotonic() - began > 0.5  # the request waited until Redis responded after a second
     resume.join()
 
 
@@ -192,7 +192,7 @@ def started(*options: str, environ: dict[str, str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "url"])
-def test_redis_password_is_read_from_file_or_environment(how, tmp_path, tmp_path_factory) -> None:
+def test_redis_password_is_read_from_settings(how, tmp_path, tmp_path_factory) -> None:
     file = tmp_path / "password"
     file.write_text("a-secret-of-redis\n")
     listen = ["--listen", f"unix://{tmp_path}/hub"]

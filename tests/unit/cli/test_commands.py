@@ -1,4 +1,4 @@
-"""The commands on a small real checkpoint, as a user meets them: exit code, stdout, stderr."""
+"""The commands on a small checkpoint: exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Penstock = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def penstock(capsys) -> Penstock:
-    """stdout and stderr of `penstock ...` in this process; asserts its exit code."""
+    """Run `penstock ...` in this process, check its exit code, and return stdout and stderr."""
 
     def call(*arguments: object, code: int = 0) -> tuple[str, str]:
         capsys.readouterr()
@@ -187,7 +187,7 @@ def test_changed_tensors_keep_existing_manifest(tmp_path: Path, penstock: Pensto
 def test_signed_manifest_for_same_bytes_is_current(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
     private, public = keys
     penstock("manifest", llama, "--sign", private)
-    # As a copy has it: another time, and so another identity.
+    # A copy has a different time, and so a different identity.
     for file in llama.glob("*.safetensors"):
         os.utime(file, (1, 1))
     assert "up to date" in penstock("manifest", llama)[0]
@@ -266,7 +266,7 @@ def test_bench_load_compares_with_safetensors(llama: Path, penstock: Penstock) -
     assert all(0 < row["best_s"] <= row["median_s"] <= row["worst_s"] for row in rows)
     assert penstock("bench", "load", llama, "--repeat", 1, "--cold")[0].startswith("loader")
     assert not any(row["verified"] for row in rows)
-    # A load that compares digests is not held beside one that does not, unless the table says so.
+    # A load with digests is compared only with loads that check digests, unless the table says so.
     penstock("manifest", llama)
     out, err = penstock("bench", "load", llama, "--repeat", 1, "--format", "json")
     verified = {row["loader"]: row["verified"] for row in json.loads(out)}

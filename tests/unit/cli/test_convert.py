@@ -1,4 +1,4 @@
-"""`penstock convert`: operations as they are written, the plan with its prediction, the report beside it."""
+"""`penstock convert`: operation arguments, the plan with its prediction, and the report."""
 
 from __future__ import annotations
 

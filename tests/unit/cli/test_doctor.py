@@ -1,4 +1,4 @@
-"""`penstock doctor` finds what is there, and says why something is not."""
+"""`penstock doctor` reports the parts of a machine, and why a part is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line promises whatever the command: exit codes, where text goes, what is not imported."""
+"""Properties of every command: exit codes, output streams, and imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.cli import main
 
 
 def run(arguments: list[str], *, raises: BaseException | None = None, monkeypatch=None) -> int:
-    """The exit code of `main.run`; with `raises`, of a command that raises it."""
+    """Return the exit code of `main.run`, whose command raises `raises`."""
     if raises is not None:
         app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -90,7 +90,7 @@ def test_invalid_byte_count_is_usage_error(capsys) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["load", "--help"], ["version"], ["bench", "load", "--help"], ["doctor", "--help"]]
 )
-def test_help_and_version_import_neither_torch_nor_obstore(arguments: list[str]) -> None:
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom penstock.cli.main import run\n"
         f"try:\n    run({arguments!r})\n"

@@ -1,4 +1,4 @@
-"""The audit's lines: private files of bounded size, at a bounded rate for each caller."""
+"""The audit log: private files of limited size, at a limited rate for each caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask the hub."""
+"""Authentication of callers at the hub."""
 
 from __future__ import annotations
 

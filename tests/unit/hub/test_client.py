@@ -1,4 +1,4 @@
-"""A hub's client: certificates of the environment, connections that are gone, and what counts as silence."""
+"""The hub's client: certificates from the environment, closed connections, and detection of a silent hub."""
 
 import socket
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def test_certificate_from_environment_is_used(name: str, monkeypatch, tmp_path) 
 
 
 class _Told:
-    """A line that remembers what it is told."""
+    """A connection that records its requests."""
 
     is_busy = False
 
@@ -57,7 +57,7 @@ class _Told:
 
 
 class _Clock:
-    """Time that passes only in sleep: how many questions fit a deadline does not hang on the machine."""
+    """A clock that advances only in sleep, so that the number of requests does not depend on the machine."""
 
     def __init__(self) -> None:
         self._now = 100.0
@@ -70,7 +70,6 @@ class _Clock:
 
 
 def test_connection_dropped_by_thread_is_hub_unavailable(monkeypatch) -> None:
-    """Otherwise the thread that beats would end, and the hub would forget the member."""
     hub = HubClient(_Told(), timeout_s=0.3)
     open_client = hub._open
 
@@ -84,8 +83,7 @@ def test_connection_dropped_by_thread_is_hub_unavailable(monkeypatch) -> None:
         hub.status()
 
 
-def test_hub_without_time_to_answer_is_not_silent(monkeypatch) -> None:
-    """It would be passed over, and lose what it knows."""
+def test_short_deadline_does_not_mark_silent(monkeypatch) -> None:
     line, clock = _Told(), _Clock()
 
     class Slow:
@@ -102,13 +100,13 @@ def test_hub_without_time_to_answer_is_not_silent(monkeypatch) -> None:
     monkeypatch.setattr(client, "time", clock)
     hub = HubClient(line, timeout_s=0.2)
     monkeypatch.setattr(hub, "_open", lambda url: Slow())
-    # In a thread: in the main thread an error of this file would count as one of a signal handler.
+    # In the main thread an error from this file would count as an error of a signal handler.
     with hub, ThreadPoolExecutor(1) as pool, pytest.raises(HubUnavailable):
         pool.submit(hub.status).result()
     assert len(line.silent) > 2 and not any(line.silent)
 
 
-def test_hub_that_never_answers_is_silent(monkeypatch) -> None:
+def test_unresponsive_hub_is_marked_silent(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         line = _Told()
         monkeypatch.setattr(line, "reach", lambda within_s: f"http://127.0.0.1:{mute.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""The hub's logic on a clock set by hand: election by claims, the dead, restarts, latecomers, complaints, fencing."""
+"""The hub's logic on a manual clock: claims, dead members, restarts, late members, complaints and process identity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def complain(hub: Directory, member: str, of: str, fault: str = "unreachable", *
 
 
 def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str, set[int]]:
-    """All read what they are given until nobody is given more; who read what."""
+    """Read assigned chunks until the hub assigns no more. Return the chunks that each member read."""
     read: dict[str, set[int]] = {member: set() for member in members}
     have: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(members, ())
     for turn in range(200):
@@ -95,10 +95,10 @@ def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     assert reply.claim is not None and chunks(reply.claim.ranges) and min(chunks(reply.claim.ranges)) == 50
     other = bench.claim(hub, "c", key_state())
     assert other.ranges and not chunks(other.ranges) & chunks(reply.claim.ranges)
-    # It is given back like any other.
+    # A claim with upstreams is returned like any other claim.
     bench.claim(hub, "b", key_state(), ask=False)
     assert min(chunks(bench.claim(hub, "c", key_state(claims=other.ranges)).ranges)) == 50
-    # Without chunks the layout is asked for; without `claim` nothing is assigned.
+    # A request without chunks or without `claim` assigns nothing.
     assert both(hub, "b", key_state(num_chunks=0)).claim is None
     plain = UpstreamsRequest(member="b", holding=key_state(), can_read_storage=True)
     assert hub.upstreams(plain).claim is None
@@ -140,7 +140,7 @@ def test_older_holders_get_separately_signed_grants(bench, hub) -> None:
     assert set(grants) == {"new", "old"}
     for name, checker in checkers.items():
         checker.check(grants[name], key=IDENTITY.key(), reader="reader")
-    # Releases before 2.5 read what follows the signature as the grant.
+    # Releases before 2.5 read the bytes after the signature as the grant.
     assert msgspec.msgpack.decode(grants["old"][64:], type=Grant).source == "old"
     with pytest.raises(msgspec.MsgspecError):
         msgspec.msgpack.decode(grants["new"][64:], type=Grant)
@@ -154,7 +154,6 @@ def test_two_hubs_assign_each_chunk_once(bench, hub) -> None:
 
 
 def test_released_chunks_are_claimed_again(bench) -> None:
-    """Also where the hub answers many requests by one snapshot."""
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)) / 1000)
     readers = [f"r{i}" for i in range(4)]
@@ -165,7 +164,7 @@ def test_released_chunks_are_claimed_again(bench) -> None:
             given[reader] = tuple(sorted((*ranges, *bench.claim(hub, reader, key_state(claims=ranges)).ranges)))
     for _ in range(3):
         assert all(not bench.claim(hub, member, key_state()).ranges for member in ("a", "b"))
-    # A claimant that reads none of its chunks any more gives them back, though it reports no chunk and no claim.
+    # A claimant that no longer reads its chunks returns them, even if it reports no chunk and no claim.
     again = chunks(bench.claim(hub, "r1", key_state()).ranges)
     assert again and again <= chunks(given["r1"])
     assert bench.claim(hub, "r0", key_state(), ask=False).ranges == ()
@@ -203,7 +202,7 @@ def test_fragmented_member_is_skipped_for_complete_holder(bench, hub, monkeypatc
     monkeypatch.setattr(np, "bincount", lambda *args, **options: (counts.append(1), count(*args, **options))[1])
     assert hub._view(IDENTITY.key()).had("b", 100).all()
     assert not counts
-    # One that its reader cannot use does not count.
+    # A holder that its reader cannot use does not count.
     complain(hub, "b", "w")
     assert list(np.flatnonzero(hub._view(IDENTITY.key()).had("b", 100))) == list(range(0, 100, 2))
     assert hub._view(IDENTITY.key()).had("a", 100).all()
@@ -233,7 +232,7 @@ def test_last_pieces_share_the_remainder(bench, hub) -> None:
             bench.beat(hub, "d", key_state(((0, reply.ranges[-1][1]),), num_chunks=1600))
     assert sizes[:3] == [20, 15, 11]
     given = [size for size in sizes if size]
-    assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share of all
+    assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share
 
 
 def test_chunks_held_by_members_are_not_claimed(bench, hub) -> None:
@@ -268,7 +267,7 @@ def test_chunks_of_dead_reader_are_reassigned(bench, hub) -> None:
         bench.beat(hub, "a", key_state())
 
 
-def test_chunks_passed_on_by_dead_reader_stay_read(bench, hub) -> None:
+def test_chunks_sent_by_dead_reader_stay_claimed(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.claim(hub, "a", key_state())
     bench.beat(hub, "a", key_state(((0, 20),)))
@@ -322,7 +321,7 @@ def test_new_hub_assigns_nothing_before_announcements(bench) -> None:
     bench.beat(hub, "a", key_state(((0, 40),), claims=((40, 60),)))
     assert bench.claim(hub, "b", key_state()).ranges == ()
     bench.now += 1.1
-    assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 60  # `a` only beats
+    assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 60  # `a` only sends heartbeats
     assert bench.claim(hub, "a", key_state(((0, 40),), claims=((40, 60),))).ranges
 
 
@@ -347,7 +346,7 @@ def test_replicas_keep_signing_key_after_store_loss() -> None:
 
     assert key(first, "a") == key(second, "b")
     assert isinstance(bench.store, MemoryStore)
-    bench.store._folders.clear()  # as Redis is empty that was killed and started again
+    bench.store._folders.clear()  # like a Redis server that was killed and restarted
     third = bench.hub(fresh=False)
     assert key(third, "c") == key(first, "a") == key(second, "b")
 
@@ -427,7 +426,7 @@ def test_reader_without_layout_is_given_upstreams(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "stalled"])
-def test_one_complaint_moves_reader_several_move_all(bench, hub, fault) -> None:
+def test_several_complaints_move_all_readers(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "v", key_state(WHOLE))
@@ -435,7 +434,7 @@ def test_one_complaint_moves_reader_several_move_all(bench, hub, fault) -> None:
     before = bench.parents(hub, asks)
     child = next(member for member in "abc" if before[member][0] == "w")
     others = [member for member in "abc" if member != child]
-    for _ in range(3):  # one that repeats itself is one
+    for _ in range(3):  # a repeated complaint counts once
         complain(hub, others[0], "w", fault)
     parents = bench.parents(hub, asks)
     assert parents[others[0]][0] != "w" and parents[child][0] == "w"
@@ -454,7 +453,7 @@ def test_unproven_wrong_bytes_move_only_complainers(bench, hub) -> None:
         complain(hub, liar, "w", "wrong bytes")
     asks = [("honest", key_state(max_readers=1)), ("a", key_state(max_readers=1))]
     assert bench.parents(hub, asks)["honest"] == ("w",)
-    assert bench.claim(hub, "honest", key_state()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "honest", key_state()).ranges == ()  # its chunks count
     assert bench.claim(hub, "a", key_state()).ranges
 
 
@@ -464,10 +463,10 @@ def test_proof_from_older_release_counts_as_complaint(bench, hub) -> None:
     proof = Proof(epoch=7, signature=b"s", leaf_bytes=1, spans=b"", at=b"", said=b"", table=b"t" * 4096, leaves=b"")
     report = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes", proof=proof)
     hub.complain(report, Caller(name="token:1"))
-    assert not bench.claim(hub, "b", key_state()).ranges  # it moves its reader only
+    assert not bench.claim(hub, "b", key_state()).ranges  # it moves only its reader
     assert "demoted" not in "\n".join(hub.why(WhyRequest(model="llama")).lines)
     entry = bench.store.read(f"complaint/{IDENTITY.key()}/w~a")
-    assert entry is not None and len(entry.value) < 500  # the proof itself is not kept
+    assert entry is not None and len(entry.value) < 500  # the proof is not stored
 
 
 def test_wrong_bytes_complaint_outlives_later_complaint(bench, hub) -> None:
@@ -487,7 +486,7 @@ def test_many_members_with_one_caller_count_once(bench, hub) -> None:
     for liar in liars:
         complain(hub, liar, "w", "unreachable", caller="token:of the liar")
     assert bench.parents(hub, asks) == {"honest": ("w",)}
-    assert bench.claim(hub, "honest", key_state()).ranges == ()  # what it has counts
+    assert bench.claim(hub, "honest", key_state()).ranges == ()  # its chunks count
 
 
 def test_complainer_needs_model_access_and_rate_limit(bench, hub) -> None:
@@ -509,7 +508,7 @@ def test_members_with_revoked_token_are_removed(bench, hub) -> None:
         hello = Hello(member=name, host="h", doors=("unix:///d",))
         hub.hello(hello, Caller(name=f"token:{name}"))
         bench.beat(hub, name, key_state(WHOLE))
-    bench.join(hub, "reader")  # of a hub that asked for no token
+    bench.join(hub, "reader")  # from a hub that required no token
     assert hub.expel({"token:good", "token:new"}) == 1
     assert [one.member for one in hub.status().members] == ["good", "reader"]
     assert bench.parents(hub, [("reader", key_state())]) == {"reader": ("good",)}
@@ -548,7 +547,7 @@ def test_lighter_complaint_keeps_graver_complaint(bench, hub) -> None:
     assert hub.status().members[-1].complaints == 1
 
 
-def test_chunks_on_unreachable_holder_are_read_from_storage(bench, hub) -> None:
+def test_unreachable_holder_chunks_are_claimed_again(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     assert bench.claim(hub, "a", key_state()).ranges == ()
@@ -557,7 +556,7 @@ def test_chunks_on_unreachable_holder_are_read_from_storage(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state()).ranges == ()
 
 
-def test_departed_member_is_no_upstream_and_cannot_return(bench, hub) -> None:
+def test_departed_member_cannot_return(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     hub.leave("w")
@@ -583,7 +582,7 @@ def test_holding_missing_from_heartbeat_is_dropped(bench, hub) -> None:
     bench.beat(hub, "w")
     assert hub.status("llama").members == ()
     hub.upstreams(UpstreamsRequest(member="a", holding=key_state()))
-    bench.beat(hub, "a")  # made before the flight, sent after
+    bench.beat(hub, "a")  # created before the request for upstreams, sent afterwards
     assert [member.member for member in hub.status("llama").members] == ["a"]
 
 
@@ -672,7 +671,6 @@ def test_status_shows_every_field(bench, hub) -> None:
 
 @pytest.mark.parametrize("num_chunks", [0, 100])
 def test_grant_key_must_match_identity(bench, hub, num_chunks) -> None:
-    """A token for some models would open all."""
     bench.join(hub, "holder", "reader")
     bench.beat(hub, "holder", key_state(WHOLE))
     other = msgspec.structs.replace(IDENTITY, model="allowed")
@@ -682,7 +680,7 @@ def test_grant_key_must_match_identity(bench, hub, num_chunks) -> None:
 
 
 def test_departed_members_are_forgotten(bench) -> None:
-    """The hub kept `gone/ID` of every member that ever left: 38 MB of 100,000."""
+    # The hub once kept `gone/ID` for every member that left, which took 38 MB for 100,000 members.
     hub = bench.hub()
 
     def come_and_go(count: int) -> None:
@@ -704,7 +702,7 @@ def failure(message: str = "no holder", age_s: float = 1.0) -> FailureReport:
 
 def test_failures_outlive_member_and_are_listed_once(bench, hub) -> None:
     bench.join(hub, "a", "b")
-    for member in "ab":  # of one process: both report its failures
+    for member in "ab":  # members of one process, which both report its failures
         hub.beat(member, Beat(failures=(failure(),)))
     hub.leave("a")
     bench.now += 60
@@ -734,7 +732,7 @@ def test_failures_for_forbidden_models_are_dropped(bench, hub) -> None:
 def test_status_shows_boot_state_and_phase(bench, hub) -> None:
     bench.join(hub, "a")
     assert hub.status().members[0].boot == ""
-    # A member of the former release reports its phases and its error too. The hub keeps neither.
+    # A member of the previous release reports its phases and its error too. The hub stores neither.
     error = BootError(error="no holder", model="secret")
     boot = Boot(started_at=1.0, state="failed", phase="move", phases=(Phase(name="x"),), error=error)
     hub.beat("a", Beat(boot=boot))
@@ -762,11 +760,11 @@ def test_number_of_conversions_is_limited(bench) -> None:
     for name, phase in (("a", "running"), ("b", "done"), ("c", "running")):
         bench.now += 1
         hub.job(name, job(phase))
-    hub.job("d", job())  # in place of the one that has ended
+    hub.job("d", job())  # replaces the finished conversion
     assert {entry.job for entry in hub.status().jobs} == {"a", "c", "d"}
     with pytest.raises(SourceBusy):
         hub.job("e", job())
-    hub.job("a", job("done"))  # one that is known may always report
+    hub.job("a", job("done"))  # a known conversion may always report
     bench.now += 5
     hub.job("e", job())
     assert {entry.job for entry in hub.status().jobs} == {"c", "d", "e"}

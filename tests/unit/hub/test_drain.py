@@ -1,4 +1,4 @@
-"""Draining a member: no reader is sent to it, what it has is read elsewhere, and the order ends with the member."""
+"""Draining a member: no reader is sent to it, its chunks are read elsewhere, and the order ends with the member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hub(bench: HubBench) -> Directory:
 
 def upstreams(hub: Directory, member: str = "r", **more) -> list[str]:
     request = UpstreamsRequest(member=member, holding=key_state(((0, 1),)), **more)
-    # Twice: the first request registers the reader.
+    # The first request registers the reader.
     hub.upstreams(request)
     return [upstream.member for upstream in hub.upstreams(request).upstreams]
 
@@ -44,7 +44,7 @@ def test_readers_avoid_drained_member_until_restored(bench: HubBench, hub: Direc
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 1
     assert upstreams(hub) == ["b"]
-    # Its own beats and requests change nothing of it.
+    # The member's heartbeats and requests do not undo the drain.
     bench.beat(hub, "a", key_state(WHOLE))
     bench.now += 1
     assert upstreams(hub) == ["b"]
@@ -58,7 +58,7 @@ def test_reader_without_layout_avoids_drained_member(bench: HubBench, hub: Direc
     bench.now += 1
     asks = HoldingState(key=IDENTITY.key(), identity=IDENTITY, num_chunks=0, nbytes=0)
     assert [u.member for u in hub.upstreams(UpstreamsRequest(member="r", holding=asks)).upstreams] == ["b"]
-    # Nor is an engine that names it to attach to.
+    # An engine that names the drained member does not attach to it.
     named = UpstreamsRequest(member="r", holding=asks, source="a")
     assert hub.upstreams(named).upstreams == ()
 
@@ -89,7 +89,7 @@ def test_drain_state_and_reason_are_shown(bench: HubBench, hub: Directory) -> No
 
 def test_drain_ends_with_its_member(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
-    bench.now += 11  # past the time to live of a silent member
+    bench.now += 11  # longer than the time to live of a silent member
     bench.join(hub, "a")
     bench.beat(hub, "a", key_state(WHOLE))
     assert all(member.drain is None for member in hub.status().members)
@@ -106,11 +106,11 @@ def test_restarted_hub_learns_drain_from_heartbeat(bench: HubBench, hub: Directo
     new.begin()
     after.join(new, "a", "b")
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain == order
-    # Undone at once: a beat that was made before does not bring it back.
+    # The drain is undone immediately, so an earlier heartbeat does not restore it.
     new.drain("a", None, OPERATOR)
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None
     new.drain("a", ORDER, OPERATOR)
-    # Once the hub is not new any more, a beat that is late cannot bring back an order that was undone.
+    # Once the hub is not new, a late heartbeat cannot restore an undone order.
     after.now += 5
     new.drain("a", None, OPERATOR)
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None

@@ -1,4 +1,4 @@
-"""Grants: signed, short-lived, for one reader and source, taken once."""
+"""Grants: signed, short-lived, for one reader and source, accepted once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def clock() -> Clock:
 
 
 class Hub:
-    """Signs with the epoch that the source told it last."""
+    """Sign with the last epoch of the source."""
 
     def __init__(self, seed: bytes = b"s" * 32) -> None:
         self.signer, self.epoch = GrantSigner(seed), 0
         self.private = Ed25519PrivateKey.from_private_bytes(seed)
 
     def sign(self, *, source: str = "source", epoch: int | None = None, is_alone: bool = False, **changes) -> bytes:
-        """Return a grant for the source, made with two for other sources."""
+        """Return a grant for the source that shares a signature with two grants for other sources."""
         now = self.epoch if epoch is None else epoch
         epochs, spoken = {"before": 1, source: now, "after": now}, {source: "2.4"} if is_alone else {}
         given = {"key": KEY, "reader": "reader", "epochs": epochs, "protocols": spoken, **changes}
@@ -68,7 +68,7 @@ def test_single_grant_for_older_source_passes_once(hub, checker) -> None:
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
         checker.check(grant, key=KEY, reader="reader")
-    # As the releases before 2.5 check it.
+    # Releases before 2.5 check a grant like this.
     hub.private.public_key().verify(grant[:64], b"penstock grant 2\n" + grant[64:])
     assert msgspec.msgpack.decode(grant[64:], type=Grant).source == "source"
 
@@ -139,7 +139,7 @@ def test_grant_is_valid_for_its_epoch(hub, checker, clock, age_s) -> None:
 
 def test_grant_expires_by_source_clock_after_pause(hub, checker, clock) -> None:
     grant = hub.sign()
-    clock.now += EPOCH_S + GRACE_S  # nobody asked for an epoch meanwhile
+    clock.now += EPOCH_S + GRACE_S  # no call replaced the epoch meanwhile
     with pytest.raises(GrantRefused, match="expired"):
         checker.check(grant, key=KEY, reader="reader")
     hub.epoch = checker.epoch()
@@ -167,7 +167,7 @@ def test_forged_grant_is_refused(hub, checker) -> None:
     bodies = [b"", good[:64], good[:-1], theirs, bytes([good[0] ^ 1]) + good[1:], good + b"\x00", b"x" * 5000]
     later = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch + 1, b"n" * 12))
     one = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch, b"n" * 12))
-    # Beside the digests of others, or with its own in their place.
+    # The grant is next to other grants' digests, or replaces its digest.
     head = 64 + 1 + 3 * 32
     bodies += [good[: -len(later)] + later, good[:64] + later, good[:head] + one, good[:64] + b"\x00" + one]
     bodies += [good[:65] + blake3(one).digest() * 3 + one, good[:64] + b"\x01" + blake3(one).digest() + one]
@@ -179,7 +179,6 @@ def test_forged_grant_is_refused(hub, checker) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 16])
 def test_signature_over_other_digests_grants_nothing(hub, checker, count) -> None:
-    """The hub signs no empty list; a signature of one must not be a grant for all."""
     body = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch, b"n" * 12))
     digests = blake3(b"other").digest() * count
     signature = hub.private.sign(b"penstock grants 2.5\n" + digests)

@@ -1,4 +1,4 @@
-"""One caller's share of the hub: what it floods, the others still get, and what it may not see it does not learn."""
+"""A caller's share of the hub: a flood from one caller displaces no entries of others and reveals nothing hidden."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
             join(hub, f"f{at}-{number}", FLOODING_CALLER)
         bench.now += 0.1
     beat()
-    # 12 announced within one beat, of which the two oldest are removed, by whichever hub looks first.
+    # 12 members join within one interval, and the hub that counts first removes the two oldest.
     assert set(bench.store.scan("member/")) == {f"f{at}-{number}" for at in range(3) for number in range(4)} - {
         "f0-0", "f1-0"
     }  # fmt: skip
@@ -120,7 +120,7 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
     for hub in hubs:
         with pytest.raises(SourceBusy):
             join(hub, "f9", FLOODING_CALLER)
-    # A token of members at one hub gets its half, also of members that other hubs admitted.
+    # A token with members at one hub gets its half, also against members that other hubs admitted.
     for number in range(5):
         join(hubs[2], f"q{number}", OTHER_CALLER)
     with pytest.raises(SourceBusy):
@@ -138,7 +138,7 @@ def test_syncs_on_other_hubs_count(bench) -> None:
     join(one, "f1", FLOODING_CALLER)
     bench.now += 2.0
     one.begin()
-    # 32 KiB of each member, and 64 KiB of syncs.
+    # Each member takes 32 KiB, and the syncs take 64 KiB.
     with pytest.raises(SourceBusy):
         join(one, "f2", FLOODING_CALLER)
     join(one, "q", OTHER_CALLER)

@@ -1,4 +1,4 @@
-"""The fleet page: the changes that a viewer gets, what a limited token sees, and the files as they are served."""
+"""The fleet page: the changes that a viewer receives, the rows that a limited token sees, and the static files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def member(name: str, *, model: str = "llama", have: tuple[tuple[int, int], ...]
 
 
 class Fleet:
-    """A status that a test changes, and a clock that it moves."""
+    """A status and a clock that a test changes."""
 
     def __init__(self) -> None:
         self.members: dict[str, MemberStatus] = {}
@@ -99,7 +99,6 @@ def test_running_clocks_are_no_change() -> None:
 
 
 def test_cursor_from_another_hub_starts_over() -> None:
-    """Its number may be one that this hub has, too: hubs that act as one count apart."""
     first, second = Fleet(), Fleet()
     for fleet in (first, second):
         fleet.members = {"a": member("a")}
@@ -129,13 +128,13 @@ def test_limited_caller_sees_only_its_models() -> None:
     cursor, message = fleet.look("", limited)
     assert message is not None and [row["id"] for row in message["rows"]] == ["a"]
     assert "totals" not in message and "secret" not in json.dumps(message)
-    # One that leaves its sight is gone, and nothing is said of those that it never saw.
+    # A row that becomes hidden is removed, and hidden rows are never mentioned.
     fleet.members = {"a": member("a", model="secret")}
     _, message = fleet.look(cursor, limited)
     assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
 
 
-def test_hidden_change_sends_no_event_to_limited_caller() -> None:
+def test_hidden_change_sends_no_event() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -230,7 +229,7 @@ def hub(tmp_path: Path) -> Iterator[HubThread]:
 
 @pytest.fixture
 def get(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
-    """Ask the hub for a path, with a token or without, each time by a connection of its own."""
+    """Request a path on a new connection, with or without a token."""
     with ExitStack() as stack:
 
         def get(path: str, token: str = "") -> http.client.HTTPResponse:
@@ -259,7 +258,7 @@ def test_static_files_need_no_token(get) -> None:
         policy = answer.getheader("Content-Security-Policy") or ""
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         text = answer.read().decode()
-        # A name space is no address that a browser loads.
+        # A browser does not load a namespace's address.
         assert not re.search(r"(?:src|href|url\(|fetch\()=?[\"'`]?(?:https?:)?//", text)
 
 
@@ -278,7 +277,7 @@ def test_event_stream_requires_token(get) -> None:
 
 
 class _Away(FleetFeed):
-    """A feed whose status cannot be read, as while Redis or the hub behind `penstock ui` is away."""
+    """The status cannot be read while Redis or the hub behind `penstock ui` is unavailable."""
 
     def look(self) -> None:
         raise HubUnavailable("the store does not answer")
@@ -308,14 +307,14 @@ def test_streams_per_token_are_limited(get, monkeypatch: pytest.MonkeyPatch) -> 
     assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
     others = [get("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
     assert [answer.status for answer in others] == [200] * len(others)
-    # The streams that gave way end.
+    # The displaced streams end.
     assert flood[0].read().endswith(b"\n\n")
     assert [get("/v1/events", token).status for token in (TOKEN, LIMITED)] == [503, 503]
 
 
 @pytest.fixture
 def two_models(hub: HubThread) -> tuple[str, str]:
-    """Announce a holder of a model for each token, and one of a model that the limited token is not for."""
+    """Register a holder for each token, and a holder of a model that the limited token may not access."""
     members = []
     for token, model in ((TOKEN, "secret"), (LIMITED, "llama")):
         with HubClient.connect(hub.url, token) as client:

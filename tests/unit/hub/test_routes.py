@@ -1,4 +1,4 @@
-"""Routes of the hub's app: which function gets a request, and what errors become."""
+"""Routes of the hub's app: selection of the handler, and responses to errors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def app() -> HubApp:
 
 
 def call_app(app: HubApp, method: str, path: str, sent: list[Any] | None = None) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body; `sent` gets the messages also if the app raises."""
+    """Return status, headers and body. `sent` receives the messages even if the app raises."""
     sent = [] if sent is None else sent
 
     async def receive() -> Any:
-        # A caller that sends no more and stays connected.
+        # The caller sends nothing more and stays connected.
         await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
@@ -157,10 +157,10 @@ def test_error_after_response_start_sends_no_second(error, caplog) -> None:
 
     app, sent = HubApp(), list[Any]()
     app.add_route("/", stream, "GET")
-    with pytest.raises(BaseException):  # noqa: B017 (older releases of Starlette raise a group of it)
+    with pytest.raises(BaseException):  # noqa: B017 (older releases of Starlette raise an exception group)
         call_app(app, "GET", "/", sent)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-    # A caller that has gone is no fault of the hub's.
+    # A disconnected caller is not an error of the hub.
     assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))
 
 

@@ -1,4 +1,4 @@
-"""The clock of the hub's own store."""
+"""The clock of the hub's store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_suspended_hub_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     kept = MemoryStore(LivedClock(most_s=1.0))
     kept.write("member/a", b"here", ttl_s=5.0)
-    now[0] += 60.0  # stopped, or without a processor: it could not have heard a beat
+    now[0] += 60.0  # a stopped process receives no heartbeat
     assert kept.read("member/a") is not None
     for _ in range(5):
         now[0] += 0.9

@@ -1,4 +1,4 @@
-"""Who the hub says takes part in a sync, and what it grants."""
+"""The members of a sync at the hub, their grants, and decisions on versions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_departed_or_silent_member_is_not_listed(bench) -> None:
     assert request_sync(hub, "c").members == ()
 
 
-def test_grant_is_bound_to_caller_source_and_name(bench) -> None:
+def test_grant_is_bound_to_its_sync(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a")
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
@@ -115,7 +115,7 @@ def test_restarted_hub_learns_decisions_from_members(bench) -> None:
     committed = FleetDecision(epoch="a", version=8, outcome="committed")
     hub.beat("a", Beat(syncs=(state(),)))
     hub.beat("b", Beat(syncs=(state(),)))
-    # Neither a commit nor another's withdrawal is safe before all have reported.
+    # Neither a commit nor another member's withdrawal is safe before all members have reported.
     assert propose(hub, "a", "committed").decision is None and propose(hub, "b", "withdrawn").decision is None
     hub.beat("c", Beat(syncs=(msgspec.structs.replace(state(version=8), decision=committed),)))
     assert propose(hub, "b", "withdrawn").decision == committed

@@ -1,4 +1,4 @@
-"""Two trees of upstreams in the hub's answers: who gets them, what is kept of them, how they are explained."""
+"""Two trees of upstreams in the hub's responses: which readers get them, which parents stay, and their explanation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bench() -> HubBench:
 
 @pytest.fixture
 def hub(bench: HubBench) -> Directory:
-    """One whole holder and many hosts that want the same, all known before one asks."""
+    """Register a complete holder and readers on many hosts before the first request."""
     hub = bench.hub()
     bench.join(hub, "w", *MEMBERS)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -61,7 +61,7 @@ def test_parents_are_kept_before_and_after_reports(bench: HubBench, hub: Directo
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     assert {member: parents(request_upstreams(hub, member)) for member in MEMBERS} == first
     reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
-    # Another hub on the same store, which has made no relay.
+    # Another hub on the same store has made no relay.
     other = bench.hub()
     for member, state in reported.items():
         bench.beat(other, member, state)
@@ -106,7 +106,7 @@ def test_two_orders_stay_when_older_member_joins(bench: HubBench, hub: Directory
     assert reply.orders == () and 0 < len(reply.upstreams) <= 4
     for member, (up, second) in first.items():
         assert parents(request_upstreams(hub, member, parent=up, second_parent=second)) == [up, second]
-    # It reports one parent, from which it reads all chunks, and keeps it.
+    # The reader reports and keeps one parent, from which it reads all chunks.
     mine = reply.upstreams[0].member
     assert request_upstreams(hub, "old", parent=mine).upstreams[0].member == mine
     assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
@@ -154,14 +154,14 @@ def test_newcomer_without_whole_member_is_placed_immediately(bench: HubBench) ->
     assert request_upstreams(hub, "m1").ask_again_s > 3.7
     first = request_upstreams(hub, "n1")
     assert first.is_placed and len(first.upstreams) == 4
-    # The hub knows the others of its host by now, though the snapshot is older.
+    # The hub knows the other members of the host, although the snapshot is older.
     second = request_upstreams(hub, "n2")
     assert second.is_placed and second.upstreams[0].member == "n1" and second.upstreams[0].grant
     assert request_upstreams(hub, "n3").upstreams[0].member == "n2"
-    # It learns of those that come after it: sooner than a member that knows the whole fleet.
+    # The newcomer polls for later members sooner than a member that knows the whole fleet.
     assert all(1.5 <= reply.ask_again_s <= 2.5 for reply in (first, second))
     assert request_upstreams(hub, "n1").ask_again_s <= 2.5
-    # The next snapshots have it in the ring too.
+    # The next snapshots have the newcomer in the ring too.
     for _ in range(100):
         again = request_upstreams(hub, "n2", parent="n1")
         assert again.is_placed and again.upstreams[0].member == "n1"
@@ -179,7 +179,7 @@ def test_newcomer_counts_in_storage_shares(bench: HubBench) -> None:
         reply = hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
         assert reply.is_placed and reply.claim is not None
         pieces.append(sum(stop - start for start, stop in reply.claim.ranges))
-    # A quarter of an equal share of those that are there by then, at most 1 GiB.
+    # A piece is a quarter of an equal share for the current members, at most 1 GiB.
     assert pieces == [64] * 6 + [57, 50]
 
 
@@ -193,7 +193,7 @@ def test_members_starting_together_ask_again_soon(bench: HubBench) -> None:
     cold = request_upstreams(hub, "a")
     assert cold.is_placed and cold.upstreams and cold.ask_again_s < 0.3
     bench.beat(hub, "b", key_state(WHOLE))
-    # The hub looks at its state again after some requests.
+    # The hub renews its snapshot after some requests.
     assert any(request_upstreams(hub, "a").ask_again_s > 0.7 for _ in range(100))
 
 
@@ -214,7 +214,7 @@ def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch
     trees = Relay.parents.fget
 
     def make_another(relay: Relay) -> Parents:
-        # A newcomer that cuts the weights into another number of chunks.
+        # The newcomer divides the weights into a different number of chunks.
         view.relay(next(sizes))
         return trees(relay)
 
@@ -241,5 +241,5 @@ def test_claim_losing_a_race_builds_one_relay(bench: HubBench, hub: Directory, m
     hub.leave("w")
     assert bench.claim(hub, "m1", key_state()).ranges
     assert len(lost) == 3 and len(made) == 1
-    # Upstreams are as they would be.
+    # The upstreams do not change.
     assert len(request_upstreams(hub, "m1").upstreams) > 0
