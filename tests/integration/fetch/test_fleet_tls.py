@@ -86,7 +86,7 @@ def test_public_listen_address_accepts_certificates(authority: Authority, tmp_pa
     tls = MemberTls.read()
     assert tls is not None
     with pytest.raises(ConfigError, match="cannot listen on"):  # It must not be open to strangers.
-        PeerServer.start(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.serving)
+        PeerServer.start(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.server)
 
 
 def test_invalid_certificate_files_are_refused(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,8 @@ def test_verbs_read_hub_and_token_from_environment(variables: None, hub: str, tm
         joined = {one.id for one in (fleet.member, keeper.member, publisher.member, subscriber.member)}
         assert joined == {one.member for one in ps.hub.status().members}
         assert ps.hub.why("m").lines
-        with pytest.raises(
-            ps.NotFound, match="no weight cache on this host has 'm'"
-        ):  # the request reached the hub with the token
+        # The request reached the hub with the token.
+        with pytest.raises(ps.NotFound, match="no weight cache on this host has 'm'"):
             ps.cache.attach("m", timeout_s=0.0)
         explicit = ps.ConnectionSettings(hub=hub, token=TOKEN)
         assert joined == {one.member for one in ps.hub.status(connection=explicit).members}

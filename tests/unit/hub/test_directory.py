@@ -200,12 +200,12 @@ def test_fragmented_member_is_skipped_for_complete_holder(bench, hub, monkeypatc
     bench.beat(hub, "b", key_state())
     counts, count = [], np.bincount
     monkeypatch.setattr(np, "bincount", lambda *args, **options: (counts.append(1), count(*args, **options))[1])
-    assert hub._view(IDENTITY.key()).had("b", 100).all()
+    assert hub._view(IDENTITY.key()).readable_chunks("b", 100).all()
     assert not counts
     # A holder that its reader cannot use does not count.
     complain(hub, "b", "w")
-    assert list(np.flatnonzero(hub._view(IDENTITY.key()).had("b", 100))) == list(range(0, 100, 2))
-    assert hub._view(IDENTITY.key()).had("a", 100).all()
+    assert list(np.flatnonzero(hub._view(IDENTITY.key()).readable_chunks("b", 100))) == list(range(0, 100, 2))
+    assert hub._view(IDENTITY.key()).readable_chunks("a", 100).all()
 
 
 def test_pieces_are_a_quarter_of_equal_share(bench, hub) -> None:

@@ -62,9 +62,9 @@ class Fleet:
         self.now_s = 0.0
         self.feed = FleetFeed(lambda: Status(members=tuple(self.members.values())), clock=lambda: self.now_s)
 
-    def look(self, cursor: str = "", caller: Caller = ALL) -> tuple[str, dict | None]:
+    def read(self, cursor: str = "", caller: Caller = ALL) -> tuple[str, dict | None]:
         self.now_s += 10
-        self.feed.look()
+        self.feed.refresh()
         present, message = self.feed.changes(cursor, caller)
         return present, json.loads(message) if message else None
 
@@ -80,15 +80,15 @@ def test_path_is_split_into_shares() -> None:
 def test_viewer_gets_full_state_then_changes() -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
-    cursor, message = fleet.look()
+    cursor, message = fleet.read()
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["a", "b"]
-    assert fleet.look(cursor) == (cursor, None)
+    assert fleet.read(cursor) == (cursor, None)
     fleet.members["b"] = member("b", have=((0, 10),))
-    later, message = fleet.look(cursor)
+    later, message = fleet.read(cursor)
     assert message is not None and not message["full"]
     assert [(row["id"], row["holdings"][0]["share"]) for row in message["rows"]] == [("b", 1.0)]
     del fleet.members["a"]
-    _, message = fleet.look(later)
+    _, message = fleet.read(later)
     assert message is not None and (message["rows"], message["gone"]) == ([], ["a"])
 
 
@@ -102,10 +102,10 @@ def test_cursor_from_another_hub_starts_over() -> None:
     first, second = Fleet(), Fleet()
     for fleet in (first, second):
         fleet.members = {"a": member("a")}
-    cursor, _ = first.look()
-    second.look()
+    cursor, _ = first.read()
+    second.read()
     second.members["b"] = member("b")
-    _, message = second.look(cursor)
+    _, message = second.read(cursor)
     assert message is not None and message["full"] and len(message["rows"]) == 2
 
 
@@ -113,11 +113,11 @@ def test_viewer_missing_departures_starts_over(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(page, "MAX_GONE", 2)
     fleet = Fleet()
     fleet.members = {name: member(name) for name in "abcd"}
-    cursor, _ = fleet.look()
+    cursor, _ = fleet.read()
     for name in "abc":
         del fleet.members[name]
-        fleet.look()
-    _, message = fleet.look(cursor)
+        fleet.read()
+    _, message = fleet.read(cursor)
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["d"]
 
 
@@ -125,12 +125,12 @@ def test_limited_caller_sees_only_its_models() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
-    cursor, message = fleet.look("", limited)
+    cursor, message = fleet.read("", limited)
     assert message is not None and [row["id"] for row in message["rows"]] == ["a"]
     assert "totals" not in message and "secret" not in json.dumps(message)
     # A row that becomes hidden is removed, and hidden rows are never mentioned.
     fleet.members = {"a": member("a", model="secret")}
-    _, message = fleet.look(cursor, limited)
+    _, message = fleet.read(cursor, limited)
     assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
 
 
@@ -138,12 +138,12 @@ def test_hidden_change_sends_no_event() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
-    cursor, _ = fleet.look("", limited)
+    cursor, _ = fleet.read("", limited)
     fleet.members["b"] = member("b", model="secret", have=((0, 5),))
     fleet.members["c"] = member("c", model="secret")
-    assert fleet.look(cursor, limited) == (cursor, None)
+    assert fleet.read(cursor, limited) == (cursor, None)
     fleet.members["a"] = member("a", have=((0, 5),))
-    later, message = fleet.look(cursor, limited)
+    later, message = fleet.read(cursor, limited)
     assert later != cursor and message is not None and [row["id"] for row in message["rows"]] == ["a"]
 
 
@@ -151,7 +151,7 @@ def test_complaints_about_hidden_holdings_are_hidden() -> None:
     fleet = Fleet()
     both = msgspec.structs.replace(member("a"), complaints=3)
     fleet.members = {"a": msgspec.structs.replace(both, holdings=(*both.holdings, *member("a", model="s").holdings))}
-    _, message = fleet.look("", Caller(models=("llama",)))
+    _, message = fleet.read("", Caller(models=("llama",)))
     assert message is not None and message["rows"][0]["complaints"] == 0
 
 
@@ -181,21 +181,21 @@ def test_changed_jobs_and_failures_reach_permitted_viewers() -> None:
     now_s = [0.0]
     feed = FleetFeed(lambda: Status(**shown), clock=lambda: now_s[0])
 
-    def look(cursor: str, caller: Caller) -> tuple[str, dict | None]:
+    def read(cursor: str, caller: Caller) -> tuple[str, dict | None]:
         now_s[0] += 10
-        feed.look()
+        feed.refresh()
         present, message = feed.changes(cursor, caller)
         return present, json.loads(message) if message else None
 
-    cursor, message = look("", ALL)
+    cursor, message = read("", ALL)
     assert message is not None and [row["name"] for row in message["jobs"]] == ["llama", "secret"]
     assert message["jobs"][0]["workers"][0]["is_late"] and not message["jobs"][0]["silent"]
     assert (message["failures"][0]["error"], message["failures"][0]["blame"]) == ("NotFound", "source")
-    assert look(cursor, ALL) == (cursor, None)
+    assert read(cursor, ALL) == (cursor, None)
     shown["jobs"] = (job("llama", num_done=2), job("secret"))
-    _, message = look(cursor, ALL)
+    _, message = read(cursor, ALL)
     assert message is not None and message["jobs"][0]["num_done"] == 2
-    _, message = look("", Caller(models=("llama",)))
+    _, message = read("", Caller(models=("llama",)))
     assert message is not None and "secret" not in json.dumps(message) and len(message["jobs"]) == 1
 
 
@@ -203,7 +203,7 @@ def test_changed_jobs_and_failures_reach_permitted_viewers() -> None:
 def test_operator_may_drain_is_shown(is_operator: bool) -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a")}
-    _, message = fleet.look("", Caller(is_operator=is_operator))
+    _, message = fleet.read("", Caller(is_operator=is_operator))
     assert message is not None and message["may_drain"] is is_operator
 
 
@@ -279,7 +279,7 @@ def test_event_stream_requires_token(get) -> None:
 class _Away(FleetFeed):
     """The status cannot be read while Redis or the hub behind `penstock ui` is unavailable."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         raise HubUnavailable("the store does not answer")
 
 

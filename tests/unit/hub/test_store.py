@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.hub import store
-from penstock.hub.store import LivedClock, MemoryStore
+from penstock.hub.store import RunningTimeClock, MemoryStore
 
 
 def test_suspended_hub_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    kept = MemoryStore(LivedClock(most_s=1.0))
+    kept = MemoryStore(RunningTimeClock(most_s=1.0))
     kept.write("member/a", b"here", ttl_s=5.0)
     now[0] += 60.0  # a stopped process receives no heartbeat
     assert kept.read("member/a") is not None

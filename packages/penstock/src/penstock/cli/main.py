@@ -141,12 +141,12 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
         # Typer turns an interrupt into a SystemExit.
-        _say_how_to_resume(end, words)
+        _print_resume_command(end, words)
     except PenstockError as error:
-        code = _say_error(error, words)
+        code = _report_error(error, words)
     except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
-        _say_how_to_resume(interrupt, words)
+        _print_resume_command(interrupt, words)
     # This is the only handler for all exceptions. An exception that is not a PenstockError is a bug in Penstock and
     # leaves the destination in an unknown state, which counts as dirty.
     except Exception as error:  # noqa: BLE001
@@ -155,7 +155,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
             code = _lost_code(lost)
         # Commands import the modules that they use, so a missing package such as torch fails here.
         elif isinstance(error, ImportError) and (missing := missing_extra(error)) is not None:
-            code = _say_error(missing, words)
+            code = _report_error(missing, words)
         else:
             traceback.print_exc()
             terminal.note("penstock: this is a bug in Penstock. The destination may be damaged, so load it again.")
@@ -173,14 +173,14 @@ def _require_package(words: Sequence[str]) -> None:
         raise MissingExtra(message, hint=install_hint(extra))
 
 
-def _say_error(error: PenstockError, words: Sequence[str]) -> int:
+def _report_error(error: PenstockError, words: Sequence[str]) -> int:
     """Write an error to stderr, as JSON if the command line asks for JSON. Return the exit code."""
     code = exit_code(error)
     terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
     return code
 
 
-def _say_how_to_resume(error: BaseException | None, words: Sequence[str]) -> None:
+def _print_resume_command(error: BaseException | None, words: Sequence[str]) -> None:
     """Write the saved progress of an interrupted call and the command that resumes it, if the call recorded them."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__

@@ -1,4 +1,4 @@
-"""Addresses of members' servers: validation, and a safe way to connect to a Unix socket."""
+"""Addresses of hubs and of members' servers: validation, and safe connections to Unix sockets."""
 
 from __future__ import annotations
 
@@ -45,3 +45,29 @@ def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
     if fault := private_socket_fault(path):
         raise PermissionError(fault)
     return connect_unix(path, timeout_s)
+
+
+class HubEndpoint:
+    """The fixed address of a hub. The subclass `local_hub.LocalEndpoint` follows this host's hub to a new process.
+
+    Attributes:
+        is_busy: whether the hub did not respond in time although its process runs, so that it will respond.
+    """
+
+    is_busy = False
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def reach(self, within_s: float) -> str:
+        """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`."""
+        return self._url
+
+    def reached(self) -> None:
+        """Record that the hub responded."""
+
+    def failed(self, url: str, *, silent: bool) -> None:
+        """Record a failed request. `silent` means that the hub accepted the request and did not respond."""
+
+    def close(self) -> None:
+        """Release the endpoint."""

@@ -96,8 +96,8 @@ class HubOperation:
     method: str
     path: str
     about: str
-    takes: type | None
-    gives: type | None
+    request_type: type | None
+    reply_type: type | None
     perform: Callable[[Directory, str, Any, Caller], Any]
     """Called with the directory, the parameter from the path or query, the body and the caller."""
     speaker: Callable[[str, Any], str] | None = None
@@ -170,7 +170,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
     auth = auth or Auth()
     metrics = Metrics(directory)
-    feed = FleetFeed(directory.status, on_gone=directory.note_gone)
+    feed = FleetFeed(directory.status, on_gone=directory.record_lost)
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)
@@ -178,7 +178,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
         audit.warning("event=unauthorized path=%r client=%s", path, client)
 
     app = HubApp(
-        _running(lambda: _beat(directory, auth), lambda: keep_sampling(feed)),
+        _running(lambda: _renew_life(directory, auth), lambda: keep_sampling(feed)),
         count_refusal=metrics.refused,
         on_unauthorized=on_unauthorized,
     )
@@ -244,7 +244,7 @@ def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
     return lifespan
 
 
-async def _beat(directory: Directory, auth: Auth) -> None:
+async def _renew_life(directory: Directory, auth: Auth) -> None:
     """Renew the hub's life mark at each heartbeat interval, and remove the members of revoked tokens."""
     checked = auth.tokens
     while True:
@@ -287,8 +287,8 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
 
 def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
     # Create the decoder once, because msgspec compiles it from the message's type.
-    takes = operation.takes
-    decoder: msgspec.json.Decoder[Any] | None = None if takes is None else msgspec.json.Decoder(takes)
+    request_type = operation.request_type
+    decoder: msgspec.json.Decoder[Any] | None = None if request_type is None else msgspec.json.Decoder(request_type)
     encoder = msgspec.json.Encoder()
     # A store in memory responds in microseconds, which is less than the time to hand a request to a thread.
     blocking = not isinstance(directory.store, MemoryStore)
@@ -306,7 +306,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
             try:
                 # Decode only the version first, because the error must name the versions and not a field that does
                 # not decode.
-                if takes is Hello:
+                if request_type is Hello:
                     announced = _ANNOUNCED.decode(body)
                     _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
                 message = None if decoder is None else decoder.decode(body)
@@ -324,7 +324,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
                 return operation.perform(directory, parameter, message, caller)
 
             reply = await run_in_threadpool(perform) if blocking else perform()
-            if operation.gives is None:
+            if operation.reply_type is None:
                 return Response(status_code=204)
             return Response(encoder.encode(reply), media_type="application/json")
 
@@ -438,7 +438,9 @@ _REF = "#/components/schemas/{name}"
 
 def _document(auth: Auth) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document. msgspec creates its schemas from the messages."""
-    named = [kind for operation in OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None]
+    named = [
+        kind for operation in OPERATIONS for kind in (operation.request_type, operation.reply_type) if kind is not None
+    ]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -483,12 +485,12 @@ def _as_ecma(value: Any) -> Any:
 
 def _described(operation: HubOperation) -> dict[str, Any]:
     responses = {"204": {"description": "done"}}
-    if operation.gives is not None:
-        responses = {"200": {"description": "answered", **_json(operation.gives.__name__)}}
+    if operation.reply_type is not None:
+        responses = {"200": {"description": "answered", **_json(operation.reply_type.__name__)}}
     responses |= {str(status): _fault(about) for status, about in FAULTS.items()}
     described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": responses}
-    if operation.takes is not None:
-        described["requestBody"] = {"required": True, **_json(operation.takes.__name__)}
+    if operation.request_type is not None:
+        described["requestBody"] = {"required": True, **_json(operation.request_type.__name__)}
     parameters: list[dict[str, Any]] = []
     if "{member}" in operation.path:
         schema = msgspec.json.schema(MemberId)

@@ -283,8 +283,8 @@ MAX_NAMES_LENGTH = 1024
 class MemberTls:
     """The TLS contexts of one member, for both sides of a connection."""
 
-    serving: ssl.SSLContext
-    asking: ssl.SSLContext
+    server: ssl.SSLContext
+    client: ssl.SSLContext
 
     @classmethod
     def read(cls, settings: Settings | None = None) -> MemberTls | None:

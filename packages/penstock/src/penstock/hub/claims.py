@@ -152,30 +152,30 @@ def assign_piece(
     member: str,
     holding: HoldingState,
     *,
-    had: Bools,
-    unheard: Collection[str],
+    readable: Bools,
+    unreachable: Collection[str],
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
     """Assign a piece of the first chunks that no member has or reads.
 
     Args:
-        had: chunks of the members from which it can read.
-        unheard: members that the caller cannot reach. Their claims do not count for it.
+        readable: chunks of the members from which it can read.
+        unreachable: members that the caller cannot reach. Their claims do not count for it.
         num_sharing: number of members that read from storage.
     """
     owner = claims.owners(holding.num_chunks)
     counts = np.ones(len(claims.members) + 1, np.bool_)
     counts[0] = False
     counts[1:] = np.array(claims.since, np.float64) >= now - CLAIM_STALL_S
-    for name in unheard:
+    for name in unreachable:
         if name in claims.members:
             counts[claims.members.index(name) + 1] = False
     # Even a stalled caller must not get chunks that it reads already.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
     # The caller reads a reachable member's chunks from that member and not from storage.
-    taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
+    taken = readable | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]
     if not len(free) or len(claims.members) >= _MAX_CLAIMANTS:

@@ -33,6 +33,7 @@ from penstock.errors import (
 )
 from penstock.http.client import connect_tcp
 from penstock.http.control import ControlPool, MalformedAnswer, NoAnswer, PoolClosed, over_tcp, over_unix
+from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.job_state import JobState
 from penstock.hub.messages import (
@@ -93,32 +94,6 @@ _ERRORS: dict[int, type[PenstockError]] = {
     422: PlanError,
     429: SourceBusy,
 }
-
-
-class HubEndpoint:
-    """The fixed address of a hub. The subclass `local_hub.LocalEndpoint` follows this host's hub to a new process.
-
-    Attributes:
-        is_busy: whether the hub did not respond in time although its process runs, so that it will respond.
-    """
-
-    is_busy = False
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def reach(self, within_s: float) -> str:
-        """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`."""
-        return self._url
-
-    def reached(self) -> None:
-        """Record that the hub responded."""
-
-    def failed(self, url: str, *, silent: bool) -> None:
-        """Record a failed request. `silent` means that the hub accepted the request and did not respond."""
-
-    def close(self) -> None:
-        """Release the endpoint."""
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
@@ -302,7 +277,7 @@ class HubClient(Closeable):
         method: str,
         path: str,
         body: object,
-        gives: type[T] | None,
+        reply_type: type[T] | None,
         *,
         within_s: float | None = None,
         timeout_s: float | None = None,
@@ -358,7 +333,7 @@ class HubClient(Closeable):
                 self._took_s = time.monotonic() - begun
                 # Status 503 is temporary: the hub's store is unavailable, or the hub has too many connections.
                 if status != 503:
-                    return _decode(status, reply, gives, url)
+                    return _decode(status, reply, reply_type, url)
                 last = HubUnavailable(printable(_fault(status, reply).error), uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = _failure_text(last, time.monotonic() - begun)
@@ -426,18 +401,18 @@ def _speaks_tls(url: str) -> bool:
     return True
 
 
-def _decode(status: int, reply: bytes, gives: type[T] | None, url: str) -> T:
+def _decode(status: int, reply: bytes, reply_type: type[T] | None, url: str) -> T:
     """Return the message in a response, or raise the error for its status."""
     if 200 <= status < 300:
-        if gives is None or status == 204:
+        if reply_type is None or status == 204:
             return None  # type: ignore[return-value]
         try:
             # Decode only the version first, because other fields from a hub of another version may not decode.
-            if gives is Welcome:
+            if reply_type is Welcome:
                 theirs = msgspec.json.decode(reply, type=AnnouncedVersion).protocol
                 if theirs and (difference := version_fault(theirs, "the hub", "this process")):
                     raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
-            return msgspec.json.decode(reply, type=gives)
+            return msgspec.json.decode(reply, type=reply_type)
         except MALFORMED as error:
             message = f"the answer does not match this version of the protocol: {error}"
             raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error

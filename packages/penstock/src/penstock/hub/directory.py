@@ -87,7 +87,7 @@ _FEW_ATTEMPTS = 4
 # Number of locks for the tables of claims, so that claims on different keys rarely wait for each other.
 _NUM_CLAIMING = 64
 # Number of keys with a cached snapshot.
-_MAX_READINGS = 1024
+_MAX_SNAPSHOTS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
 audit = log_named("penstock.audit")
@@ -136,7 +136,7 @@ class Directory:
         self._look_share = look_share
         self._lock = threading.Lock()
         self._claiming = tuple(threading.Lock() for _ in range(_NUM_CLAIMING))
-        self._readings: dict[str, SnapshotCache] = {}
+        self._snapshots: dict[str, SnapshotCache] = {}
         self._has_own_seed = seed is not None
         self._seed = seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
@@ -147,7 +147,7 @@ class Directory:
         Without a mark the hub is new, and assigns no chunks until members could report.
         """
         ttl_s = 3 * self.beat_s
-        self._limits.look()
+        self._limits.count_members()
         self._marked = self._timer()
         is_fresh, self._fresh = self._fresh, False
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
@@ -301,7 +301,7 @@ class Directory:
         if holding.num_chunks:
             entry = self._record_request(request.member, holding, reads_storage=request.can_read_storage)
         hello = entry.hello if entry is not None else self._known(request.member)[1].hello
-        view = self._view(holding.key, asks=entry)
+        view = self._view(holding.key, newcomer=entry)
         is_placed = holding.num_chunks > 0 and view.is_placed(request.member, holding.num_chunks)
         names: tuple[str, ...] = ()
         orders: tuple[tuple[str, ...], ...] = ()
@@ -313,7 +313,7 @@ class Directory:
         elif view.held:
             # The member requests the layout, or joined after the snapshot. It may use any holders until it has a place
             # in the relay.
-            names = view.known_to(hello, holding)
+            names = view.holders_near(hello, holding)
         holders = {name: view.held[name] for name in names}
         grants = self._grants().sign(
             key=holding.key,
@@ -473,7 +473,7 @@ class Directory:
         """Return the members and their holdings. With a model, only members that have or fetch it."""
         return status(self.store, model, self._clock())
 
-    def note_gone(self, member: MemberStatus) -> None:
+    def record_lost(self, member: MemberStatus) -> None:
         """Record that a member is gone, unless it signed off."""
         by = self._limits.caller_of(member.member)
         record_lost(self.store, member, by, self._clock(), self.capacity.failing_members)
@@ -586,8 +586,8 @@ class Directory:
             after,
             request.member,
             holding,
-            had=view.had(request.member, holding.num_chunks),
-            unheard=view.out_of_reach(request.member),
+            readable=view.readable_chunks(request.member, holding.num_chunks),
+            unreachable=view.out_of_reach(request.member),
             num_sharing=view.num_sharing,
             now=now,
         )
@@ -606,17 +606,17 @@ class Directory:
         pause_s = _pause(0.2, view.num_sharing)
         return ClaimReply(ask_again_s=pause_s, why="other members have or read every missing chunk")
 
-    def _view(self, key: str, *, again: bool = False, asks: HoldingEntry | None = None) -> HubSnapshot:
-        """Return a snapshot of a key that includes the member that asks. Without `again` it may be slightly old."""
+    def _view(self, key: str, *, again: bool = False, newcomer: HoldingEntry | None = None) -> HubSnapshot:
+        """Return a snapshot of a key that includes the newcomer. Without `again` it may be slightly old."""
         # Pop and insert to keep the dict in order of use, so that the least recently used keys are dropped first.
         with self._lock:
-            cache = self._readings.pop(key, None)
+            cache = self._snapshots.pop(key, None)
             if cache is None:
                 cache = SnapshotCache(self.store, key)
-            self._readings[key] = cache
-            while len(self._readings) > _MAX_READINGS:
-                del self._readings[next(iter(self._readings))]
-        return cache.at(self._timer, self._look_share, again=again, asks=asks)
+            self._snapshots[key] = cache
+            while len(self._snapshots) > _MAX_SNAPSHOTS:
+                del self._snapshots[next(iter(self._snapshots))]
+        return cache.at(self._timer, self._look_share, again=again, newcomer=newcomer)
 
 
 def _unknown(member: str) -> UnknownMember:

@@ -54,7 +54,7 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         for key, view in sorted(views.items()):
             for name, holder in sorted(view.held.items()):
                 demoted = f"; {_DEMOTED}" if view.demoted(name) else ""
-                yield f"{name} {_has(holder)} under key {key[:8]}{_came(holder)}{demoted}"
+                yield f"{name} {_state_text(holder)} under key {key[:8]}{_path_text(holder)}{demoted}"
         yield from _between_keys(views)
         return
     for key, name, holder in readers:
@@ -83,13 +83,13 @@ def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, Hu
     """Yield a member's upstreams, and for each other member why it is an upstream or not."""
     view = views[key]
     if holder.holding.state != "filling":
-        yield f"{name} {_has(holder)} and needs no upstream{_came(holder)}"
+        yield f"{name} {_state_text(holder)} and needs no upstream{_path_text(holder)}"
         return
     orders = view.orders(name, holder.holding.num_chunks)
-    ways = [", then ".join(order) if order else "storage alone" for order in orders]
-    if len(ways) > 1:
-        ways = [f"{way} for {chunks} chunks" for way, chunks in zip(ways, TREE_NAMES, strict=True)]
-    yield f"{name} {_has(holder)} and reads from {', and from '.join(ways)}{_came(holder)}"
+    paths = [", then ".join(order) if order else "storage alone" for order in orders]
+    if len(paths) > 1:
+        paths = [f"{path} for {chunks} chunks" for path, chunks in zip(paths, TREE_NAMES, strict=True)]
+    yield f"{name} {_state_text(holder)} and reads from {', and from '.join(paths)}{_path_text(holder)}"
     for other, theirs in sorted(view.held.items()):
         if other != name:
             yield f"  {other}: {_between(name, holder, other, theirs, view, orders)}"
@@ -105,7 +105,7 @@ def _between(
     orders: tuple[tuple[str, ...], ...],
 ) -> str:
     """Return why member `name`, whose upstreams in each tree are `orders`, reads or does not read from `other`."""
-    facts = [_has(theirs)]
+    facts = [_state_text(theirs)]
     if theirs.holding.num_chunks != holder.holding.num_chunks:
         facts.append(f"divides the weights into {theirs.holding.num_chunks} chunks and not {holder.holding.num_chunks}")
     facts += [
@@ -139,7 +139,7 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot],
             if other == key:
                 if ours:
                     can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
-                    yield f"{name} {_has(holder)}: the identities are equal, {can}"
+                    yield f"{name} {_state_text(holder)}: the identities are equal, {can}"
                 continue
             differing = identity.differences(holder.holding.identity)
             words = "; ".join(
@@ -160,14 +160,14 @@ def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
         yield f"keys {first[:8]} and {key[:8]} cannot share bytes, because the identities differ: {words}"
 
 
-def _came(holder: HoldingEntry) -> str:
+def _path_text(holder: HoldingEntry) -> str:
     """Describe the path of a member's bytes and the reason for it."""
     holding = holder.holding
     why = f" ({holding.why})" if holding.why else ""
     return f"; path of its bytes: {holding.path}{why}" if holding.path else ""
 
 
-def _has(holder: HoldingEntry) -> str:
+def _state_text(holder: HoldingEntry) -> str:
     holding = holder.holding
     if holding.state == "whole":
         return "is whole"

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from penstock.errors import MALFORMED, GrantRefused
 from penstock.hub.auth import RateLimit
-from penstock.hub.messages import PROTOCOL, takes_callers, takes_shared_grants
+from penstock.hub.messages import PROTOCOL, accepts_callers, accepts_shared_grants
 from penstock.logs import log_named
 
 EPOCH_S = 15.0
@@ -106,14 +106,14 @@ class GrantSigner:
         grants = {}
         for source, epoch in epochs.items():
             fields = (key, reader, source, epoch, os.urandom(12))
-            named = (self._caller_at(source, caller),) if takes_callers(spoken[source]) else ()
+            named = (self._caller_at(source, caller),) if accepts_callers(spoken[source]) else ()
             # Encode a `Grant` without the field that the source does not know.
             grants[source] = msgspec.msgpack.encode((*fields, *named))
         # Check the level first, because a hub without an audit log issues thousands of grants a second.
         if audit.isEnabledFor(logging.INFO):
             for source in grants:
                 audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
-        together = [source for source in grants if takes_shared_grants(spoken[source])]
+        together = [source for source in grants if accepts_shared_grants(spoken[source])]
         alone = grants.keys() - set(together)
         for first in range(0, len(together), _MAX_TOGETHER):
             group = together[first : first + _MAX_TOGETHER]

@@ -77,7 +77,7 @@ class Limits:
         self._capacity = capacity
         self._timer = timer
         self._look_share = look_share
-        self._next_look = float("-inf")
+        self._next_count = float("-inf")
         self._members = Shares[str](capacity.members_bytes, ttl_s=ttl_s, clock=timer)
         self._tables = Shares[str](capacity.tables_bytes, ttl_s=CLAIMS_TTL_S, clock=timer)
         self._decisions = Shares[str](capacity.decisions, ttl_s=DECISION_TTL_S, clock=timer)
@@ -105,10 +105,10 @@ class Limits:
             self._remove(victims)
         return nbytes
 
-    def look(self) -> None:
+    def count_members(self) -> None:
         """Count the members of all hubs once a heartbeat interval, and remove members above a caller's share."""
         begun = self._timer()
-        if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_look:
+        if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_count:
             return
         found = self._store.scan("member/")
         known = {member: MEMBER_DECODER.decode(entry.value) for member, entry in found.items()}
@@ -119,7 +119,7 @@ class Limits:
             member = name.rpartition("/")[2]
             if member in known:
                 self._enter(f"sync/{name}", known[member].caller, _SYNC_BYTES)
-        self._next_look = begun + (self._timer() - begun) / self._look_share
+        self._next_count = begun + (self._timer() - begun) / self._look_share
 
     def _enter(self, name: str, caller: str, nbytes: int) -> None:
         """Count an entry in the store. If the hub is full, remove this entry or others."""

@@ -21,11 +21,11 @@ import weakref
 from pathlib import Path
 
 from penstock.errors import HubUnavailable
+from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import Auth
-from penstock.hub.client import HubEndpoint
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
-from penstock.hub.store import LivedClock, MemoryStore
+from penstock.hub.store import MemoryStore, RunningTimeClock
 from penstock.lifecycle import Closeable, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
@@ -270,7 +270,7 @@ class _HostedHub:
         path.unlink(missing_ok=True)
         # The process does other work too, and may be stopped for longer than `TTL_S`, so a wall clock would expire all
         # members.
-        store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
+        store = MemoryStore(RunningTimeClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
         try:

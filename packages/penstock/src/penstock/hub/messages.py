@@ -118,12 +118,12 @@ def follows_trees(announced: str) -> bool:
     return _is_at_least(announced, 2, 4)
 
 
-def takes_shared_grants(announced: str) -> bool:
+def accepts_shared_grants(announced: str) -> bool:
     """Return whether a member with this version accepts grants that share a signature."""
     return _is_at_least(announced, 2, 5)
 
 
-def takes_callers(announced: str) -> bool:
+def accepts_callers(announced: str) -> bool:
     """Return whether a member with this version accepts grants with the reader's caller."""
     return _is_at_least(announced, 2, 6)
 

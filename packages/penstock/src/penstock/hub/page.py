@@ -193,7 +193,7 @@ class FleetFeed:
         self._serial = 0
         self._forgotten = 0
         """Serial number up to which changes may be forgotten."""
-        self._looked_s = float("-inf")
+        self._refreshed_s = float("-inf")
         self._history: deque[Row] = deque(maxlen=int(HISTORY_S / SAMPLE_S))
         self._sampled_s = float("-inf")
 
@@ -202,11 +202,11 @@ class FleetFeed:
         """Return the seconds between two reads, which depend on the number of members."""
         return SLOW_INTERVAL_S if len(self._rows) > MANY else INTERVAL_S
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Compare the status with the rows, unless another thread did so within the interval."""
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s < self.interval_s * 0.9:
+            if now_s - self._refreshed_s < self.interval_s * 0.9:
                 return
             status = self._status()
             rows = {member.member: row_of(member) for member in status.members}
@@ -219,7 +219,7 @@ class FleetFeed:
             )
             # With `penstock ui`, the hub says whether its token is an operator's.
             self._may_drain = status.may_drain
-            self._looked_s = now_s
+            self._refreshed_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
             gone = [name for name in self._rows if name not in rows]
             is_new = lists != (self._jobs, self._failures)
@@ -301,7 +301,7 @@ async def keep_sampling(feed: FleetFeed) -> None:
     was_read = True
     while True:
         try:
-            await run_in_threadpool(feed.look)
+            await run_in_threadpool(feed.refresh)
             was_read = True
         except PenstockError as error:
             if was_read:  # log an outage once
@@ -341,7 +341,7 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
                 while time.monotonic() < end_s and place in viewers:
                     try:
                         # Use a thread, because the status may be in Redis and 1,000 rows are compared.
-                        await run_in_threadpool(feed.look)
+                        await run_in_threadpool(feed.refresh)
                         cursor, message = await run_in_threadpool(feed.changes, cursor, caller)
                     except PenstockError as error:
                         # The response has begun, so its status cannot become 503. Send the error in the stream.

@@ -141,7 +141,7 @@ class HubSnapshot:
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
         # Created on demand, because most requests in a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
-        self._had: dict[tuple[int, frozenset[str]], Bools] = {}
+        self._readable: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, tuple[str, str]]:
@@ -241,7 +241,7 @@ class HubSnapshot:
         sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
         return max(sizes, key=lambda size: (sizes[size], size))
 
-    def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
+    def holders_near(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, nearby holders first."""
         # A member that does not know the layout yet gets members with the most common layout.
         num_chunks = holding.num_chunks or self._usual_num_chunks
@@ -255,15 +255,15 @@ class HubSnapshot:
         )
         return tuple(name for name in self.relay(num_chunks).around(asks) if name not in self.drained)
 
-    def had(self, reader: str, num_chunks: int) -> Bools:
+    def readable_chunks(self, reader: str, num_chunks: int) -> Bools:
         """Return the chunks of the members from which `reader` can read."""
         # Nearly all readers avoid the same members, so cache by the members to avoid and not by reader.
         avoid = frozenset(self.out_of_reach(reader))
-        if (num_chunks, avoid) not in self._had:
-            self._had[num_chunks, avoid] = self._had_without(avoid, num_chunks)
-        return self._had[num_chunks, avoid]
+        if (num_chunks, avoid) not in self._readable:
+            self._readable[num_chunks, avoid] = self._chunks_without(avoid, num_chunks)
+        return self._readable[num_chunks, avoid]
 
-    def _had_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
+    def _chunks_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
         named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
         holders = [holder for name, holder in named if name not in avoid]
         # Skip the count if a member has all chunks. Receivers with two trees report thousands of ranges of one chunk
@@ -349,9 +349,9 @@ class SnapshotCache:
         )
 
     def at(
-        self, timer: Callable[[], float], share: float, *, again: bool, asks: HoldingEntry | None = None
+        self, timer: Callable[[], float], share: float, *, again: bool, newcomer: HoldingEntry | None = None
     ) -> HubSnapshot:
-        """Return a snapshot that includes the member `asks`. It may be cached, except with `again`."""
+        """Return a snapshot that includes the member `newcomer`. It may be cached, except with `again`."""
         # One of many concurrent requests renews the snapshot and the others use it, so hold the lock.
         with self._lock:
             start = timer()
@@ -368,8 +368,8 @@ class SnapshotCache:
                     self._relays_s = stop - start - read_s
                 cost_s = read_s + self._relays_s
                 self._next = stop if cost_s < _CHEAP_READ_S else stop + cost_s / share
-            if asks is not None and asks.hello.member not in self._view.held:
-                self._view.add(asks)
+            if newcomer is not None and newcomer.hello.member not in self._view.held:
+                self._view.add(newcomer)
             return self._view
 
 

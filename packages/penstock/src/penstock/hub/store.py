@@ -64,7 +64,7 @@ class Store(Protocol):
         """Close the connections. Idempotent."""
 
 
-class LivedClock:
+class RunningTimeClock:
     """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
 
     A hub that was stopped received no messages meanwhile. By a wall clock all its members would have expired.
@@ -72,17 +72,17 @@ class LivedClock:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._lived_s = 0.0
-        self._looked = time.monotonic()
+        self._running_s = 0.0
+        self._last = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
         """Return the seconds for which this process ran since the clock was created."""
         with self._lock:
             now = time.monotonic()
-            self._lived_s += min(now - self._looked, self._most_s)
-            self._looked = now
-            return self._lived_s
+            self._running_s += min(now - self._last, self._most_s)
+            self._last = now
+            return self._running_s
 
 
 class _Stored(NamedTuple):

@@ -183,12 +183,12 @@ class Member:
             runtime_dir = opened.enter_context(contextlib.closing(RuntimeDir.open()))
             start_configured()
             tls = MemberTls.read()
-            trust = None if tls is None else tls.asking
+            trust = None if tls is None else tls.client
             if listen is not None and not hub.has_token and tls is None and host_and_port(listen)[0] not in LOOPBACK:
                 message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
                 raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
-            serving = None if tls is None or listen is None else tls.serving
+            serving = None if tls is None or listen is None else tls.server
             links = opened.enter_context(
                 open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
@@ -201,7 +201,7 @@ class Member:
                 # `member` is created below. No reader knows the address before the registration.
                 lambda request: member.check_grant(request),
                 listen=listen,
-                tls=None if tls is None else tls.serving,
+                tls=None if tls is None else tls.server,
                 max_bytes_per_s=max_bytes_per_s,
             )
             opened.callback(server.close)

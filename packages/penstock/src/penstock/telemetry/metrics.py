@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -21,8 +21,6 @@ from penstock.storage.cache import cache_totals
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
-
-    from penstock.telemetry.journey import Journey
 
 JOURNEYS = ("load", "fetch", "publish", "update", "stage", "commit", "convert", "attach")
 RESULTS = ("ok", "failed", "cancelled")
@@ -171,6 +169,18 @@ class Ended:
     received: Received
 
 
+class Running(Protocol):
+    """A journey from its start to its end. See `journey.Journey`."""
+
+    kind: str
+    model: str
+    received: Callable[[], Received]
+    num_wrong: int
+    num_retries: int
+    outcome: Outcome | None
+    ended: Ended | None
+
+
 Sample = tuple[str, tuple[str, ...], float]
 """Name of a metric, values of its labels, and value."""
 
@@ -207,7 +217,7 @@ class Registry:
         self._registry = prometheus_client.CollectorRegistry()
         self._lock = threading.Lock()
         # Running journeys, and finished journeys that are not counted yet.
-        self._journeys: set[Journey] = set()
+        self._journeys: set[Running] = set()
         self._models: set[str] = set()
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {("penstock_info", (own_version(),)): 1}
         self._histograms = {
@@ -244,11 +254,11 @@ class Registry:
     def _add(self, name: str, labels: tuple[str, ...], amount: float) -> None:
         self._sums[name, labels] = self._sums.get((name, labels), 0) + amount
 
-    def begin(self, journey: Journey) -> None:
+    def begin(self, journey: Running) -> None:
         """Count a journey as running."""
         self._journeys.add(journey)
 
-    def end(self, journey: Journey, ended: Ended) -> None:
+    def end(self, journey: Running, ended: Ended) -> None:
         """Count a finished journey and the bytes that it moved."""
         # The assignment is atomic. Later scrapes do not ask the journey for its bytes, so the bytes are counted once.
         journey.ended = ended
@@ -267,7 +277,7 @@ class Registry:
                 self._journeys.discard(journey)
                 self._count(journey, journey.ended)
 
-    def _count(self, journey: Journey, ended: Ended) -> None:
+    def _count(self, journey: Running, ended: Ended) -> None:
         kind, outcome, model = journey.kind, journey.outcome, self._model(journey.model)
         self._add("penstock_journeys", (kind, ended.result), 1)
         for labels, nbytes in self._received(journey, ended.received):
@@ -296,7 +306,7 @@ class Registry:
         self._models.add(name)
         return name
 
-    def _received(self, journey: Journey, received: Received) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _received(self, journey: Running, received: Received) -> Iterator[tuple[tuple[str, ...], int]]:
         for (source, path), nbytes in received.items():
             yield (journey.kind, self._model(journey.model), source, path), nbytes
 
