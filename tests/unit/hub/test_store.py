@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.hub import store
-from penstock.hub.store import RunningTimeClock, MemoryStore
+from penstock.hub.store import MemoryStore, RunningTimeClock
 
 
 def test_suspended_hub_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +47,7 @@ def load(
     if dry_run and cache:
         raise ConfigError("--dry-run writes no cache", hint="leave --dry-run or --cache out")
     if dry_run:
-        _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
+        _write_plan(uri, names, budget, format)
         return
     import penstock
     from penstock.storage.locate import require_local
@@ -75,25 +74,8 @@ def load(
 _SAMPLE_BYTES = 64 * MIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoadPrediction:
-    """The plan of a load and its prediction, in bytes, seconds and decimal GB/s."""
-
-    uri: str
-    num_files: int
-    num_tensors: int
-    nbytes: int
-    read_bytes: int
-    num_reads: int
-    memory_bytes: int
-    sample_path: str
-    sample_gb_per_s: float
-    predicted_s: float
-    reads: str
-
-
-def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _LoadPrediction:
-    """Plan a load from the headers, and predict its time from a sample read of the source."""
+def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, format: OutputFormat) -> None:
+    """Plan a load from the headers, predict its time from a sample read of the source, and write both to stdout."""
     from penstock.plan.schedule import plan_load
     from penstock.storage.weight_set import open_weights
 
@@ -115,35 +97,32 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Lo
             begin = time.perf_counter()
             path = source.readv(0, [sample])
             rate = len(sample) / (time.perf_counter() - begin) / GB
-    return _LoadPrediction(
-        uri=uri,
-        num_files=len(files),
-        num_tensors=len(plan.table),
-        nbytes=plan.nbytes,
-        read_bytes=read_bytes,
-        num_reads=plan.num_reads,
-        memory_bytes=settings.memory_bytes,
-        sample_path=path,
-        sample_gb_per_s=rate,
-        predicted_s=read_bytes / rate / GB if rate else 0.0,
-        reads=plan.explain(),
-    )
-
-
-def _write_plan(plan: _LoadPrediction, format: OutputFormat) -> None:
+    counts = {"uri": uri, "num_files": len(files), "num_tensors": len(plan.table), "nbytes": plan.nbytes}
+    predicted_s = read_bytes / rate / GB if rate else 0.0
     if format is OutputFormat.json:
-        write_json(plan)
+        write_json(
+            {
+                **counts,
+                "read_bytes": read_bytes,
+                "num_reads": plan.num_reads,
+                "memory_bytes": settings.memory_bytes,
+                "sample_path": path,
+                "sample_gb_per_s": rate,
+                "predicted_s": predicted_s,
+                "reads": plan.explain(),
+            }
+        )
         return
     write_fields(
         {
-            "uri": plan.uri,
-            "files": plan.num_files,
-            "tensors": plan.num_tensors,
+            "uri": uri,
+            "files": len(files),
+            "tensors": len(plan.table),
             "bytes": bytes_text(plan.nbytes),
-            "to read": f"{bytes_text(plan.read_bytes)} in {plan.num_reads} reads",
-            "staging": f"at most {bytes_text(plan.memory_bytes)}",
-            "sample": f"{plan.sample_gb_per_s:.2f} GB/s by one thread ({plan.sample_path})",
-            "predicted": f"{plan.predicted_s:.2f} s at that rate; several threads may do better",
+            "to read": f"{bytes_text(read_bytes)} in {plan.num_reads} reads",
+            "staging": f"at most {bytes_text(settings.memory_bytes)}",
+            "sample": f"{rate:.2f} GB/s by one thread ({path})",
+            "predicted": f"{predicted_s:.2f} s at that rate; several threads may do better",
         }
     )
-    write_lines("", plan.reads)
+    write_lines("", plan.explain())

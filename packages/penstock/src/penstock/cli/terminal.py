@@ -137,15 +137,9 @@ def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
 
 
 # Errors name Python arguments, because programs call the same functions.
-_OPTIONS = {
-    "fallback": "--fallback",
-    "memory_bytes": "--memory-bytes",
-    "num_workers": "--workers",
-    "private_key": "--sign",
-    "public_key": "--public-key",
-    "shard_bytes": "--shard-bytes",
-    "task_bytes": "--task-bytes",
-    "timeout_s": "--timeout-s",
+_OPTIONS = {"num_workers": "--workers", "private_key": "--sign"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("fallback", "memory_bytes", "public_key", "shard_bytes", "task_bytes", "timeout_s")
 }
 # The bare word `fallback` may be English or part of a path.
 _ARGUMENT = re.compile(

@@ -13,8 +13,8 @@ from penstock.net.shares import Shares
 JOB_TTL_S = 3600.0
 """Seconds after its last report for which a conversion is shown. The page's charts cover the same time."""
 MAX_JOB_BYTES = 256 << 10
-"""Maximum bytes of a conversion's state. With 256 workers it has about 60 KB, and with as many errors of lost workers
-some 200 KB. All conversions together use at most 64 MB in the hub."""
+"""Maximum bytes of a conversion's state. A state with 256 workers has about 60 KB, and with as many errors some 200
+KB."""
 
 
 class JobEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -33,12 +33,12 @@ _ENTRY = msgspec.msgpack.Decoder(JobEntry)
 def record_job(
     store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float, max_jobs: int
 ) -> None:
-    """Record the state of a conversion, and replace its earlier one.
+    """Record the state of a conversion, which replaces its earlier state.
 
     Args:
         caller: `Caller.name` of the process that reports it.
-        ttl_s: a conversion that is silent for this long may be forgotten to free its entry for another one.
-        max_jobs: maximum number of conversions that are kept.
+        ttl_s: a conversion that is silent for this long may be dropped to free its entry.
+        max_jobs: maximum number of stored conversions.
 
     Raises:
         SourceBusy: too many conversions are running, and no other caller has more of them.
@@ -91,5 +91,4 @@ def jobs_of(store: Store, model: str | None, now: float) -> tuple[JobStatus, ...
 
 
 def _entries(store: Store) -> dict[str, JobEntry]:
-    """Return the entries of all conversions by id."""
     return {job: _ENTRY.decode(entry.value) for job, entry in store.scan("job/").items()}

@@ -11,11 +11,11 @@ from msgspec import Meta
 from penstock.errors import sendable
 
 MAX_WORKERS = 256
-"""Maximum number of workers in one state. Late workers are listed first, and the others are only counted."""
+"""Maximum number of workers in one state. Late workers are listed first, and further workers are only counted."""
 MAX_TEXT = 512
-"""Maximum number of characters of a name, a path or a message in a state. Longer ones are cut."""
+"""Maximum number of characters of a name, a path or a message in a state. Longer texts are cut."""
 SHOW_S = 1.0
-"""Seconds between two states of a running conversion. Creating a state takes about a millisecond for 256 workers."""
+"""Seconds between two states of a running conversion. Creating a state for 256 workers takes about a millisecond."""
 
 JobPhase = Literal["starting", "running", "publishing", "done", "failed"]
 _Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -42,7 +42,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_late(self) -> bool:
-        """Return whether it finished no task for two seconds and for twice as long as its tasks should take.
+        """Return whether it finished no task for two seconds and for twice the expected time.
 
         The first task has ten seconds, because it also waits for libraries, kernels and the first bytes of a source.
         """
@@ -53,17 +53,16 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True):
     """The error that ended a conversion."""
 
     error: _Text
-    """The error's class."""
     message: _Text
     blame: _Text
     hint: _Text = ""
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion at one moment. A state is always complete and never a change to an earlier one."""
+    """A conversion's complete state at one moment."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Name of the result: the last part of the destination. People see it, and tokens may be limited to it."""
+    """Name of the result: the last part of the destination. Tokens may be limited to names."""
     operation: _Text
     sources: Annotated[tuple[_Text, ...], Meta(max_length=64)]
     destination: _Text
@@ -75,20 +74,20 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     num_resumed: _Count = 0
     """Number of the finished tasks that an earlier run finished."""
     total_bytes: _Count = 0
-    """Bytes that all tasks read and write together."""
+    """Bytes that all tasks read and write in total."""
     done_bytes: _Count = 0
     elapsed_s: _Seconds = 0.0
     gb_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Rate of reading and writing in the last seconds. For an ended conversion, its average."""
+    """Rate of reading and writing in the last seconds, or the average of a finished conversion."""
     eta_s: _Seconds = -1.0
-    """Seconds until the end at that rate, or -1 if unknown."""
+    """Remaining seconds at that rate, or -1 if unknown."""
     num_workers: _Count = 0
     num_late: _Count = 0
-    """Number of workers that are late now. See `WorkerState.is_late`."""
+    """See `WorkerState.is_late`."""
     num_reassigned: _Count = 0
     num_duplicated: _Count = 0
     workers: Annotated[tuple[WorkerState, ...], Meta(max_length=MAX_WORKERS)] = ()
-    """The workers, late ones first, then lost ones."""
+    """Late workers first, then lost workers."""
     revision: _Text = ""
     """Revision of the result once it is published."""
     error: JobError | None = None
