@@ -188,5 +188,5 @@ def test_each_struct_format_is_in_table(package: tuple[list[ModuleType], list[st
 
 def test_hub_messages_cover_route_classes() -> None:
     app = sys.modules[FRAMES["hub.routes"].write.__globals__["app"].__name__]
-    classes = {kind for operation in app.OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None}
+    classes = {kind for operation in app.OPERATIONS for kind in (operation.request_type, operation.reply_type) if kind}
     assert classes <= {resolve(path) for name, path in MESSAGES.items() if name.startswith("hub.")}

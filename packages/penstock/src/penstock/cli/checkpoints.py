@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.terminal import (
-    FormatOption,
-    OutputFormat,
-    Uri,
-    option,
-    write_columns,
-    write_fields,
-    write_json,
-    write_lines,
-)
+from penstock.cli import terminal
 from penstock.report import bytes_text
 
 if TYPE_CHECKING:
@@ -30,9 +21,9 @@ _SHOWN = 40
 
 
 def inspect(
-    uri: Uri,
+    uri: terminal.Uri,
     all_tensors: Annotated[bool, typer.Option("--all", help=f"Every tensor, not the first {_SHOWN}.")] = False,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """List the files, dtypes and tensors of weights."""
     import penstock
@@ -40,8 +31,8 @@ def inspect(
     report = penstock.inspect(uri)
     manifest = report.manifest
     per_file = Counter(manifest.tensors.file_index.tolist())
-    if format is OutputFormat.json:
-        write_json(
+    if format is terminal.OutputFormat.json:
+        terminal.write_json(
             {
                 "uri": report.uri,
                 "num_tensors": report.num_tensors,
@@ -58,7 +49,7 @@ def inspect(
             }
         )
         return
-    write_fields(
+    terminal.write_fields(
         {
             "uri": report.uri,
             "tensors": report.num_tensors,
@@ -68,14 +59,16 @@ def inspect(
         }
     )
     if report.not_loadable:
-        write_lines(f"load refuses {len(report.not_loadable)} of the tensors, because torch has no dtype for them")
+        terminal.write_lines(
+            f"load refuses {len(report.not_loadable)} of the tensors, because torch has no dtype for them"
+        )
     dtypes = sorted(report.dtypes.items(), key=lambda item: -item[1])
-    write_lines("")
-    write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
-    write_lines("")
+    terminal.write_lines("")
+    terminal.write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
+    terminal.write_lines("")
     files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
-    write_columns(["file", "bytes", "tensors"], files)
-    write_lines("")
+    terminal.write_columns(["file", "bytes", "tensors"], files)
+    terminal.write_lines("")
     # An MoE checkpoint has 60,000 tensors. The JSON output has all of them for programs.
     num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
     shown = (_tensor_row(report, i) for i in range(num_shown))
@@ -84,9 +77,9 @@ def inspect(
         [row["name"], row.get("type", row["dtype"]), row.get("elements", row["shape"]), row["nbytes"], row["file"]]
         for row in shown
     ]
-    write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
+    terminal.write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
     if num_shown < len(manifest.tensors):
-        write_lines(f"... and {len(manifest.tensors) - num_shown} more. Use --all to list all.")
+        terminal.write_lines(f"... and {len(manifest.tensors) - num_shown} more. Use --all to list all.")
 
 
 def _tensor_row(report: InspectReport, row: int) -> dict[str, object]:
@@ -105,14 +98,14 @@ def _tensor_row(report: InspectReport, row: int) -> dict[str, object]:
 
 
 def manifest(
-    uri: Uri,
-    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM). Adds FILE.sig.")] = None,
-    out: Annotated[str | None, option("--out", "URI", "Where to write. Default: next to the weights.")] = None,
+    uri: terminal.Uri,
+    sign: Annotated[Path | None, terminal.option("--sign", "KEY", "Ed25519 private key (PEM). Adds FILE.sig.")] = None,
+    out: Annotated[str | None, terminal.option("--out", "URI", "Where to write. Default: next to the weights.")] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Replace a manifest with different digests, because the weights were changed."),
     ] = False,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Write a manifest with digests of the weights.
 
@@ -122,10 +115,10 @@ def manifest(
     import penstock
 
     report = penstock.manifest(uri, out=out, sign=sign, replace=force)
-    if format is OutputFormat.json:
-        write_json(report)
+    if format is terminal.OutputFormat.json:
+        terminal.write_json(report)
         return
-    write_fields(
+    terminal.write_fields(
         {
             "uri": report.uri,
             "revision": report.revision,
@@ -138,11 +131,11 @@ def manifest(
 
 
 def verify(
-    uri: Uri,
+    uri: terminal.Uri,
     public_key: Annotated[
-        Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM). Requires its signature.")
+        Path | None, terminal.option("--public-key", "KEY", "Ed25519 public key (PEM). Requires its signature.")
     ] = None,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Compare weights with their manifest's digests.
 
@@ -151,10 +144,10 @@ def verify(
     import penstock
 
     verdict = penstock.verify(uri, public_key=public_key)
-    if format is OutputFormat.json:
-        write_json(verdict)
+    if format is terminal.OutputFormat.json:
+        terminal.write_json(verdict)
     else:
-        write_fields(
+        terminal.write_fields(
             {
                 "verified": "yes" if verdict.verified else "NO",
                 "why": verdict.why,

@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.cli.terminal import (
-    FormatOption,
-    OutputFormat,
-    importable,
-    option,
-    package_version,
-    write_columns,
-    write_fields,
-    write_json,
-    write_lines,
-)
+from penstock.cli import terminal
 from penstock.config import ecosystem, environment
 from penstock.entry_points import install_hint
 from penstock.report import bytes_text
@@ -60,8 +50,10 @@ class Limit:
 
 
 def doctor(
-    path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk whose rate to measure.")] = None,
-    format: FormatOption = OutputFormat.human,
+    path: Annotated[
+        Path | None, terminal.option("--path", "FILE", "A large file on the disk whose rate to measure.")
+    ] = None,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Report devices, measured limits and packages.
 
@@ -69,27 +61,29 @@ def doctor(
     """
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()
-    if format is OutputFormat.json:
+    if format is terminal.OutputFormat.json:
         variables_json = [{"name": name, "value": value, "doc": doc} for name, value, doc in variables]
-        write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
+        terminal.write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
         return
-    write_lines("devices")
+    terminal.write_lines("devices")
     _write_facts(devices)
-    write_lines("", "limits, measured now")
-    write_fields(
+    terminal.write_lines("", "limits, measured now")
+    terminal.write_fields(
         {
             f"  {limit.name}": f"not measured: {limit.why}" if limit.gb_per_s is None else f"{limit.gb_per_s:.2f} GB/s"
             for limit in limits
         }
     )
-    write_lines("", "engines")
+    terminal.write_lines("", "engines")
     _write_facts(engines)
-    write_lines("", "environment")
-    write_columns(["  variable", "value", "meaning"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
+    terminal.write_lines("", "environment")
+    terminal.write_columns(
+        ["  variable", "value", "meaning"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables]
+    )
 
 
 def _write_facts(facts: list[Fact]) -> None:
-    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in facts})
+    terminal.write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in facts})
 
 
 def find_devices() -> list[Fact]:
@@ -101,7 +95,7 @@ def find_devices() -> list[Fact]:
         Fact("cpu", f"{cores} cores usable of {os.cpu_count()}"),
         Fact("memory", bytes_text(pages)),
     ]
-    if not importable("torch"):
+    if not terminal.importable("torch"):
         return [*facts, Fact("cuda", "no", f"torch is not installed: {install_hint('torch')}")]
     import torch
 
@@ -148,8 +142,8 @@ def find_engines() -> list[Fact]:
         "sglang": "--load-format penstock, by penstock-sglang",
     }
     for name, what in needs.items():
-        version = package_version(name)
-        value = version or ("yes" if importable(name) else "not installed")
+        version = terminal.package_version(name)
+        value = version or ("yes" if terminal.importable(name) else "not installed")
         # Only a missing package needs its install command.
         facts.append(Fact(name, value, what.partition("; pip")[0] if version else what))
     return facts
@@ -175,7 +169,7 @@ def find_variables() -> list[tuple[str, str | None, str]]:
 def measure_limits(path: Path | None) -> list[Limit]:
     """Measure a host copy, reads of `path` if it is given, and copies from the host to every CUDA device."""
     limits = [_host_copy(), *_disk(path)]
-    if not importable("torch"):
+    if not terminal.importable("torch"):
         return limits
     import torch
 

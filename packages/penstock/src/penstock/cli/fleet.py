@@ -13,25 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from penstock.cli.terminal import (
-    Cache,
-    DataPort,
-    Device,
-    Force,
-    FormatOption,
-    Hub,
-    Listen,
-    OutputFormat,
-    TokenFile,
-    columns,
-    connection_of,
-    cut,
-    note,
-    option,
-    terminal_width,
-    write_json,
-    write_lines,
-)
+from penstock.cli import terminal
 from penstock.errors import ConfigError, NotFound, printable
 from penstock.hub.summary import failure_lines
 from penstock.report import bytes_text, plain
@@ -57,15 +39,15 @@ def status(
         str | None,
         typer.Argument(metavar="[MODEL]", help="Only members that have or fetch this model.", show_default=False),
     ] = None,
-    hub: Hub = None,
-    token_file: TokenFile = None,
+    hub: terminal.Hub = None,
+    token_file: terminal.TokenFile = None,
     watch: Annotated[
         float | None,
         typer.Option(
             "--watch", metavar="SECONDS", min=0.1, help="Repeat at this interval until Ctrl-C.", show_default=False
         ),
     ] = None,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """List the fleet's members, models and progress.
 
@@ -73,7 +55,7 @@ def status(
     """
     import penstock
 
-    connection = connection_of(hub, token_file)
+    connection = terminal.connection_of(hub, token_file)
     if watch is None:
         _show(penstock.hub.status(model, connection=connection), model, format)
         return
@@ -82,14 +64,14 @@ def status(
     connection = resolve_connection(connection)
     # One client keeps its connection and waits for a hub that is unavailable for a moment.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
-        if format is OutputFormat.human and sys.stdout.isatty():
+        if format is terminal.OutputFormat.human and sys.stdout.isatty():
             _redraw(lambda: client.status(model), model, watch)
         while True:
             _show(client.status(model), model, format)
             sys.stdout.flush()
             time.sleep(watch)
-            if format is OutputFormat.human:
-                write_lines("")
+            if format is terminal.OutputFormat.human:
+                terminal.write_lines("")
 
 
 def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoReturn:
@@ -115,16 +97,16 @@ def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoR
                 time.sleep(every_s)
                 fleet = ask()
     finally:
-        write_lines(*_lines(fleet, model, terminal_width()))
+        terminal.write_lines(*_lines(fleet, model, terminal.terminal_width()))
 
 
-def _show(fleet: Status, model: str | None, format: OutputFormat) -> None:
-    if format is OutputFormat.json:
+def _show(fleet: Status, model: str | None, format: terminal.OutputFormat) -> None:
+    if format is terminal.OutputFormat.json:
         import msgspec
 
-        write_json(msgspec.to_builtins(fleet))
+        terminal.write_json(msgspec.to_builtins(fleet))
     else:
-        write_lines(*_lines(fleet, model, terminal_width()))
+        terminal.write_lines(*_lines(fleet, model, terminal.terminal_width()))
 
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
@@ -132,19 +114,19 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
     # A process that failed or was killed is no longer a member. The fleet page shows the failures of live members.
     live = {member.member for member in fleet.members}
     failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
-    lost = [cut(printable(line), width) for line in failure_lines(failures)]
+    lost = [terminal.cut(printable(line), width) for line in failure_lines(failures)]
     if not fleet.members and not fleet.jobs:
         return ["no members" if model is None else f"no member has or fetches {model}", *lost]
     weights = [row for member in fleet.members for row in _rows(member, model)]
     syncs = [row for member in fleet.members for row in _sync_rows(member)]
-    lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
+    lines = terminal.columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
     if weights and syncs:
         lines.append("")
-    lines += columns(_SYNC_HEADER, syncs, width=width, spare=_SPARE_OF_SYNC) if syncs else []
+    lines += terminal.columns(_SYNC_HEADER, syncs, width=width, spare=_SPARE_OF_SYNC) if syncs else []
     if lines and fleet.jobs:
         lines.append("")
     jobs = [_job_row(job.state) for job in fleet.jobs]
-    lines += columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else []
+    lines += terminal.columns(_JOB_HEADER, jobs, width=width, spare=_SPARE_OF_JOB) if jobs else []
     return [*lines, "", *lost] if lost else lines
 
 
@@ -228,10 +210,10 @@ def _cells(holding: HoldingState, boot: str) -> list[object]:
 
 def why(
     model: Model,
-    member: Annotated[str | None, option("--member", "ID", "Only reasons for this member.")] = None,
-    hub: Hub = None,
-    token_file: TokenFile = None,
-    format: FormatOption = OutputFormat.human,
+    member: Annotated[str | None, terminal.option("--member", "ID", "Only reasons for this member.")] = None,
+    hub: terminal.Hub = None,
+    token_file: terminal.TokenFile = None,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Explain from which members a model is read.
 
@@ -241,11 +223,11 @@ def why(
 
     import penstock
 
-    answer = penstock.hub.why(model, member=member, connection=connection_of(hub, token_file))
-    if format is OutputFormat.json:
-        write_json(msgspec.to_builtins(answer))
+    answer = penstock.hub.why(model, member=member, connection=terminal.connection_of(hub, token_file))
+    if format is terminal.OutputFormat.json:
+        terminal.write_json(msgspec.to_builtins(answer))
     else:
-        write_lines(*answer.lines)
+        terminal.write_lines(*answer.lines)
 
 
 def drain(
@@ -254,8 +236,8 @@ def drain(
     reason: Annotated[
         str, typer.Option("--reason", help="Reason for the audit log and the fleet page.", show_default=False)
     ] = "",
-    hub: Hub = None,
-    token_file: TokenFile = None,
+    hub: terminal.Hub = None,
+    token_file: terminal.TokenFile = None,
 ) -> None:
     """Send no more readers to a member.
 
@@ -263,8 +245,8 @@ def drain(
     """
     import penstock
 
-    name = penstock.hub.drain(member, undo=undo, reason=reason, connection=connection_of(hub, token_file))
-    write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
+    name = penstock.hub.drain(member, undo=undo, reason=reason, connection=terminal.connection_of(hub, token_file))
+    terminal.write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
 
 
 def cache(
@@ -272,23 +254,24 @@ def cache(
         list[str] | None, typer.Argument(metavar="URI...", help="Weights, in the form that `penstock load` accepts.")
     ] = None,
     model: Annotated[
-        list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: the URI's last part.")
+        list[str] | None,
+        terminal.option("--model", "NAME", "Name for engines, once per URI. Default: the URI's last part."),
     ] = None,
-    device: Device = "cpu",
-    hub: Hub = None,
-    listen: Listen = None,
-    data_port: DataPort = 0,
-    token_file: TokenFile = None,
+    device: terminal.Device = "cpu",
+    hub: terminal.Hub = None,
+    listen: terminal.Listen = None,
+    data_port: terminal.DataPort = 0,
+    token_file: terminal.TokenFile = None,
     memory_bytes: Annotated[
-        str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device, such as 40G.")
+        str | None, terminal.option("--memory-bytes", "BYTES", "Limit for all models on the device, such as 40G.")
     ] = None,
     host_bytes: Annotated[
-        str | None, option("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
+        str | None, terminal.option("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
     ] = None,
     disk: Annotated[
-        str | None, option("--disk", "DIR", "Local directory for idle models that do not fit in memory.")
+        str | None, terminal.option("--disk", "DIR", "Local directory for idle models that do not fit in memory.")
     ] = None,
-    disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
+    disk_bytes: Annotated[str | None, terminal.option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
     accept: Annotated[
         bool, typer.Option("--accept", help="Also keep processed parameters that engines on this host hand over.")
     ] = False,
@@ -297,12 +280,13 @@ def cache(
         typer.Option("--max-readers", metavar="N", min=1, help="Maximum number of concurrent readers of each model."),
     ] = 4,
     max_bytes_per_s: Annotated[
-        str, option("--max-bytes-per-s", "BYTES", "Limit for all readers together, such as 2G. 0 means no limit.")
+        str,
+        terminal.option("--max-bytes-per-s", "BYTES", "Limit for all readers together, such as 2G. 0 means no limit."),
     ] = "0",
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="Maximum wait for engines and readers at the end.")
     ] = 30.0,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Keep models in memory for engines on this host.
 
@@ -329,23 +313,23 @@ def cache(
         host_bytes=host_bytes,
         disk=disk,
         disk_bytes=disk_bytes,
-        connection=connection_of(hub, token_file, listen, data_port),
+        connection=terminal.connection_of(hub, token_file, listen, data_port),
         accept=accept,
         max_readers=max_readers,
         max_bytes_per_s=max_bytes_per_s,
     ) as cache:
         reports = [cache.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
-        if format is OutputFormat.json:
-            write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
+        if format is terminal.OutputFormat.json:
+            terminal.write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
-            write_lines(*(report.summary() for report in reports))
+            terminal.write_lines(*(report.summary() for report in reports))
         # Scripts wait for the reports before they start engines, and stdout is buffered if it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         kept = ", ".join(names) if names else "parameters that engines hand over"
         text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}. Stop with SIGTERM or Ctrl-C."
         # A script that reads the note may send a signal immediately, so handle signals first.
-        cache.serve(drain_s=drain_s, ready=partial(note, text))
+        cache.serve(drain_s=drain_s, ready=partial(terminal.note, text))
 
 
 def _rest(cache: penstock.cache.WeightCache) -> str:
@@ -355,17 +339,17 @@ def _rest(cache: penstock.cache.WeightCache) -> str:
     return f" ({', '.join(away)})" if away else ""
 
 
-def _fill(uri: str, format: OutputFormat) -> None:
+def _fill(uri: str, format: terminal.OutputFormat) -> None:
     """Write a repository to the local cache of its hub's library."""
     from penstock.loader.progress import Progress
     from penstock.storage.fill import fill
 
     with Progress(None, uri) as progress:
         report = fill(uri, on_bytes=progress)
-    if format is OutputFormat.json:
-        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+    if format is terminal.OutputFormat.json:
+        terminal.write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:
-        write_lines(report.summary())
+        terminal.write_lines(report.summary())
 
 
 def fetch(
@@ -373,14 +357,16 @@ def fetch(
         str, typer.Argument(metavar="MODEL", help="The model's name in the fleet. With --cache, org/name or hf://.")
     ],
     to: Annotated[
-        Path | None, option("--to", "DIR", "Write the model to this directory, with index and manifest.")
+        Path | None, terminal.option("--to", "DIR", "Write the model to this directory, with index and manifest.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="Fetch the model to cpu, cuda or cuda:1, and release it.", show_default=False),
     ] = None,
-    cache: Cache = False,
-    fallback: Annotated[str | None, option("--fallback", "URI", "Storage for weights that no member has.")] = None,
+    cache: terminal.Cache = False,
+    fallback: Annotated[
+        str | None, terminal.option("--fallback", "URI", "Storage for weights that no member has.")
+    ] = None,
     revision: Annotated[
         str,
         typer.Option(
@@ -390,16 +376,16 @@ def fetch(
             show_default=False,
         ),
     ] = "",
-    hub: Hub = None,
-    listen: Listen = None,
-    data_port: DataPort = 0,
-    token_file: TokenFile = None,
+    hub: terminal.Hub = None,
+    listen: terminal.Listen = None,
+    data_port: terminal.DataPort = 0,
+    token_file: terminal.TokenFile = None,
     timeout_s: Annotated[
         float | None,
         typer.Option("--timeout-s", min=0.0, help="Maximum wait for a first holder.", show_default=False),
     ] = None,
-    force: Force = False,
-    format: FormatOption = OutputFormat.human,
+    force: terminal.Force = False,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Fetch a model from the fleet.
 
@@ -427,7 +413,7 @@ def fetch(
     try:
         report = fetch_model(
             model,
-            connection=connection_of(hub, token_file, listen, data_port),
+            connection=terminal.connection_of(hub, token_file, listen, data_port),
             revision=revision,
             to=to,
             device=device or "cpu",
@@ -441,9 +427,9 @@ def fetch(
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
             error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
         raise
-    if format is OutputFormat.json:
-        write_json({**plain(report), "gb_per_s": report.gb_per_s})
+    if format is terminal.OutputFormat.json:
+        terminal.write_json({**plain(report), "gb_per_s": report.gb_per_s})
     else:
-        write_lines(report.summary())
+        terminal.write_lines(report.summary())
         if to is not None:
-            write_lines("a fleet has only weights, without config.json, tokenizer and other small files")
+            terminal.write_lines("a fleet has only weights, without config.json, tokenizer and other small files")

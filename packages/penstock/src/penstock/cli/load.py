@@ -8,20 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import (
-    Cache,
-    Device,
-    FormatOption,
-    MemoryBytes,
-    Names,
-    OutputFormat,
-    Uri,
-    Verify,
-    option,
-    write_fields,
-    write_json,
-    write_lines,
-)
+from penstock.cli import terminal
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError
 from penstock.report import bytes_text, plain
@@ -29,15 +16,15 @@ from penstock.types import GB, MIB
 
 
 def load(
-    uri: Uri,
-    device: Device = "cpu",
-    names: Names = None,
-    memory_bytes: MemoryBytes = None,
-    verify: Verify = None,
-    trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
-    cache: Cache = False,
+    uri: terminal.Uri,
+    device: terminal.Device = "cpu",
+    names: terminal.Names = None,
+    memory_bytes: terminal.MemoryBytes = None,
+    verify: terminal.Verify = None,
+    trace: Annotated[Path | None, terminal.option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
+    cache: terminal.Cache = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and load nothing.")] = False,
-    format: FormatOption = OutputFormat.human,
+    format: terminal.FormatOption = terminal.OutputFormat.human,
 ) -> None:
     """Load weights and report rate, memory and paths.
 
@@ -64,17 +51,17 @@ def load(
         verify=verify,
         settings=penstock.ReadSettings(memory_bytes=budget, trace=trace, cache=cache),
     )
-    if format is OutputFormat.json:
-        write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})
+    if format is terminal.OutputFormat.json:
+        terminal.write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})
     else:
-        write_lines(weights.report.summary())
+        terminal.write_lines(weights.report.summary())
 
 
 # Bytes that a dry run reads for its prediction, enough to measure the link in a short time.
 _SAMPLE_BYTES = 64 * MIB
 
 
-def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, format: OutputFormat) -> None:
+def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, format: terminal.OutputFormat) -> None:
     """Plan a load from the headers, predict its time from a sample read of the source, and write both to stdout."""
     from penstock.plan.schedule import plan_load
     from penstock.storage.weight_set import open_weights
@@ -99,8 +86,8 @@ def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, for
             rate = len(sample) / (time.perf_counter() - begin) / GB
     counts = {"uri": uri, "num_files": len(files), "num_tensors": len(plan.table), "nbytes": plan.nbytes}
     predicted_s = read_bytes / rate / GB if rate else 0.0
-    if format is OutputFormat.json:
-        write_json(
+    if format is terminal.OutputFormat.json:
+        terminal.write_json(
             {
                 **counts,
                 "read_bytes": read_bytes,
@@ -113,7 +100,7 @@ def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, for
             }
         )
         return
-    write_fields(
+    terminal.write_fields(
         {
             "uri": uri,
             "files": len(files),
@@ -125,4 +112,4 @@ def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, for
             "predicted": f"{predicted_s:.2f} s at that rate; several threads may do better",
         }
     )
-    write_lines("", plan.explain())
+    terminal.write_lines("", plan.explain())

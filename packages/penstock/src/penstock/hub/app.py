@@ -18,38 +18,12 @@ import msgspec
 
 from penstock.entry_points import install_hint
 from penstock.errors import MALFORMED, HubUnavailable, MissingExtra
+from penstock.hub import messages
 from penstock.hub.audit import CALLER, stranger
 from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
 from penstock.hub.job_state import JobState
-from penstock.hub.messages import (
-    PROTOCOL_HEADER,
-    UNANNOUNCED,
-    UPGRADE_HINT,
-    AnnouncedVersion,
-    Beat,
-    BeatReply,
-    ClaimReply,
-    ClaimRequest,
-    DecideReply,
-    DecideRequest,
-    Drain,
-    Fault,
-    FaultReport,
-    Hello,
-    MemberId,
-    Status,
-    SyncReply,
-    SyncRequest,
-    UpstreamsReply,
-    UpstreamsRequest,
-    Welcome,
-    Why,
-    WhyRequest,
-    Word,
-    version_fault,
-)
 from penstock.hub.routes import Handler, HubApp, Lifespan, RouteRefused
 from penstock.hub.store import MemoryStore
 from penstock.logs import log_named
@@ -58,7 +32,7 @@ from penstock.types import MIB
 try:
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import Response
 except ImportError as error:
     raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
 
@@ -71,7 +45,7 @@ MAX_BODY_BYTES = 8 * MIB
 decode."""
 BODY_S = 20.0
 """Deadline in seconds for a body to arrive."""
-_ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
+_ANNOUNCED = msgspec.json.Decoder(messages.AnnouncedVersion)
 _log = log_named("penstock.hub")
 audit = log_named("penstock.audit")
 
@@ -115,46 +89,51 @@ def _in_body(_: str, body: Any) -> str:
     return str(body.member)
 
 
-def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
+def _model_of(request: messages.UpstreamsRequest | messages.ClaimRequest) -> Iterable[str]:
     return (request.holding.identity.model,)
 
 
-def _name_of(message: SyncRequest | DecideRequest | JobState) -> Iterable[str]:
+def _name_of(message: messages.SyncRequest | messages.DecideRequest | JobState) -> Iterable[str]:
     return (message.name,)
 
 
 OPERATIONS = (
-    HubOperation("hello", "POST", "/v1/hello", "A process joins the fleet.", Hello, Welcome,
+    HubOperation("hello", "POST", "/v1/hello", "A process joins the fleet.", messages.Hello, messages.Welcome,
         lambda directory, _, body, caller: directory.hello(body, caller), _in_body),
     HubOperation(
-        "beat", "PUT", "/v1/members/{member}", "A heartbeat with the state of the member.", Beat, BeatReply,
+        "beat", "PUT", "/v1/members/{member}", "A heartbeat with the state of the member.",
+        messages.Beat, messages.BeatReply,
         lambda directory, member, body, caller: directory.beat(member, body, caller), _in_path,
         lambda beat: (*(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs))),
     HubOperation("leave", "DELETE", "/v1/members/{member}", "A member leaves the fleet.", None, None,
         lambda directory, member, _, caller: directory.leave(member, caller), _in_path),
     HubOperation(
-        "flight", "POST", "/v1/flight", "Members to read chunks from, with grants.", UpstreamsRequest, UpstreamsReply,
+        "flight", "POST", "/v1/flight", "Members to read chunks from, with grants.",
+        messages.UpstreamsRequest, messages.UpstreamsReply,
         lambda directory, _, body, caller: directory.upstreams(body, caller), _in_body, _model_of),
-    HubOperation("claim", "POST", "/v1/claim", "Chunks to read from storage.", ClaimRequest, ClaimReply,
+    HubOperation(
+        "claim", "POST", "/v1/claim", "Chunks to read from storage.", messages.ClaimRequest, messages.ClaimReply,
         lambda directory, _, body, caller: directory.claim(body, caller), _in_body, _model_of),
-    HubOperation("sync", "POST", "/v1/sync", "Members of a sync, with grants.", SyncRequest, SyncReply,
+    HubOperation(
+        "sync", "POST", "/v1/sync", "Members of a sync, with grants.", messages.SyncRequest, messages.SyncReply,
         lambda directory, _, body, caller: directory.sync(body), _in_body, _name_of),
     HubOperation(
-        "decide", "POST", "/v1/decide", "The decision on a version with a two-phase commit.", DecideRequest,
-        DecideReply, lambda directory, _, body, caller: directory.decide(body, caller), _in_body, _name_of),
-    HubOperation("complain", "POST", "/v1/complain", "Report an unusable source.", FaultReport, None,
+        "decide", "POST", "/v1/decide", "The decision on a version with a two-phase commit.", messages.DecideRequest,
+        messages.DecideReply, lambda directory, _, body, caller: directory.decide(body, caller), _in_body, _name_of),
+    HubOperation("complain", "POST", "/v1/complain", "Report an unusable source.", messages.FaultReport, None,
         lambda directory, _, body, caller: directory.complain(body, caller), _in_body),
     HubOperation("job", "PUT", "/v1/jobs/{member}", "The state of a conversion.", JobState, None,
         lambda directory, job, body, caller: directory.job(job, body, caller), _in_path, _name_of),
-    HubOperation("drain", "PUT", "/v1/drains/{member}", "Send no more readers to a member.", Drain, None,
+    HubOperation("drain", "PUT", "/v1/drains/{member}", "Send no more readers to a member.", messages.Drain, None,
         lambda directory, member, body, caller: directory.drain(member, body, caller), is_for_operators=True),
     HubOperation("undrain", "DELETE", "/v1/drains/{member}", "Send readers to a member again.", None, None,
         lambda directory, member, _, caller: directory.drain(member, None, caller), is_for_operators=True),
-    HubOperation("status", "GET", "/v1/status", "Members and what they hold.", None, Status,
+    HubOperation("status", "GET", "/v1/status", "Members and what they hold.", None, messages.Status,
         lambda directory, model, _, caller: msgspec.structs.replace(
             directory.status(model or None), may_drain=caller.is_operator)),
     HubOperation(
-        "why", "POST", "/v1/why", "Reasons why members read a model from their upstreams.", WhyRequest, Why,
+        "why", "POST", "/v1/why", "Reasons why members read a model from their upstreams.",
+        messages.WhyRequest, messages.Why,
         lambda directory, _, body, caller: directory.why(body), models=lambda request: (request.model,)),
 )  # fmt: skip
 
@@ -194,10 +173,10 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 class MemberClient(Protocol):
     """The requests that the page of `penstock ui` sends to a hub, implemented by `client.HubClient`."""
 
-    def status(self) -> Status:
+    def status(self) -> messages.Status:
         """Return the state of the fleet."""
 
-    def drain(self, member: str, drain: Drain | None) -> None:
+    def drain(self, member: str, drain: messages.Drain | None) -> None:
         """Drain a member, so that it gets no more readers, or end the drain with None."""
 
 
@@ -214,13 +193,13 @@ def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
 
 def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
     """Return a handler that forwards a drain request. The hub accepts or refuses it by the client's token."""
-    decoder = msgspec.json.Decoder(Drain)
+    decoder = msgspec.json.Decoder(messages.Drain)
 
     async def endpoint(request: Request) -> Response:
         _check_caller(request, auth)
         _check_site("drain", request)
         try:
-            member = msgspec.convert(request.path_params["member"], MemberId)
+            member = msgspec.convert(request.path_params["member"], messages.MemberId)
             order = decoder.decode(await _body(request)) if request.method == "PUT" else None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RouteRefused(422, f"drain: {error}"[:1000]) from error
@@ -278,7 +257,7 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
         return Response(await run_in_threadpool(metrics.page, caller), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
-        return JSONResponse(_document(auth))
+        return Response(_document(auth), media_type="application/json")
 
     for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", page)):
         app.add_route(path, endpoint, "GET")
@@ -297,8 +276,8 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
             # Check the version first, because any other field may have a different meaning in another major version.
-            if PROTOCOL_HEADER in request.headers:
-                _check_version(request, request.headers[PROTOCOL_HEADER], "this caller")
+            if messages.PROTOCOL_HEADER in request.headers:
+                _check_version(request, request.headers[messages.PROTOCOL_HEADER], "this caller")
             if operation.is_for_operators:
                 _check_operator(operation.name, request, caller)
             parameter = _parameter(operation, request)
@@ -306,9 +285,9 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
             try:
                 # Decode only the version first, because the error must name the versions and not a field that does
                 # not decode.
-                if request_type is Hello:
+                if request_type is messages.Hello:
                     announced = _ANNOUNCED.decode(body)
-                    _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
+                    _check_version(request, announced.protocol or messages.UNANNOUNCED, f"member {announced.sender}")
                 message = None if decoder is None else decoder.decode(body)
             except MALFORMED as error:
                 raise RouteRefused(422, f"{operation.name}: {error}"[:1000]) from error
@@ -339,9 +318,9 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
 
 
 def _check_version(request: Request, protocol: str, them: str) -> None:
-    if fault := version_fault(protocol, them, "the hub"):
+    if fault := messages.version_fault(protocol, them, "the hub"):
         audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
-        raise RouteRefused(400, fault, UPGRADE_HINT)
+        raise RouteRefused(400, fault, messages.UPGRADE_HINT)
 
 
 def _check_caller(request: Request, auth: Auth) -> Caller:
@@ -406,9 +385,9 @@ def _parameter(operation: HubOperation, request: Request) -> str:
     """Return the member in the path or the model in the query. Empty if the operation has neither."""
     try:
         if "{member}" in operation.path:
-            return msgspec.convert(request.path_params["member"], MemberId)
+            return msgspec.convert(request.path_params["member"], messages.MemberId)
         if operation.name == "status" and "model" in request.query_params:
-            return msgspec.convert(request.query_params["model"], Word)
+            return msgspec.convert(request.query_params["model"], messages.Word)
     except msgspec.ValidationError as error:
         raise RouteRefused(422, f"{operation.name}: {error}") from error
     return ""
@@ -436,12 +415,12 @@ async def _body(request: Request) -> bytes:
 _REF = "#/components/schemas/{name}"
 
 
-def _document(auth: Auth) -> dict[str, Any]:
+def _document(auth: Auth) -> bytes:
     """Return the OpenAPI 3.1 document. msgspec creates its schemas from the messages."""
     named = [
         kind for operation in OPERATIONS for kind in (operation.request_type, operation.reply_type) if kind is not None
     ]
-    _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
+    _, components = msgspec.json.schema_components([*named, messages.Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
@@ -469,18 +448,8 @@ def _document(auth: Auth) -> dict[str, Any]:
     if auth.token_file is not None:
         openapi["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         openapi["security"] = [{"token": []}]
-    described: dict[str, Any] = _as_ecma(openapi)
-    return described
-
-
-def _as_ecma(value: Any) -> Any:
-    r"""Replace Python's `\Z` at the end of patterns with JSON Schema's `$`. Both allow no newline after the match."""
-    if isinstance(value, dict):
-        return {
-            name: item.replace(r"\Z", "$") if name == "pattern" and isinstance(item, str) else _as_ecma(item)
-            for name, item in value.items()
-        }
-    return [_as_ecma(item) for item in value] if isinstance(value, list) else value
+    # JSON Schema's patterns end with $, which does not match before a newline as Python's $ does.
+    return msgspec.json.encode(openapi).replace(rb"\\Z", b"$")
 
 
 def _described(operation: HubOperation) -> dict[str, Any]:
@@ -493,10 +462,10 @@ def _described(operation: HubOperation) -> dict[str, Any]:
         described["requestBody"] = {"required": True, **_json(operation.request_type.__name__)}
     parameters: list[dict[str, Any]] = []
     if "{member}" in operation.path:
-        schema = msgspec.json.schema(MemberId)
+        schema = msgspec.json.schema(messages.MemberId)
         parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
     if operation.name == "status":
-        schema = msgspec.json.schema(Word)
+        schema = msgspec.json.schema(messages.Word)
         parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
     if operation.speaker is not None:
         about = "The member's secret, whose digest is its id."

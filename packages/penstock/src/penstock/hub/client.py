@@ -33,34 +33,10 @@ from penstock.errors import (
 )
 from penstock.http.client import connect_tcp
 from penstock.http.control import ControlPool, MalformedAnswer, NoAnswer, PoolClosed, over_tcp, over_unix
+from penstock.hub import messages
 from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.job_state import JobState
-from penstock.hub.messages import (
-    PROTOCOL,
-    PROTOCOL_HEADER,
-    UPGRADE_HINT,
-    AnnouncedVersion,
-    Beat,
-    BeatReply,
-    ClaimReply,
-    ClaimRequest,
-    DecideReply,
-    DecideRequest,
-    Drain,
-    Fault,
-    FaultReport,
-    Hello,
-    Status,
-    SyncReply,
-    SyncRequest,
-    UpstreamsReply,
-    UpstreamsRequest,
-    Welcome,
-    Why,
-    WhyRequest,
-    version_fault,
-)
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 from penstock.waits import jitter
@@ -81,7 +57,7 @@ _MAX_PAUSE_S = 0.5
 _ID_LENGTH = len(member_of(""))
 _MAX_REASON = 256
 T = TypeVar("T")
-_FAULT = msgspec.json.Decoder(Fault)
+_FAULT = msgspec.json.Decoder(messages.Fault)
 _ERRORS: dict[int, type[PenstockError]] = {
     400: ConfigError,
     401: PermissionDenied,
@@ -145,7 +121,7 @@ class HubClient(Closeable):
         life = life or secrets.token_hex(16)
         self.member = member_of(life)
         self.has_token = token is not None
-        self._headers = {LIFE_HEADER: life, PROTOCOL_HEADER: PROTOCOL}
+        self._headers = {LIFE_HEADER: life, messages.PROTOCOL_HEADER: messages.PROTOCOL}
         if token is not None:
             self._headers["authorization"] = f"Bearer {token}"
         self._ca_file = ca_file
@@ -207,60 +183,62 @@ class HubClient(Closeable):
             endpoint.reach(REACH_S)
         return client
 
-    def hello(self, hello: Hello, *, timeout_s: float | None = None) -> Welcome:
+    def hello(self, hello: messages.Hello, *, timeout_s: float | None = None) -> messages.Welcome:
         """Join the fleet.
 
         Raise PermissionDenied for a wrong token or id, or ConfigError for another protocol version.
         """
-        return self._request("POST", "/v1/hello", hello, Welcome, timeout_s=timeout_s)
+        return self._request("POST", "/v1/hello", hello, messages.Welcome, timeout_s=timeout_s)
 
-    def beat(self, member: str, beat: Beat, *, within_s: float | None = None) -> BeatReply:
+    def beat(self, member: str, beat: messages.Beat, *, within_s: float | None = None) -> messages.BeatReply:
         """Send a heartbeat with all holdings and syncs. On UnknownMember call `hello` and send the heartbeat again."""
         path = f"/v1/members/{quote(member, safe='')}"
         # A hub of an earlier release responds with 204, without a body.
-        return self._request("PUT", path, beat, BeatReply, within_s=within_s) or BeatReply()
+        return self._request("PUT", path, beat, messages.BeatReply, within_s=within_s) or messages.BeatReply()
 
     def leave(self, member: str, *, within_s: float | None = None) -> None:
         """Leave the fleet for good."""
         self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None, within_s=within_s)
 
-    def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
+    def upstreams(
+        self, request: messages.UpstreamsRequest, *, within_s: float | None = None
+    ) -> messages.UpstreamsReply:
         """Return the upstreams from which to read chunks. On UnknownMember see `beat`."""
-        return self._request("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
+        return self._request("POST", "/v1/flight", request, messages.UpstreamsReply, within_s=within_s)
 
-    def claim(self, request: ClaimRequest) -> ClaimReply:
+    def claim(self, request: messages.ClaimRequest) -> messages.ClaimReply:
         """Claim chunks to read from storage. On UnknownMember see `beat`."""
-        return self._request("POST", "/v1/claim", request, ClaimReply)
+        return self._request("POST", "/v1/claim", request, messages.ClaimReply)
 
-    def sync(self, request: SyncRequest) -> SyncReply:
+    def sync(self, request: messages.SyncRequest) -> messages.SyncReply:
         """Return the members of a sync, with grants for some. On UnknownMember see `beat`."""
-        return self._request("POST", "/v1/sync", request, SyncReply)
+        return self._request("POST", "/v1/sync", request, messages.SyncReply)
 
-    def decide(self, request: DecideRequest) -> DecideReply:
+    def decide(self, request: messages.DecideRequest) -> messages.DecideReply:
         """Propose or request the decision on a version of a sync. On UnknownMember see `beat`."""
-        return self._request("POST", "/v1/decide", request, DecideReply)
+        return self._request("POST", "/v1/decide", request, messages.DecideReply)
 
-    def complain(self, complaint: FaultReport) -> None:
+    def complain(self, complaint: messages.FaultReport) -> None:
         """Report an unusable source. On UnknownMember see `beat`."""
         self._request("POST", "/v1/complain", complaint, None)
 
-    def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
+    def status(self, model: str | None = None, *, within_s: float | None = None) -> messages.Status:
         """Return the members and their holdings, for one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
-        return self._request("GET", f"/v1/status{query}", None, Status, within_s=within_s)
+        return self._request("GET", f"/v1/status{query}", None, messages.Status, within_s=within_s)
 
     def job(self, state: JobState, *, within_s: float) -> None:
         """Report the state of a conversion, under the id of this client."""
         self._request("PUT", f"/v1/jobs/{self.member}", state, None, within_s=within_s)
 
-    def drain(self, member: str, drain: Drain | None) -> None:
+    def drain(self, member: str, drain: messages.Drain | None) -> None:
         """Drain a member, or end the drain with None. Raise UnknownMember or PermissionDenied."""
         path = f"/v1/drains/{quote(member, safe='')}"
         self._request("DELETE" if drain is None else "PUT", path, drain, None)
 
-    def why(self, request: WhyRequest) -> Why:
+    def why(self, request: messages.WhyRequest) -> messages.Why:
         """Return the reasons why members read a model from their upstreams."""
-        return self._request("POST", "/v1/why", request, Why)
+        return self._request("POST", "/v1/why", request, messages.Why)
 
     def close(self) -> None:
         """Close the connections, and the hub if this process hosts it. Idempotent."""
@@ -408,10 +386,10 @@ def _decode(status: int, reply: bytes, reply_type: type[T] | None, url: str) -> 
             return None  # type: ignore[return-value]
         try:
             # Decode only the version first, because other fields from a hub of another version may not decode.
-            if reply_type is Welcome:
-                theirs = msgspec.json.decode(reply, type=AnnouncedVersion).protocol
-                if theirs and (difference := version_fault(theirs, "the hub", "this process")):
-                    raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
+            if reply_type is messages.Welcome:
+                theirs = msgspec.json.decode(reply, type=messages.AnnouncedVersion).protocol
+                if theirs and (difference := messages.version_fault(theirs, "the hub", "this process")):
+                    raise ConfigError(difference, uri=url, hint=messages.UPGRADE_HINT)
             return msgspec.json.decode(reply, type=reply_type)
         except MALFORMED as error:
             message = f"the answer does not match this version of the protocol: {error}"
@@ -434,14 +412,14 @@ def _failure_text(last: Exception, waited_s: float) -> str:
     return f"the hub could not be reached for {waited_s:.1f} s: {last or type(last).__name__}"
 
 
-def _fault(status: int, reply: bytes) -> Fault:
+def _fault(status: int, reply: bytes) -> messages.Fault:
     try:
         return _FAULT.decode(reply)
     except MALFORMED:  # a proxy responds without a fault
-        return Fault(error=f"status {status} with a body that did not come from a hub")
+        return messages.Fault(error=f"status {status} with a body that did not come from a hub")
 
 
-def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> Status:
+def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> messages.Status:
     """Return the members of a fleet, their holdings, their progress and the sources of their bytes.
 
     Args:
@@ -462,7 +440,7 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
         return client.status(model)
 
 
-def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
+def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> messages.Why:
     """Return why members read a model from their upstreams and not from others, with one reason in each line.
 
     Args:
@@ -477,7 +455,7 @@ def why(model: str, *, member: str | None = None, connection: ConnectionSettings
     settings = resolve_connection(connection)
     require_name("model", model)
     with HubClient.connect(settings.hub, settings.token) as client:
-        return client.why(WhyRequest(model=model, member=member))
+        return client.why(messages.WhyRequest(model=model, member=member))
 
 
 def drain(
@@ -513,7 +491,7 @@ def drain(
         if len(names) > 1:
             raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="give more characters of the id")
         try:
-            client.drain(names[0], None if undo else Drain(reason=reason))
+            client.drain(names[0], None if undo else messages.Drain(reason=reason))
         except UnknownMember as error:
             raise NotFound(f"no member {names[0]}", hint="`penstock status` lists the members") from error
         return names[0]

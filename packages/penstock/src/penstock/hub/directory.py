@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
+from penstock.hub import messages, snapshot
 from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import ANYBODY, TOKEN_CALLER, Caller
 from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
@@ -25,47 +26,6 @@ from penstock.hub.failures import record_failed_calls, record_lost
 from penstock.hub.grants import GrantSigner
 from penstock.hub.job_state import JobState
 from penstock.hub.limits import CLAIMS_TTL_S, Capacity, Limits, remove_member
-from penstock.hub.messages import (
-    Beat,
-    BeatReply,
-    ClaimReply,
-    ClaimRequest,
-    DecideReply,
-    DecideRequest,
-    Drain,
-    FaultReport,
-    Hello,
-    HoldingState,
-    MemberStatus,
-    Ranges,
-    Status,
-    SyncReply,
-    SyncRequest,
-    Upstream,
-    UpstreamsReply,
-    UpstreamsRequest,
-    Welcome,
-    Why,
-    WhyRequest,
-)
-from penstock.hub.snapshot import (
-    HOLDING_DECODER,
-    MEMBER_DECODER,
-    HoldingEntry,
-    HubSnapshot,
-    MemberEntry,
-    SnapshotCache,
-    by_rank,
-    decide,
-    decision_name,
-    encode_state,
-    keys_of,
-    record_key,
-    record_sync_states,
-    status,
-    sync_entries,
-    sync_members,
-)
 from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 from penstock.waits import jitter
@@ -136,7 +96,7 @@ class Directory:
         self._look_share = look_share
         self._lock = threading.Lock()
         self._claiming = tuple(threading.Lock() for _ in range(_NUM_CLAIMING))
-        self._snapshots: dict[str, SnapshotCache] = {}
+        self._snapshots: dict[str, snapshot.SnapshotCache] = {}
         self._has_own_seed = seed is not None
         self._seed = seed or os.urandom(32)
         self._signer = None if seed is None else GrantSigner(seed)
@@ -161,7 +121,7 @@ class Directory:
             # Keep this mark until every live member has reported or has expired.
             self.store.write("hub/recent", b"1", ttl_s=quiet_s + self.ttl_s)
 
-    def hello(self, hello: Hello, caller: Caller = ANYBODY) -> Welcome:
+    def hello(self, hello: messages.Hello, caller: Caller = ANYBODY) -> messages.Welcome:
         """Register a process, or confirm that it is still registered.
 
         Raises:
@@ -175,7 +135,7 @@ class Directory:
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
-        known = None if entry is None else MEMBER_DECODER.decode(entry.value)
+        known = None if entry is None else snapshot.MEMBER_DECODER.decode(entry.value)
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             message = f"member {hello.member} belongs to another process, or has left"
             raise PermissionDenied(message, hint="a new process takes a new id")
@@ -184,24 +144,26 @@ class Directory:
             self._limits.admit(hello.member, caller.name)
             self.counts["hellos"] += 1
             by = caller.name, caller.certificate
-            self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
+            self.store.write(
+                name, _encode(snapshot.MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT
+            )
         signer = self._grants(reread=True)
         # Members that started together must not send their heartbeats together, so vary the interval.
         beat_s = self.beat_s * jitter(0.75, 1.0)
-        return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
+        return messages.Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
         """Raise PermissionDenied if a member registered with a different certificate."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             return
-        theirs = MEMBER_DECODER.decode(entry.value).certificate
+        theirs = snapshot.MEMBER_DECODER.decode(entry.value).certificate
         if theirs != certificate:
             audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
             message = f"member {member} registered with a different certificate"
             raise PermissionDenied(message, hint="a new process takes a new id")
 
-    def beat(self, member: str, beat: Beat, caller: Caller = ANYBODY) -> BeatReply:
+    def beat(self, member: str, beat: messages.Beat, caller: Caller = ANYBODY) -> messages.BeatReply:
         """Renew a member's lease, and drop the keys that the heartbeat omits. Return the order to drain the member.
 
         Raises:
@@ -214,7 +176,7 @@ class Directory:
             check_state(holding)
         self._mark_life()
         entry, known = self._known(member)
-        boot = encode_state(beat.boot)
+        boot = snapshot.encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
         # Only a new hub lacks the order. Later the order may have been undone since the last response.
@@ -227,7 +189,7 @@ class Directory:
         still_requested = tuple(key for key in absent if self._still_requested(key, member, now))
         for holding in beat.holdings:
             self._hold(known, holding)
-        record_sync_states(self.store, known, beat.syncs, now, self.ttl_s)
+        snapshot.record_sync_states(self.store, known, beat.syncs, now, self.ttl_s)
         # A concurrent request may have changed the entry, so merge with it once. If that fails too, the next heartbeat
         # reports the keys.
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
@@ -237,9 +199,9 @@ class Directory:
             after = msgspec.structs.replace(latest, seen=now, keys=merged, boot=boot, nbytes=nbytes)
             self._renew(member, entry, after)
         record_failed_calls(self.store, known.hello, beat.failures, now, caller, self.capacity.failing_members)
-        return BeatReply(drain=known.drain)
+        return messages.BeatReply(drain=known.drain)
 
-    def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
+    def drain(self, member: str, drain: messages.Drain | None, caller: Caller) -> None:
         """Drain a member until it leaves. None ends the drain.
 
         Raises:
@@ -247,12 +209,12 @@ class Directory:
             PermissionDenied: the caller may not access all models that the member holds.
             HubUnavailable: too many requests change the member at the same moment.
         """
-        order = None if drain is None else Drain(by=caller.name, reason=drain.reason)
+        order = None if drain is None else messages.Drain(by=caller.name, reason=drain.reason)
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             names = {key: f"hold/{key}/{member}" for key in known.keys}
             stored = {key: held for key, name in names.items() if (held := self.store.read(name)) is not None}
-            holders = {key: HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
+            holders = {key: snapshot.HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
             models = {holder.holding.identity.model for holder in holders.values()}
             if models and not any(caller.may_ask((model,)) for model in models):
                 # The caller may see none of the member's holdings, so give the same error as for a member that does not
@@ -284,10 +246,10 @@ class Directory:
             self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is not None:
             self.counts["leaves"] += 1
-            remove_member(self.store, member, MEMBER_DECODER.decode(entry.value))
+            remove_member(self.store, member, snapshot.MEMBER_DECODER.decode(entry.value))
             self._limits.forget(member)
 
-    def upstreams(self, request: UpstreamsRequest, caller: Caller = ANYBODY) -> UpstreamsReply:
+    def upstreams(self, request: messages.UpstreamsRequest, caller: Caller = ANYBODY) -> messages.UpstreamsReply:
         """Return the upstreams from which to read chunks, parents first, with a grant for each.
 
         Raise the errors of `beat`.
@@ -307,7 +269,7 @@ class Directory:
         orders: tuple[tuple[str, ...], ...] = ()
         if is_placed:
             orders = view.orders(request.member, holding.num_chunks)
-            names = by_rank(orders)
+            names = snapshot.by_rank(orders)
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
@@ -323,7 +285,7 @@ class Directory:
             caller=caller.name,
         )
         upstreams = tuple(
-            Upstream(
+            messages.Upstream(
                 member=name,
                 host=holder.hello.host,
                 doors=holder.hello.doors,
@@ -339,7 +301,9 @@ class Directory:
         claim = None
         if request.claim and holding.num_chunks:
             self._mark_life(check_store=True)
-            claim = self._assign(ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS)
+            claim = self._assign(
+                messages.ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS
+            )
         # A large fleet polls less often, so that the load on the hub stays constant. Newcomers poll soon, because their
         # first snapshot has few members or no place for them. If there is nothing to read, a member polls after a
         # quarter of the pause (`fetcher.run`).
@@ -347,7 +311,7 @@ class Directory:
         num_asking = len(view.held)
         if not is_placed or request.member in view.newcomers:
             num_asking = min(num_asking, _PLACED_NEWCOMERS if is_placed else _NEWCOMERS)
-        return UpstreamsReply(
+        return messages.UpstreamsReply(
             upstreams=upstreams,
             orders=tuple(tuple(names.index(name) for name in order) for order in orders) if len(orders) > 1 else (),
             is_placed=is_placed,
@@ -356,7 +320,7 @@ class Directory:
             claim=claim,
         )
 
-    def claim(self, request: ClaimRequest, caller: Caller = ANYBODY) -> ClaimReply:
+    def claim(self, request: messages.ClaimRequest, caller: Caller = ANYBODY) -> messages.ClaimReply:
         """Assign chunks that only this member reads from storage, and free the chunks that it no longer reads.
 
         Raises:
@@ -370,7 +334,7 @@ class Directory:
             raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
         return reply
 
-    def _assign(self, request: ClaimRequest, caller: Caller, *, attempts: int) -> ClaimReply | None:
+    def _assign(self, request: messages.ClaimRequest, caller: Caller, *, attempts: int) -> messages.ClaimReply | None:
         """Change the table of claims for a recorded request. Return None if other directories won every race."""
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
@@ -400,7 +364,7 @@ class Directory:
                 time.sleep(jitter(0, 0.002))
         return None
 
-    def complain(self, complaint: FaultReport, caller: Caller = ANYBODY) -> None:
+    def complain(self, complaint: messages.FaultReport, caller: Caller = ANYBODY) -> None:
         """Record that a reader could not use a source. The source becomes the last choice for that reader.
 
         Once `DISTRUST` callers complain, it becomes the last choice for all readers. Complaints about wrong bytes
@@ -412,7 +376,9 @@ class Directory:
             SourceBusy: the caller complains too often.
         """
         held = {name: self.store.read(f"hold/{complaint.key}/{name}") for name in (complaint.of, complaint.member)}
-        models = {HOLDING_DECODER.decode(entry.value).holding.identity.model for entry in held.values() if entry}
+        models = {
+            snapshot.HOLDING_DECODER.decode(entry.value).holding.identity.model for entry in held.values() if entry
+        }
         if caller.models is not None and not any(caller.may_ask((model,)) for model in models):
             # A hidden model and a member without holdings give the same error, so the error reveals no holder.
             audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
@@ -434,7 +400,7 @@ class Directory:
         count = 0
         # Callers on a private socket or with only a certificate have no token that could be revoked.
         for member, entry in self.store.scan("member/").items():
-            known = MEMBER_DECODER.decode(entry.value)
+            known = snapshot.MEMBER_DECODER.decode(entry.value)
             if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
                 audit.warning("event=expelled member=%s caller=%s", member, known.caller)
                 remove_member(self.store, member, known)
@@ -442,20 +408,20 @@ class Directory:
                 count += 1
         return count
 
-    def sync(self, request: SyncRequest) -> SyncReply:
+    def sync(self, request: messages.SyncRequest) -> messages.SyncReply:
         """Return the members of a sync, with the requested grants. Raise UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
-        return sync_members(self.store, request, self._grants())
+        return snapshot.sync_members(self.store, request, self._grants())
 
-    def decide(self, request: DecideRequest, caller: Caller = ANYBODY) -> DecideReply:
+    def decide(self, request: messages.DecideRequest, caller: Caller = ANYBODY) -> messages.DecideReply:
         """Return the decision on a version with a two-phase commit. See `snapshot.decide`."""
         # A store that lost its memory may have lost a commit, so check the store.
         self._mark_life(check_store=True)
         self._known(request.member)
-        reply = decide(self.store, request)
+        reply = snapshot.decide(self.store, request)
         if reply.decision is not None:
-            self._limits.decision(decision_name(request), caller.name)
+            self._limits.decision(snapshot.decision_name(request), caller.name)
         return reply
 
     def job(self, job: str, state: JobState, caller: Caller = ANYBODY) -> None:
@@ -469,20 +435,20 @@ class Directory:
         now, most = self._clock(), self.capacity.conversions
         record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)
 
-    def status(self, model: str | None = None) -> Status:
+    def status(self, model: str | None = None) -> messages.Status:
         """Return the members and their holdings. With a model, only members that have or fetch it."""
-        return status(self.store, model, self._clock())
+        return snapshot.status(self.store, model, self._clock())
 
-    def record_lost(self, member: MemberStatus) -> None:
+    def record_lost(self, member: messages.MemberStatus) -> None:
         """Record that a member is gone, unless it signed off."""
         by = self._limits.caller_of(member.member)
         record_lost(self.store, member, by, self._clock(), self.capacity.failing_members)
 
-    def why(self, request: WhyRequest) -> Why:
+    def why(self, request: messages.WhyRequest) -> messages.Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""
-        views = {key: self._view(key, again=True) for key in keys_of(self.store, request.model)}
+        views = {key: self._view(key, again=True) for key in snapshot.keys_of(self.store, request.model)}
         held = {key: view for key, view in views.items() if view.held}
-        return Why(lines=explain_lines(request, held, sync_entries(self.store, request.model)))
+        return messages.Why(lines=explain_lines(request, held, snapshot.sync_entries(self.store, request.model)))
 
     def _mark_life(self, *, check_store: bool = False) -> None:
         """Renew the hub's life mark once a heartbeat interval, or with `check_store` also if the store has lost it."""
@@ -504,14 +470,14 @@ class Directory:
                 self._signer = GrantSigner(entry.value)
         return self._signer
 
-    def _known(self, member: str) -> tuple[StoreEntry, MemberEntry]:
+    def _known(self, member: str) -> tuple[StoreEntry, snapshot.MemberEntry]:
         """Return a member's entry. Raise UnknownMember if there is none."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise _unknown(member)
-        return entry, MEMBER_DECODER.decode(entry.value)
+        return entry, snapshot.MEMBER_DECODER.decode(entry.value)
 
-    def _renew(self, member: str, entry: StoreEntry, known: MemberEntry) -> bool:
+    def _renew(self, member: str, entry: StoreEntry, known: snapshot.MemberEntry) -> bool:
         """Renew a member's entry. Return False if it has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
@@ -519,12 +485,14 @@ class Directory:
         """Return whether a key missing from a heartbeat was requested after the heartbeat was sent. If not, drop it."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
-        if entry is not None and now - HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
+        if entry is not None and now - snapshot.HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
             return True
         self.store.write(name, None)
         return False
 
-    def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> HoldingEntry:
+    def _hold(
+        self, known: snapshot.MemberEntry, holding: messages.HoldingState, *, reads_storage: bool | None = None
+    ) -> snapshot.HoldingEntry:
         """Store a member's state for a key. `reads_storage` is None for a heartbeat, which does not contain it."""
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
@@ -534,20 +502,22 @@ class Directory:
             entry = self.store.read(name)
             # A heartbeat must not undo the member's last request.
             if entry is not None:
-                before = HOLDING_DECODER.decode(entry.value)
+                before = snapshot.HOLDING_DECODER.decode(entry.value)
                 requested_at, reads_storage = before.requested_at, before.reads_storage
         state = holding, num_have, requested_at, bool(reads_storage)
-        holder = HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
+        holder = snapshot.HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
         # Only `why` and `status` use the name, so write it once in its time to live.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
-            record_key(self.store, holding, ttl_s=3 * self.ttl_s)
+            snapshot.record_key(self.store, holding, ttl_s=3 * self.ttl_s)
             self._noted = {key: when for key, when in self._noted.items() if local - when < self.ttl_s}
             self._noted[holding.key] = local
         return holder
 
-    def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> HoldingEntry:
+    def _record_request(
+        self, member: str, holding: messages.HoldingState, *, reads_storage: bool
+    ) -> snapshot.HoldingEntry:
         """Record a request's checked state and that its member is alive. Return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
@@ -563,8 +533,8 @@ class Directory:
         return self._hold(known, holding, reads_storage=reads_storage)
 
     def _claimed(
-        self, request: ClaimRequest, before: Claims, view: HubSnapshot, *, give_more: bool
-    ) -> tuple[Claims, Ranges]:
+        self, request: messages.ClaimRequest, before: Claims, view: snapshot.HubSnapshot, *, give_more: bool
+    ) -> tuple[Claims, messages.Ranges]:
         """Return the table of claims after a request, and the assigned chunks."""
         holding, now = request.holding, self._clock()
         # The snapshot may be older than a member's first holding, so read absent members from the store.
@@ -592,27 +562,31 @@ class Directory:
             now=now,
         )
 
-    def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, ranges: Ranges, *, quiet: bool) -> ClaimReply:
+    def _claim_reply(
+        self, request: messages.ClaimRequest, view: snapshot.HubSnapshot, ranges: messages.Ranges, *, quiet: bool
+    ) -> messages.ClaimReply:
         """Return the assigned chunks, or the time of the next request and the reason why there are none."""
         if ranges:
-            return ClaimReply(ranges=ranges)
+            return messages.ClaimReply(ranges=ranges)
         if quiet:
             # A fleet of 1,000 would otherwise send 2,000 requests a second until the hub knows all members.
             pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
             why = "the hub is new and waits one heartbeat for the members' reports"
-            return ClaimReply(ask_again_s=pause_s, why=why)
+            return messages.ClaimReply(ask_again_s=pause_s, why=why)
         if not request.ask:
-            return ClaimReply(ask_again_s=self.beat_s)
+            return messages.ClaimReply(ask_again_s=self.beat_s)
         pause_s = _pause(0.2, view.num_sharing)
-        return ClaimReply(ask_again_s=pause_s, why="other members have or read every missing chunk")
+        return messages.ClaimReply(ask_again_s=pause_s, why="other members have or read every missing chunk")
 
-    def _view(self, key: str, *, again: bool = False, newcomer: HoldingEntry | None = None) -> HubSnapshot:
+    def _view(
+        self, key: str, *, again: bool = False, newcomer: snapshot.HoldingEntry | None = None
+    ) -> snapshot.HubSnapshot:
         """Return a snapshot of a key that includes the newcomer. Without `again` it may be slightly old."""
         # Pop and insert to keep the dict in order of use, so that the least recently used keys are dropped first.
         with self._lock:
             cache = self._snapshots.pop(key, None)
             if cache is None:
-                cache = SnapshotCache(self.store, key)
+                cache = snapshot.SnapshotCache(self.store, key)
             self._snapshots[key] = cache
             while len(self._snapshots) > _MAX_SNAPSHOTS:
                 del self._snapshots[next(iter(self._snapshots))]

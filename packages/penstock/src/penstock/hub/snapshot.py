@@ -29,27 +29,11 @@ import msgspec
 import numpy as np
 
 from penstock.errors import PermissionDenied
+from penstock.hub import messages
 from penstock.hub.claims import Bools
 from penstock.hub.conversions import jobs_of
 from penstock.hub.failures import failures_of
 from penstock.hub.grants import GrantSigner
-from penstock.hub.messages import (
-    DecideReply,
-    DecideRequest,
-    Drain,
-    FaultReport,
-    FleetDecision,
-    Hello,
-    HoldingState,
-    MemberStatus,
-    Status,
-    SyncMember,
-    SyncReply,
-    SyncRequest,
-    SyncState,
-    follows_trees,
-    sync_key,
-)
 from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.phases import Boot
 from penstock.plan.relay import Relay
@@ -64,10 +48,10 @@ _CHEAP_READ_S = 0.0005
 class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
     """The store's entry for one member and key."""
 
-    hello: Hello
+    hello: messages.Hello
     since: float
     """Time at which the member joined, by the hub's clock."""
-    holding: HoldingState
+    holding: messages.HoldingState
     num_have: int
     requested_at: float = 0.0
     """Time of its last request for upstreams or claims, by the hub's clock."""
@@ -81,7 +65,7 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
 class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """The store's entry for a member."""
 
-    hello: Hello
+    hello: messages.Hello
     since: float
     seen: float
     keys: tuple[str, ...] = ()
@@ -89,7 +73,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     """`Caller.name` for its hello."""
     certificate: str = ""
     """Names in the certificate that it showed in its hello."""
-    drain: Drain | None = None
+    drain: messages.Drain | None = None
     """An operator's order that applies to the member."""
     boot: bytes = b""
     """The state and phase of its start in its last heartbeat, see `encode_state`. Empty if it has loaded nothing."""
@@ -100,7 +84,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
     """The store's entry for a complaint."""
 
-    complaint: FaultReport
+    complaint: messages.FaultReport
     caller: str
     """`Caller.name` of the complaining member."""
     is_proven: bool = False
@@ -225,7 +209,7 @@ class HubSnapshot:
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
             for tree in range(len(relay.trees))
         )
-        return orders if follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
+        return orders if messages.follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
 
     def relay(self, num_chunks: int) -> Relay:
         """Return the relay of the members that divide the weights into this number of chunks."""
@@ -241,7 +225,7 @@ class HubSnapshot:
         sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
         return max(sizes, key=lambda size: (sizes[size], size))
 
-    def holders_near(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
+    def holders_near(self, reader: messages.Hello, holding: messages.HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, nearby holders first."""
         # A member that does not know the layout yet gets members with the most common layout.
         num_chunks = holding.num_chunks or self._usual_num_chunks
@@ -299,7 +283,7 @@ class HubSnapshot:
             link=holding.link,
             parent=parent,
             second_parent=second,
-            follows_trees=follows_trees(holder.hello.protocol),
+            follows_trees=messages.follows_trees(holder.hello.protocol),
         )
 
 
@@ -386,7 +370,7 @@ def _decoded(
     return decoded
 
 
-def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
+def record_key(store: Store, holding: messages.HoldingState, *, ttl_s: float) -> None:
     """Record a holding's key, so that `keys_of` finds it for `ttl_s`."""
     # The model's name may have slashes, which separate the parts of names in the store.
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
@@ -397,9 +381,9 @@ def keys_of(store: Store, model: str) -> tuple[str, ...]:
     return tuple(sorted(store.scan(f"model/{quote(model, safe='')}/")))
 
 
-def status(store: Store, model: str | None, now: float) -> Status:
+def status(store: Store, model: str | None, now: float) -> messages.Status:
     """Return the members and their holdings. With a model, return only members that have or fetch it."""
-    holdings_of: dict[str, list[HoldingState]] = {}
+    holdings_of: dict[str, list[messages.HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
         # The rest of a name is KEY/MEMBER or MEMBER, depending on the scan. The member is last in both.
@@ -424,7 +408,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
         if known.drain is not None:
             held = [msgspec.structs.replace(holding, state="draining") for holding in held]
         members.append(
-            MemberStatus(
+            messages.MemberStatus(
                 member=name,
                 name=known.hello.name,
                 host=known.hello.host,
@@ -440,7 +424,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
             )
         )
     jobs, failures = jobs_of(store, model, now), failures_of(store, model, now)
-    return Status(members=tuple(members), jobs=jobs, failures=failures)
+    return messages.Status(members=tuple(members), jobs=jobs, failures=failures)
 
 
 def encode_state(boot: Boot | None) -> bytes:
@@ -461,26 +445,30 @@ def _standing(known: MemberEntry) -> str:
 class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
     """The store's entry for a member of a sync."""
 
-    hello: Hello
+    hello: messages.Hello
     since: float
     seen: float
-    state: SyncState
+    state: messages.SyncState
     certificate: str = ""
 
 
 _SYNCED = msgspec.msgpack.Decoder(SyncEntry)
 
 
-def record_sync_states(store: Store, known: MemberEntry, states: Iterable[SyncState], now: float, ttl_s: float) -> None:
+def record_sync_states(
+    store: Store, known: MemberEntry, states: Iterable[messages.SyncState], now: float, ttl_s: float
+) -> None:
     """Store the sync states that a member's heartbeat reports."""
     for state in states:
         entry = msgspec.msgpack.encode(SyncEntry(known.hello, known.since, now, state, known.certificate))
-        store.write(f"sync/{sync_key(state.name)}/{known.hello.member}", entry, ttl_s=ttl_s)
+        store.write(f"sync/{messages.sync_key(state.name)}/{known.hello.member}", entry, ttl_s=ttl_s)
 
 
 def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
     """Return the entries of the live members of a sync, by member."""
-    entries = {member: _SYNCED.decode(entry.value) for member, entry in store.scan(f"sync/{sync_key(name)}/").items()}
+    entries = {
+        member: _SYNCED.decode(entry.value) for member, entry in store.scan(f"sync/{messages.sync_key(name)}/").items()
+    }
     # Skip members that left, because their entries in the sync expire later.
     return {
         member: entry
@@ -489,9 +477,9 @@ def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
     }
 
 
-def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> SyncReply:
+def sync_members(store: Store, request: messages.SyncRequest, signer: GrantSigner) -> messages.SyncReply:
     """Return the live members of a sync, the earliest first."""
-    key, asked = sync_key(request.name), frozenset(request.grants)
+    key, asked = messages.sync_key(request.name), frozenset(request.grants)
     live = sync_entries(store, request.name)
     wanted = [name for name in live if name in asked]
     grants = signer.sign(
@@ -501,7 +489,7 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         protocols={name: live[name].hello.protocol for name in wanted},
     )
     members = [
-        SyncMember(
+        messages.SyncMember(
             member=name,
             host=entry.hello.host,
             doors=entry.hello.doors,
@@ -515,26 +503,26 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
         for name, entry in live.items()
     ]
     members.sort(key=lambda member: (member.since, member.member))
-    return SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
+    return messages.SyncReply(members=tuple(members), is_new=store.read("hub/quiet") is not None)
 
 
 DECISION_TTL_S = 3600.0
 """Seconds for which a decision is kept. A subscriber that was away for longer receives a later version."""
-_DECISION = msgspec.msgpack.Decoder(FleetDecision)
+_DECISION = msgspec.msgpack.Decoder(messages.FleetDecision)
 
 
-def decision_name(request: DecideRequest) -> str:
+def decision_name(request: messages.DecideRequest) -> str:
     """Return the name of a decision in the store."""
-    return f"decision/{sync_key(request.name)}/{request.decision.epoch}/{request.decision.version}"
+    return f"decision/{messages.sync_key(request.name)}/{request.decision.epoch}/{request.decision.version}"
 
 
-def decide(store: Store, request: DecideRequest) -> DecideReply:
+def decide(store: Store, request: messages.DecideRequest) -> messages.DecideReply:
     """Return the decision on a version, which is the first proposal.
 
     Raises:
         PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the publishers.
     """
-    proposal, key = request.decision, sync_key(request.name)
+    proposal, key = request.decision, messages.sync_key(request.name)
     states = {member: _SYNCED.decode(entry.value).state for member, entry in store.scan(f"sync/{key}/").items()}
     if request.member not in states or states[request.member].name != request.name:
         raise PermissionDenied(f"member {request.member} is not part of the sync {request.name!r}")
@@ -543,7 +531,7 @@ def decide(store: Store, request: DecideRequest) -> DecideReply:
     name = decision_name(request)
     entry = store.read(name)
     if entry is not None:
-        return DecideReply(decision=_DECISION.decode(entry.value))
+        return messages.DecideReply(decision=_DECISION.decode(entry.value))
     reply = standing(proposal, states, request.member, is_recent=store.read("hub/recent") is not None)
     if reply.decision is None or store.write(
         name, msgspec.msgpack.encode(reply.decision), ttl_s=DECISION_TTL_S, expected=ABSENT
@@ -551,10 +539,12 @@ def decide(store: Store, request: DecideRequest) -> DecideReply:
         return reply
     # Another proposal arrived first.
     entry = store.read(name)
-    return DecideReply(decision=None if entry is None else _DECISION.decode(entry.value))
+    return messages.DecideReply(decision=None if entry is None else _DECISION.decode(entry.value))
 
 
-def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: str, *, is_recent: bool) -> DecideReply:
+def standing(
+    proposal: messages.FleetDecision, states: Mapping[str, messages.SyncState], caller: str, *, is_recent: bool
+) -> messages.DecideReply:
     """Return the decision on a version without a record in this hub.
 
     Args:
@@ -570,17 +560,17 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
             if (decision.version, decision.outcome) == (proposal.version, outcome) and not (is_own and is_recent):
-                return DecideReply(decision=decision)
+                return messages.DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
-        return DecideReply(is_past=True)
+        return messages.DecideReply(is_past=True)
     # A subscriber that acts on a lost record may not have reported yet. Rank 0 alone commits, so it may withdraw at any
     # time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
-    return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
+    return messages.DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 
 
-def _sync_states(store: Store) -> dict[str, list[SyncState]]:
-    by_member: dict[str, list[SyncState]] = {}
+def _sync_states(store: Store) -> dict[str, list[messages.SyncState]]:
+    by_member: dict[str, list[messages.SyncState]] = {}
     for name, entry in store.scan("sync/").items():
         by_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)
     return {member: sorted(states, key=lambda state: state.name) for member, states in by_member.items()}

@@ -235,7 +235,7 @@ class Registry:
             self._sums["penstock_verification_failures", (journey,)] = 0
         self._sums["penstock_verification_failures", ("serve",)] = 0
         prometheus_client.ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(self))
+        self._registry.register(self)
 
     def page(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -340,6 +340,24 @@ class Registry:
                     count(name, labels, value)
         return values
 
+    def describe(self) -> Iterator[Family]:
+        """Return no families, so that registering this collector reads nothing."""
+        return iter(())
+
+    def collect(self) -> Iterator[Family]:
+        """Yield a family for each metric except histograms."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        values = self.values()
+        for metric in METRICS:
+            if metric.kind == "histogram":
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.about, labels=metric.labels)
+            for labels, value in values[metric.name].items():
+                family.add_metric(labels, value)
+            yield family
+
 
 def _process_samples() -> Iterator[Sample]:
     """Yield the counters of storage and transports, which are global in a process."""
@@ -350,29 +368,6 @@ def _process_samples() -> Iterator[Sample]:
     yield "penstock_cache_chunks", ("miss",), totals.misses
     yield "penstock_cache_chunks", ("rotten",), totals.rotten
     yield "penstock_cache_missed_bytes", (), totals.miss_bytes
-
-
-class _Collector:
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def describe(self) -> Iterator[Family]:
-        """Return no families, so that registering this collector reads nothing."""
-        return iter(())
-
-    def collect(self) -> Iterator[Family]:
-        """Yield a family for each metric except histograms."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        values = self._registry.values()
-        for metric in METRICS:
-            if metric.kind == "histogram":
-                continue
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(metric.name, metric.about, labels=metric.labels)
-            for labels, value in values[metric.name].items():
-                family.add_metric(labels, value)
-            yield family
 
 
 _starting = threading.Lock()
