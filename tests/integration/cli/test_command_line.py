@@ -114,13 +114,15 @@ def test_failed_conversion_keeps_old_result(
     write(small_checkpoint, out)
     first = revision(out)
 
-    def look(done: int, total: int) -> None:
+    def check_progress(done: int, total: int) -> None:
         seen.add(revision(out))
         if done == total:
             raise RuntimeError("the conversion fails at its end")
 
     with pytest.raises(RuntimeError):
-        ps.convert(small_checkpoint, out, to="cast:F32", devices="cpu", workers=1, replace=True, progress=look)
+        ps.convert(
+            small_checkpoint, out, to="cast:F32", devices="cpu", workers=1, replace=True, progress=check_progress
+        )
     assert seen == {first} and ps.verify(out, progress=False).revision == first
 
 

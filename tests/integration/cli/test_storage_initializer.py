@@ -178,12 +178,12 @@ def test_weights_and_small_files_have_one_commit(
         assert alone.verified and alone.why == f"the SHA-256 of {num_files} of {num_files} files is the storage's"
         listing = storage_initializer._files
 
-        def then_the_branch_moves(place: str, settings: Settings) -> dict[str, str]:
+        def move_branch(place: str, settings: Settings) -> dict[str, str]:
             listed = listing(place, settings)
             repositories.commit("org/tiny", {**contents(tmp_path / "new"), "config.json": b"new"})
             return listed
 
-        monkeypatch.setattr(storage_initializer, "_files", then_the_branch_moves)
+        monkeypatch.setattr(storage_initializer, "_files", move_branch)
         report = storage_initializer.initialize("hf://org/tiny", tmp_path / "out", connection=find_hub(runtime))
     assert any(path.startswith("storage hf://") for path in report.nbytes_by_path)
     written = ps.load(str(tmp_path / "out"), "cpu")

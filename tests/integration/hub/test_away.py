@@ -27,7 +27,7 @@ TOKEN = "a-token-of-this-hub-0123"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pa-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")

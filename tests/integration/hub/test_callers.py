@@ -28,7 +28,7 @@ TOKENS = f"{FLEET} m\n{LIAR} m\n{SECOND} m\n{OTHER} other*\n"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pc-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")

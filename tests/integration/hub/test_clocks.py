@@ -33,7 +33,7 @@ run(sys.argv[1:])
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)

@@ -143,7 +143,7 @@ def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
         other.hello(hello(other.member))
         of = member.member
         for turn in range(2):  # before and after the hub knows the member
-            for speak in (
+            for send in (
                 lambda: other.hello(hello(of)),
                 lambda: other.beat(of, Beat()),
                 lambda: other.leave(of),
@@ -154,7 +154,7 @@ def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
                 ),
             ):
                 with pytest.raises(PermissionDenied, match="not member"):
-                    speak()
+                    send()
             if not turn:
                 member.hello(hello(of))
         member.beat(of, Beat())
@@ -169,7 +169,7 @@ def test_limited_token_sees_only_its_models(serve, guarded) -> None:
     with HubClient.connect(url, LLAMA) as hub:
         hub.hello(hello(hub.member))
         hub.upstreams(UpstreamsRequest(member=hub.member, holding=key_state()))
-        for ask in (
+        for send in (
             lambda: hub.upstreams(UpstreamsRequest(member=hub.member, holding=key_state(identity=other))),
             lambda: hub.claim(ClaimRequest(member=hub.member, holding=key_state(identity=other))),
             lambda: hub.beat(hub.member, Beat(holdings=(key_state(), key_state(identity=other)))),
@@ -178,7 +178,7 @@ def test_limited_token_sees_only_its_models(serve, guarded) -> None:
             lambda: hub.why(WhyRequest(model="qwen")),
         ):
             with pytest.raises(PermissionDenied):
-                ask()
+                send()
         assert hub.status("llama").members
 
 

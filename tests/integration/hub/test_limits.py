@@ -107,7 +107,7 @@ def attack(address: tuple[str, int], source: str, data: bytes) -> socket.socket:
     return sock
 
 
-def is_cut(sock: socket.socket, within_s: float) -> bool:
+def is_closed_within(sock: socket.socket, within_s: float) -> bool:
     """Return whether the other end closes the connection in time, whatever it sends before."""
     deadline = time.monotonic() + within_s
     with contextlib.suppress(ConnectionError):
@@ -121,7 +121,7 @@ def is_cut(sock: socket.socket, within_s: float) -> bool:
     return True
 
 
-def greet(url: str) -> None:
+def register_member(url: str) -> None:
     with HubClient.connect(url, TOKEN) as client:
         client.hello(Hello(member=client.member, host="h", doors=("unix:///d",)))
         client.beat(client.member, Beat())
@@ -135,7 +135,7 @@ def test_half_heads_do_not_block_members(hub: Hub, source: str) -> None:
             held.enter_context(attack(hub.address, source, HALF_HEAD))
         began, used = time.monotonic(), hub.cpu_s()
         member.beat(member.member, Beat())
-        greet(hub.url)
+        register_member(hub.url)
         assert hub.cpu_s() - used < 0.5 * (time.monotonic() - began) + 1.0, "it does not spin"
         assert hub.logged_bytes() < 4096
 
@@ -146,11 +146,11 @@ def test_half_heads_do_not_block_members(hub: Hub, source: str) -> None:
     ids=["endless line", "many headers", "endless header"],
 )
 def test_endless_head_uses_little_memory_and_time(hub: Hub, data: bytes) -> None:
-    greet(hub.url)
+    register_member(hub.url)
     before, used = hub.status("VmRSS:"), hub.cpu_s()
     with attack(hub.address, "127.0.0.9", data) as sock:
-        assert is_cut(sock, 30.0)
-    greet(hub.url)
+        assert is_closed_within(sock, 30.0)
+    register_member(hub.url)
     assert hub.status("VmRSS:") - before < 16 << 10
     assert hub.cpu_s() - used < 5.0
 
@@ -172,7 +172,7 @@ def test_endless_head_uses_little_memory_and_time(hub: Hub, data: bytes) -> None
 def test_connection_without_token_is_closed_at_deadline(serve, data: bytes) -> None:
     address = serve(ConnectionLimits(head_s=1.0))
     with attack(address, "127.0.0.9", data) as sock:
-        assert is_cut(sock, 20.0)
+        assert is_closed_within(sock, 20.0)
 
 
 def test_trickling_head_is_closed_at_deadline(serve) -> None:
@@ -181,7 +181,7 @@ def test_trickling_head_is_closed_at_deadline(serve) -> None:
     with attack(address, "127.0.0.9", HALF_HEAD) as sock, contextlib.suppress(OSError):
         while time.monotonic() - began < 20.0:
             sock.sendall(b"x")
-            if is_cut(sock, 0.1):
+            if is_closed_within(sock, 0.1):
                 break
     assert time.monotonic() - began < 15.0
 
@@ -191,9 +191,9 @@ def test_idle_proven_connection_is_closed(serve) -> None:
     request = f"GET /v1/status HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
     with attack(address, "127.0.0.9", request) as sock:
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")
-        assert not is_cut(sock, 2.0)
+        assert not is_closed_within(sock, 2.0)
         sock.sendall(HALF_HEAD)
-        assert is_cut(sock, 20.0)
+        assert is_closed_within(sock, 20.0)
 
 
 def answers(address: tuple[str, int], data: bytes) -> bytes:
@@ -249,7 +249,7 @@ def test_another_user_cannot_use_hub_socket(tmp_path_factory) -> None:
         for path in (*directory.parents[:-2], directory, directory / "hub.sock"):
             path.chmod(0o777)  # opens the socket to all users
 
-        def ask() -> str:
+        def read_status() -> str:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.settimeout(20)
                 sock.connect(f"{directory}/hub.sock")
@@ -258,8 +258,8 @@ def test_another_user_cannot_use_hub_socket(tmp_path_factory) -> None:
                     return sock.recv(4096).decode()
             return ""
 
-        assert run_as(STRANGER, ask) == ""
-        assert "200 OK" in ask()
+        assert run_as(STRANGER, read_status) == ""
+        assert "200 OK" in read_status()
     finally:
         running.stop()
 

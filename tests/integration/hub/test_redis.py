@@ -85,7 +85,7 @@ def claim(hub: HubClient, have=(), *, ask: bool = True):
     return hub.claim(ClaimRequest(member=hub.member, holding=key_state(have), ask=ask))
 
 
-def until_given(hub: HubClient, have=()):
+def claim_when_ready(hub: HubClient, have=()):
     """Make a claim, and repeat it while the hub considers itself new.
 
     Its interval is short and the machine may be busy.
@@ -101,7 +101,7 @@ def test_each_chunk_is_assigned_once(hubs) -> None:
     members = [f"m{number}" for number in range(6)]
     for member in members:
         hello(hubs[0][member])
-    until_given(hubs[0]["m0"])
+    claim_when_ready(hubs[0]["m0"])
     claim(hubs[0]["m0"], ask=False)
     given: dict[str, list[int]] = {member: [] for member in members}
 
@@ -109,7 +109,7 @@ def test_each_chunk_is_assigned_once(hubs) -> None:
         mine = given[members[number]]
         for turn in range(30):
             have = tuple((chunk, chunk + 1) for chunk in sorted(mine))
-            mine += sorted(chunks(until_given(hubs[(number + turn) % 2][members[number]], have)))
+            mine += sorted(chunks(claim_when_ready(hubs[(number + turn) % 2][members[number]], have)))
 
     threads = [threading.Thread(target=read, args=[number]) for number in range(6)]
     for thread in threads:
@@ -142,7 +142,7 @@ def test_restarted_empty_redis_is_survived(hubs, redis) -> None:
     a, b = hubs[0]["a"], hubs[1]["b"]
     announce(a, ((0, 40),))
     announce(b, ())
-    assert until_given(b)
+    assert claim_when_ready(b)
     redis.kill()
     with HubClient.connect(hubs[0].url, timeout_s=1.0) as hasty:
         deadline, said = time.monotonic() + 20, ""
@@ -159,7 +159,7 @@ def test_restarted_empty_redis_is_survived(hubs, redis) -> None:
     reply = claim(b)
     assert reply.ranges == () and "new" in reply.why
     announce(a, ((0, 40),))
-    assert min(chunks(until_given(b))) == 40
+    assert min(chunks(claim_when_ready(b))) == 40
 
 
 def test_request_waits_for_paused_redis(hubs, redis) -> None:

@@ -25,12 +25,12 @@ def log() -> Iterator[logging.Logger]:
 
 
 def log_lines(log: logging.Logger, caller: str, *lines: str) -> None:
-    def speak() -> None:
+    def write_line() -> None:
         audit.CALLER.set(caller)
         for line in lines:
             log.info(line)
 
-    contextvars.copy_context().run(speak)
+    contextvars.copy_context().run(write_line)
 
 
 def test_looping_caller_hides_no_other_lines(log, tmp_path, monkeypatch) -> None:

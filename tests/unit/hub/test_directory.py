@@ -83,14 +83,14 @@ def test_storage_is_read_once_by_all_members(bench, hub, count) -> None:
         assert min(len(part) for part in read.values()) > 0
 
 
-def both(hub: Directory, member: str, state: HoldingState) -> UpstreamsReply:
+def request_upstreams_and_claim(hub: Directory, member: str, state: HoldingState) -> UpstreamsReply:
     return hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
 
 
 def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.beat(hub, "a", key_state(((0, 50),)))
-    reply = both(hub, "b", key_state())
+    reply = request_upstreams_and_claim(hub, "b", key_state())
     assert [upstream.member for upstream in reply.upstreams] == ["a"]
     assert reply.claim is not None and chunks(reply.claim.ranges) and min(chunks(reply.claim.ranges)) == 50
     other = bench.claim(hub, "c", key_state())
@@ -99,7 +99,7 @@ def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     bench.claim(hub, "b", key_state(), ask=False)
     assert min(chunks(bench.claim(hub, "c", key_state(claims=other.ranges)).ranges)) == 50
     # A request without chunks or without `claim` assigns nothing.
-    assert both(hub, "b", key_state(num_chunks=0)).claim is None
+    assert request_upstreams_and_claim(hub, "b", key_state(num_chunks=0)).claim is None
     plain = UpstreamsRequest(member="b", holding=key_state(), can_read_storage=True)
     assert hub.upstreams(plain).claim is None
 
@@ -107,7 +107,7 @@ def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
 def test_new_hub_gives_no_claim_with_upstreams(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
-    claim = both(hub, "a", key_state()).claim
+    claim = request_upstreams_and_claim(hub, "a", key_state()).claim
     assert claim is not None and not claim.ranges and "new" in claim.why
 
 
@@ -122,7 +122,7 @@ def test_upstreams_are_answered_despite_claim_races(bench, monkeypatch) -> None:
     hub = bench.hub()
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", key_state(((0, 50),)))
-    reply = both(hub, "b", key_state())
+    reply = request_upstreams_and_claim(hub, "b", key_state())
     assert [upstream.member for upstream in reply.upstreams] == ["a"] and reply.claim is None
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(HubUnavailable, match="same moment"):
@@ -683,15 +683,15 @@ def test_departed_members_are_forgotten(bench) -> None:
     # The hub once kept `gone/ID` for every member that left, which took 38 MB for 100,000 members.
     hub = bench.hub()
 
-    def come_and_go(count: int) -> None:
+    def join_and_leave(count: int) -> None:
         for number in range(count):
             member = f"m{bench.now:g}-{number}"
             bench.join(hub, member)
             hub.leave(member)
 
-    come_and_go(2_000)
+    join_and_leave(2_000)
     bench.now += 61
-    come_and_go(400)
+    join_and_leave(400)
     assert isinstance(bench.store, MemoryStore)
     assert sum(map(len, bench.store._folders.values())) < 500
 

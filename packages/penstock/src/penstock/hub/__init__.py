@@ -1,7 +1,7 @@
 """The directory service of a fleet: its state, its server and its client.
 
 `directory` has the hub's logic on a `store`. `app` serves it over HTTP, with `auth` and `page`. `client` sends the
-requests. `local_hub` is the hub of one host, which a member hosts. `messages` are the values that they exchange.
+requests. `local_hub` hosts the hub of one machine in a member's process. `messages` defines requests and responses.
 """
 
 from penstock.exports import MODULES, lazily

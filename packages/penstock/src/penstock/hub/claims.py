@@ -19,7 +19,7 @@ MIN_PIECE_BYTES = 64 * MIB
 """Smallest piece: four chunks, or tens of milliseconds at 10 Gb/s, so a request takes little time compared with
 reading. Source: docs/design/fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece, which is the most that others read again if a member dies. Source: docs/design/fetch.md."""
+"""Largest piece. If a member dies, other members read at most this many bytes again. Source: docs/design/fetch.md."""
 PROGRESS_CHECK_S = 1.0
 """Interval between progress checks. It is well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0

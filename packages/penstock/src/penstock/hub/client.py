@@ -37,6 +37,7 @@ from penstock.hub import messages
 from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.job_state import JobState
+from penstock.hub.messages import Status, Why
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 from penstock.waits import jitter
@@ -222,10 +223,10 @@ class HubClient(Closeable):
         """Report an unusable source. On UnknownMember see `beat`."""
         self._request("POST", "/v1/complain", complaint, None)
 
-    def status(self, model: str | None = None, *, within_s: float | None = None) -> messages.Status:
+    def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
         """Return the members and their holdings, for one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
-        return self._request("GET", f"/v1/status{query}", None, messages.Status, within_s=within_s)
+        return self._request("GET", f"/v1/status{query}", None, Status, within_s=within_s)
 
     def job(self, state: JobState, *, within_s: float) -> None:
         """Report the state of a conversion, under the id of this client."""
@@ -236,9 +237,9 @@ class HubClient(Closeable):
         path = f"/v1/drains/{quote(member, safe='')}"
         self._request("DELETE" if drain is None else "PUT", path, drain, None)
 
-    def why(self, request: messages.WhyRequest) -> messages.Why:
+    def why(self, request: messages.WhyRequest) -> Why:
         """Return the reasons why members read a model from their upstreams."""
-        return self._request("POST", "/v1/why", request, messages.Why)
+        return self._request("POST", "/v1/why", request, Why)
 
     def close(self) -> None:
         """Close the connections, and the hub if this process hosts it. Idempotent."""
@@ -419,7 +420,7 @@ def _fault(status: int, reply: bytes) -> messages.Fault:
         return messages.Fault(error=f"status {status} with a body that did not come from a hub")
 
 
-def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> messages.Status:
+def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> Status:
     """Return the members of a fleet, their holdings, their progress and the sources of their bytes.
 
     Args:
@@ -440,7 +441,7 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
         return client.status(model)
 
 
-def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> messages.Why:
+def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
     """Return why members read a model from their upstreams and not from others, with one reason in each line.
 
     Args:

@@ -56,11 +56,7 @@ def record_job(
 
 
 def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
-    """Forget a conversion if there are `max_jobs`: an ended or silent one, or else one from the caller with the most.
-
-    Raises:
-        SourceBusy: all of them run, and no other caller has more of them.
-    """
+    """Drop a finished or silent conversion, or one of the caller with the most conversions, if there are `max_jobs`."""
     jobs = _entries(store)
     if len(jobs) < max_jobs:
         return

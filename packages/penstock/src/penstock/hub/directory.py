@@ -84,7 +84,7 @@ class Directory:
         self.capacity = capacity or Capacity()
         self.beat_s = beat_s
         self.ttl_s = ttl_s
-        # Number of events: grants, claimed_chunks, complaints, hellos, leaves.
+        # Counters of events: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh

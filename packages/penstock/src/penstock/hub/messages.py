@@ -234,7 +234,8 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     device_id: Annotated[str, Meta(max_length=64)] = ""
     """UUID of its GPU."""
     kept: bool = False
-    """Whether a weight cache holds the weights. Engines on its host may use the memory directly while it is whole."""
+    """Whether a weight cache holds the weights. Engines on its host may use the memory directly while the holding is
+    whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
     """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`."""
     revision: Annotated[str, Meta(max_length=256)] = ""
@@ -563,7 +564,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     hint: str = ""
     alternatives: tuple[MemberId, ...] = ()
-    """In a refusal, other members that may accept."""
+    """Other members that may accept the refused reader."""
     kind: str | msgspec.UnsetType = msgspec.UNSET
     """Name of the error's class, if the status does not determine it."""
 

@@ -343,8 +343,8 @@ class SnapshotCache:
                 self._view = self._read()
                 stop = timer()
                 read_s = stop - start
-                # Include the time of the relays, which is most of it for a large fleet. A claim that lost a race needs
-                # no relays.
+                # Count the time of the relays too, because they dominate for a large fleet. A claim that lost a race
+                # needs no relays.
                 if not again:
                     for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
                         self._view.relay(num_chunks)

@@ -247,7 +247,7 @@ class Registry:
             return bytes(generate_latest(self._registry))
 
     def add(self, name: str, labels: tuple[str, ...], amount: float = 1) -> None:
-        """Add to a counter. Finalizers must not call this."""
+        """Add to a counter. Finalizers must not call this method."""
         with self._lock:
             self._add(name, labels, amount)
 
