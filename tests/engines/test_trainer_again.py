@@ -50,7 +50,7 @@ def at(tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return port, serve
 
 
-def test_version_is_sent_again_without_republishing(at: Any) -> None:
+def test_failed_version_is_resent_without_republishing(at: Any) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -84,7 +84,7 @@ def test_version_is_sent_again_without_republishing(at: Any) -> None:
     engine.shutdown()
 
 
-def test_live_version_cannot_be_sent_again(at: Any) -> None:
+def test_resending_live_version_is_rejected(at: Any) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient

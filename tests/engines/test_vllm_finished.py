@@ -54,7 +54,7 @@ def test_second_engine_attaches_without_loading(
     assert "handed over" in done.stdout + done.stderr
 
 
-def test_each_rank_keeps_separate_parameters(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
+def test_each_rank_caches_separate_parameters(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "true").mkdir()
     true = tokens(tmp_path / "true", model=str(llama), load_format="auto")
     for said in ("handed over", "processed parameters"):

@@ -104,7 +104,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_lying_pickles_are_refused(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inconsistent_pickles_are_rejected(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_dcp.pickled.MAX_VALUES", 1 << 10)
     raw, words = ATTACKS[attack]
     tracemalloc.start()
@@ -131,7 +131,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_damaged_metadata_is_read_or_refused(metadata: bytes, data: st.DataObject) -> None:
+def test_corrupt_metadata_is_read_or_rejected(metadata: bytes, data: st.DataObject) -> None:
     raw = bytearray(metadata)
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -143,7 +143,7 @@ def test_damaged_metadata_is_read_or_refused(metadata: bytes, data: st.DataObjec
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_damaged_archives_are_read_or_refused(data: st.DataObject) -> None:
+def test_corrupt_archives_are_read_or_rejected(data: st.DataObject) -> None:
     buffer = io.BytesIO()
     torch.save(torch.arange(6.0).reshape(2, 3), buffer)
     raw = bytearray(buffer.getvalue())

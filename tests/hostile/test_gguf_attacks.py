@@ -108,7 +108,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_lying_header_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_error_names_inconsistent_header(case: str, tmp_path: Path) -> None:
     data, fault = LIES[case]
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
@@ -119,7 +119,7 @@ def test_lying_header_is_refused_by_name(case: str, tmp_path: Path) -> None:
         penstock.inspect(path)
 
 
-def test_attack_building_blocks_form_valid_file() -> None:
+def test_unmodified_attack_parts_form_valid_file() -> None:
     data = file_of(
         entry("k", BOOL, b"\1"),
         entry("l", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("")),
@@ -190,7 +190,7 @@ def hundred_mb(piece: bytes, head: bytes) -> bytes:
         pytest.param(hundred_mb(info("", dims=()), MAGIC + struct.pack("<IQQ", 3, 1 << 19, 0)), id="empty names"),
     ],
 )
-def test_longest_header_needs_little_memory(data: bytes) -> None:
+def test_longest_header_uses_little_memory(data: bytes) -> None:
     source = MemorySource(data)
     tracemalloc.start()
     begun = time.monotonic()
@@ -217,7 +217,7 @@ def parts_of(tmp_path: Path) -> list[Path]:
     return parts
 
 
-def test_missing_part_is_named(tmp_path: Path) -> None:
+def test_error_names_missing_part(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].unlink()
     for place in (parts[0], parts[2], tmp_path):
@@ -225,14 +225,14 @@ def test_missing_part_is_named(tmp_path: Path) -> None:
             penstock.load(place)
 
 
-def test_truncated_part_is_named(tmp_path: Path) -> None:
+def test_error_names_truncated_part(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[2].write_bytes(parts[2].read_bytes()[:-200])
     with pytest.raises(SourceTruncated, match=r"m-00003-of-00003\.gguf"):
         penstock.load(parts[0])
 
 
-def test_renamed_part_is_not_a_model(tmp_path: Path) -> None:
+def test_renamed_part_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     alone = parts[1].rename(tmp_path / "whole.gguf")
     with pytest.raises(FormatError, match=r"'whole.gguf' is one of 3 parts of a model, but 1 files were opened"):

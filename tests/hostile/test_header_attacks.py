@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", ATTACKS)
-def test_lying_header_is_refused_by_name(case: str) -> None:
+def test_error_names_inconsistent_header(case: str) -> None:
     data, tensor, words, library_refuses = ATTACKS[case]
     with pytest.raises(FormatError) as caught:
         read_header(MemorySource(data, uri="mem:attack"))
@@ -219,7 +219,7 @@ HUGE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_longest_header_needs_little_memory(case: str) -> None:
+def test_longest_header_uses_little_memory(case: str) -> None:
     raw = HUGE[case]()
     tracemalloc.start()
     try:
@@ -286,7 +286,7 @@ INDEX_ATTACKS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", INDEX_ATTACKS)
-def test_lying_index_is_refused(case: str) -> None:
+def test_inconsistent_index_is_rejected(case: str) -> None:
     raw, words = INDEX_ATTACKS[case]
     with pytest.raises(FormatError, match=words) as caught:
         parse_index(raw, uri="mem:index")
@@ -366,7 +366,7 @@ def accepted_only_by_the_library(data: bytes) -> bool:
 
 @settings(max_examples=1500, deadline=None)
 @given(mutated() | st.binary(max_size=64) | st.binary(max_size=64).map(file_of))
-def test_mutated_headers_are_judged_like_safetensors(data: bytes) -> None:
+def test_mutated_headers_are_accepted_exactly_as_by_safetensors(data: bytes) -> None:
     try:
         theirs = {name: (row["dtype"], row["shape"]) for name, row in safetensors.deserialize(data)}
     except safetensors.SafetensorError:

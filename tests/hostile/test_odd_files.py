@@ -100,7 +100,7 @@ def test_special_file_as_index_or_manifest_is_refused(sharded: Path, name: str, 
 
 @pytest.mark.parametrize("odd", ODD[:4])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_special_file_as_shard_is_named(sharded: Path, odd: str, with_index: bool) -> None:
+def test_error_names_special_file_as_shard(sharded: Path, odd: str, with_index: bool) -> None:
     """Without an index nothing else would tell that a part of the model is missing."""
     if not with_index:
         (sharded / "model.safetensors.index.json").unlink()
@@ -178,7 +178,7 @@ def test_invalid_name_raises_config_error_in_options(verb: str, name: Any) -> No
     assert isinstance(refused(lambda: OTHERS[verb](name)), ConfigError)
 
 
-def test_odd_neighbouring_files_are_ignored(sharded: Path, tmp_path: Path) -> None:
+def test_unusual_neighbouring_files_are_ignored(sharded: Path, tmp_path: Path) -> None:
     """Only what would be read is held to be a file."""
     whole = penstock.load(sharded, settings=penstock.ReadSettings(copy=True))
     os.mkfifo(sharded / "notes.txt")

@@ -313,7 +313,7 @@ def test_moved_model_is_merged_again(host: Host, move: Any) -> None:
             move(trained)
 
 
-def test_cast_adapter_is_merged_and_cast_base_refused(host: Host) -> None:
+def test_cast_adapter_is_merged_and_cast_base_rejected(host: Host) -> None:
     trained = model(1)
     whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
     with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
@@ -430,7 +430,7 @@ def test_scaled_model_is_refused_immediately(host: Host) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_second_rank_restart_is_refused_first(host: Host, mode: Any) -> None:
+def test_second_rank_refuses_unsynced_restart(host: Host, mode: Any) -> None:
     with (
         adapter_subscriber("a", model(2), base="b1", mode=mode) as subscriber,
         plain_subscriber("a", base="b1", mode=mode) as other,
@@ -447,7 +447,7 @@ def test_second_rank_restart_is_refused_first(host: Host, mode: Any) -> None:
             assert subscriber.version == 1 and other.update().version == 2
 
 
-def test_directories_follow_peft_layout_and_never_change(host: Host, tmp_path: Path) -> None:
+def test_adapter_directories_follow_peft_and_stay_unchanged(host: Host, tmp_path: Path) -> None:
     trained = model(1)
     with (
         adapter_publisher("team/a", trained, base="b1") as publisher,

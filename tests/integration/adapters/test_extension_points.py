@@ -272,7 +272,7 @@ def test_storage_registered_in_process_is_used(tensors, installed: Path, tmp_pat
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_installed_storage_and_operation_reach_workers(tensors, installed: Path, tmp_path: Path) -> None:
+def test_workers_use_installed_storage_and_operation(tensors, installed: Path, tmp_path: Path) -> None:
     """Workers of a conversion are separate processes, which know the storage by its entry point."""
     run(
         "import penstock\n"
@@ -339,7 +339,7 @@ def test_refusing_transport_falls_back_with_reason(installed: Path, runtime: str
     assert re.search(r"peek: process \d+ is private", why)
 
 
-def test_broken_entry_point_is_named_and_skipped(installed: Path, runtime: str) -> None:
+def test_broken_entry_point_is_logged_and_skipped(installed: Path, runtime: str) -> None:
     information = installed / "extensions-1.0.dist-info" / "entry_points.txt"
     information.write_text(
         "[penstock.transports]\nbad = no_such_module:KIND\n"
@@ -423,7 +423,7 @@ def test_format_unsupported_by_kernels_is_refused(change: dict[str, object], why
         ("", "its name is malformed"),
     ],
 )
-def test_taken_or_invalid_transport_name_is_refused(name: str, why: str) -> None:
+def test_duplicate_or_invalid_transport_name_is_rejected(name: str, why: str) -> None:
     kind = TransportKind(name=name, open=lambda setup: object(), reach="host", rank=5)
     with pytest.raises(ConfigError, match=why):
         register_transport(kind)
@@ -441,7 +441,7 @@ def test_invalid_scheme_is_refused(scheme: str) -> None:
         register_storage(scheme, object)
 
 
-def test_scheme_accepts_one_storage() -> None:
+def test_second_storage_for_scheme_is_rejected() -> None:
     with pytest.raises(ConfigError, match="registered already"):
         register_storage("s3", object)
 

@@ -73,7 +73,7 @@ def send(publisher: ps.sync.Publisher, weights: torch.Tensor, fleet: FleetClient
     fleet.finish_weight_update(weight_version=str(version))
 
 
-def test_servers_install_version_together_or_not(stack: ExitStack) -> None:
+def test_servers_install_version_atomically(stack: ExitStack) -> None:
     weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b", "c")}
     publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
     fleet = FleetClient(engines, init_info={"b": {"listen": "127.0.0.1:0"}})

@@ -70,7 +70,7 @@ class Configured(CopyOperation):
 
 
 @pytest.mark.parametrize("gives", ["raises", "list", "object"])
-def test_failing_operation_config_is_named_before_reading(gives: str, tmp_path: Path) -> None:
+def test_error_names_failing_operation_before_reading(gives: str, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source"), list[int]()
     word = {"op": "function", "function": f"{__name__}:Configured", "gives": gives}
     with pytest.raises(OperationFailed, match=r"config\(\) failed on config.json") as caught:
@@ -120,7 +120,7 @@ def test_truncated_source_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_journal_without_disk_space_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_is_removed_if_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Journal, line: bytes) -> None:
         raise DiskFull("cannot write: no space left on device", uri=str(self.path))
 
@@ -130,7 +130,7 @@ def test_journal_without_disk_space_is_removed(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_kept_progress_of_failed_conversion_is_reported(tmp_path: Path) -> None:
+def test_failed_conversion_reports_resumable_progress(tmp_path: Path) -> None:
     source = write(tmp_path / "source", count=16)
 
     def fail(done: int, total: int) -> None:
@@ -154,7 +154,7 @@ ODD = b'\xef\xbb\xbf{"limit": [0.0, Infinity], "low": -Infinity, "none": NaN, "b
 @pytest.mark.parametrize(
     "given", [{}, {"to": "cast:BF16"}, {"operations": "dequantise"}, {"operations": {"op": "reshard", "to": 1}}]
 )
-def test_infinity_and_nan_in_config_are_kept(given: dict[str, Any], tmp_path: Path) -> None:
+def test_infinity_and_nan_in_config_are_copied(given: dict[str, Any], tmp_path: Path) -> None:
     source = write(tmp_path / "source", ODD)
     (source / "generation_config.json").write_bytes(ODD)
     rules = {"rules": [["weight", "replicate"]]} if isinstance(given.get("operations"), dict) else {}
@@ -235,7 +235,7 @@ def test_output_keeps_source_stem(names: list[str], single: str, index: str, tmp
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == [single]
 
 
-def test_files_in_folders_are_copied_or_named(tmp_path: Path) -> None:
+def test_report_lists_uncopied_files_in_folders(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     copied = {
         "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
@@ -268,7 +268,7 @@ def test_files_in_folders_are_copied_or_named(tmp_path: Path) -> None:
     assert "onnx" in report.summary()
 
 
-def test_links_and_odd_files_are_named_and_not_followed(tmp_path: Path) -> None:
+def test_symlinks_and_special_files_are_not_copied(tmp_path: Path) -> None:
     source, secret = write(tmp_path / "source"), tmp_path / "secret"
     secret.mkdir()
     (secret / "key.txt").write_text("x")
@@ -289,7 +289,7 @@ def test_links_and_odd_files_are_named_and_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["a broken link", "not a regular file"])
-def test_odd_tokenizer_stops_conversion_before_work(odd: str, tmp_path: Path) -> None:
+def test_invalid_tokenizer_stops_conversion_before_reading(odd: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     if "link" in odd:
         (source / "tokenizer.json").symlink_to("nowhere")
@@ -312,7 +312,7 @@ def test_large_vocabulary_is_copied_to_every_rank(tmp_path: Path) -> None:
     assert all((rank / "model.safetensors").is_file() for rank in ranks) and not report.left_out
 
 
-def test_folder_with_many_files_is_named_once(tmp_path: Path) -> None:
+def test_report_lists_large_folder_once(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     for folder in "ab":
         (source / folder).mkdir()
@@ -339,7 +339,7 @@ def test_tilde_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "~no-such-user-x").is_dir()
 
 
-def test_files_next_to_single_file_are_named(tmp_path: Path) -> None:
+def test_report_lists_files_next_to_single_file(tmp_path: Path) -> None:
     source = tmp_path / "unet"
     source.mkdir()
     save_file({"a": torch.ones(4, 4)}, source / "diffusion_pytorch_model.safetensors")
@@ -360,7 +360,7 @@ def test_files_next_to_single_file_are_named(tmp_path: Path) -> None:
             assert (tmp_path / "http/diffusion_pytorch_model.safetensors").is_file()
 
 
-def test_directory_url_reports_unseen_folders(tmp_path: Path) -> None:
+def test_directory_url_reports_unlisted_folders(tmp_path: Path) -> None:
     source = tmp_path / "adapter"
     (source / "1_Pooling").mkdir(parents=True)
     save_file({"a": torch.ones(4, 4)}, source / "model.safetensors")

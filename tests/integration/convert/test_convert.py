@@ -141,7 +141,7 @@ def test_killed_workers_lose_only_their_tasks(source, expected, tmp_path):
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
 
 
-def test_stopped_worker_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
+def test_stopped_worker_is_replaced_and_its_tasks_repeated(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with Hostile([signal.SIGSTOP]) as launcher:
         run(
@@ -231,7 +231,7 @@ def test_gpus_are_counted_like_torch(monkeypatch):
         launcher.gpus()
 
 
-def test_prewarmed_gpu_processes_end_without_gpu(source, expected, tmp_path, monkeypatch):
+def test_prewarmed_gpu_processes_exit_without_gpu(source, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("penstock_convert.workers.launch.num_prewarmed", lambda devices, workers: 2)
     monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
@@ -347,7 +347,7 @@ def test_existing_destination_is_not_overwritten(source, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_unusable_destination_or_device_is_refused_before_work(source, tmp_path):
+def test_invalid_destination_or_device_is_rejected_before_reading(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DestinationError):
         run(source, tmp_path / "file" / "out")
@@ -397,7 +397,7 @@ def test_cast_keeps_uncastable_tensors(tmp_path):
     assert {name: found[name] for name in narrow} == narrow
 
 
-def test_uncomputable_tensors_are_refused_before_work(tmp_path):
+def test_unsupported_tensors_are_rejected_before_reading(tmp_path):
     every_dtype(tmp_path / "all.safetensors", skip={DType.F6_E3M2})
     words = [{"op": "reshard", "to": 2, "rules": [["", "replicate"]]}]
     with pytest.raises(PlanError, match="no dtype for F6_E2M3") as caught:

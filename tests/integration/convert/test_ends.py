@@ -105,7 +105,7 @@ def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: 
     assert sum(killed) > 12 and killed == sorted(killed, reverse=True), "each step once, then none is left"
 
 
-def test_same_call_is_done_different_call_refused(small_checkpoint: Path, tmp_path: Path) -> None:
+def test_repeated_conversion_is_skipped_and_different_one_rejected(small_checkpoint: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
     first = convert_as(small_checkpoint, into, **TOLD)
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}

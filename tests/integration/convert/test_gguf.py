@@ -106,7 +106,7 @@ def test_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
     assert ps.verify(tmp_path / "out").verified
 
 
-def test_parts_become_one_file(tmp_path: Path) -> None:
+def test_split_gguf_is_merged_into_one_file(tmp_path: Path) -> None:
     parts = gguf_file.write(tmp_path / "tiny.gguf", parts=4)
     out = convert(parts[0], tmp_path / "out", to="gguf") / "model.gguf"
     assert_same(gguf_file.expected_tensors(out), gguf_file.expected_tensors(*parts))

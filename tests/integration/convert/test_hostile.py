@@ -67,7 +67,7 @@ def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("no_tensor", "returned NoneType, not "),
     ],
 )
-def test_misbehaving_function_is_named(
+def test_error_names_misbehaving_function(
     function: str, says: str, fork_server: ForkServer, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"tests.support.jobs:{function}"}
@@ -214,7 +214,7 @@ def waits(tensor, name):
 """
 
 
-def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_task_results_fail_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "first.py").write_text(FIRST)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -266,7 +266,7 @@ def test_disk_filled_midway_allows_resume(small_checkpoint, expected, small_disk
     assert [path.name for path in disk.iterdir()] == ["out"]
 
 
-def test_job_is_run_by_one_process(small_checkpoint, expected, tmp_path) -> None:
+def test_concurrent_runs_of_job_are_rejected(small_checkpoint, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
             with pytest.raises(DestinationError, match="another process is running the same job"):

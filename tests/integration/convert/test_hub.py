@@ -86,7 +86,7 @@ def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
 
 
-def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path) -> None:
+def test_hub_shows_stopped_worker_late_and_killed_worker_lost(source: Path, tmp_path: Path) -> None:
     stopped: list[str] = []
     late: list[JobState] = []
 

@@ -66,7 +66,7 @@ def wanted(source: Path, told, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return ps.convert(source, into, **told).revision, by_safetensors(into)
 
 
-def test_converting_process_keeps_result(source: Path, wanted, tmp_path: Path) -> None:
+def test_converting_process_serves_its_result(source: Path, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "cache:f32", "--to", "cast:F32"]
     process = subprocess.Popen(
@@ -109,7 +109,7 @@ def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> Non
     assert_same(by_safetensors(tmp_path / "out"), weights)
 
 
-def test_converted_model_is_demoted_and_promoted(source: Path, told, wanted, tmp_path: Path) -> None:
+def test_converted_model_moves_between_memory_tiers(source: Path, told, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.cache.WeightCache(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:

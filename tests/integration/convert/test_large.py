@@ -92,7 +92,7 @@ def test_too_small_memory_error_states_minimum(models: list[Path], tmp_path: Pat
     convert(models[:2], tmp_path / "out", workers=single(caught.value.minimum_bytes), **told)
 
 
-def test_operation_reporting_progress_may_be_slow(
+def test_slow_operation_with_progress_is_not_stalled(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "2")
@@ -114,7 +114,7 @@ def test_operation_reporting_progress_may_be_slow(
         {"op": "ties", "density": 0.5, "scale": float("inf")},
     ],
 )
-def test_meaningless_numbers_are_refused(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
+def test_out_of_range_settings_are_rejected(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=word["op"]):
         convert(models[:2], tmp_path / "out", operations=[word], devices="cpu", workers=1)
     assert not list(tmp_path.iterdir())

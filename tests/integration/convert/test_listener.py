@@ -98,7 +98,7 @@ class Strangers(LocalLauncher):
         return count
 
 
-def test_strangers_take_limited_coordinator_slots(
+def test_unauthenticated_clients_use_limited_coordinator_slots(
     small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))

@@ -83,7 +83,7 @@ def test_adapter_uses_its_own_config(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_resharded_ranks_reassemble_to_whole(model, tmp_path):
+def test_resharded_ranks_reassemble_to_source(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     report = one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2}, shard_bytes="1M")
     ranks = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
@@ -101,7 +101,7 @@ def test_resharded_ranks_reassemble_to_whole(model, tmp_path):
     assert back.revision == penstock.verify(tmp_path / "copy").revision
 
 
-def test_wrong_rank_order_or_count_is_refused(model, tmp_path):
+def test_wrong_rank_order_or_count_is_rejected(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2})
     first, second = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
@@ -133,7 +133,7 @@ def test_ranks_follow_vllm_layout(model, tmp_path):
 
 
 @pytest.mark.parametrize("digested", [True, False])
-def test_applied_delta_yields_new_version(model, tmp_path, digested):
+def test_applied_delta_equals_new_version(model, tmp_path, digested):
     base = write(tmp_path / "base", model, config=CONFIG)
     changed = {**model, "lm_head.weight": model["lm_head.weight"].clone(), "more": torch.ones(3)}
     changed["lm_head.weight"][700, 5] += 1

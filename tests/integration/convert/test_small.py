@@ -49,7 +49,7 @@ def llama(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("torch_threads")
-def test_thread_and_processes_make_equal_files(num_sources: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_thread_and_processes_write_identical_files(num_sources: int, options: dict[str, Any], tmp_path: Path) -> None:
     chance = torch.Generator().manual_seed(1)
     sources = [tmp_path / f"source{number}" for number in range(num_sources)]
     for source in sources:
@@ -73,7 +73,7 @@ def test_thread_and_processes_make_equal_files(num_sources: int, options: dict[s
     assert wanted and made == [wanted, wanted]
 
 
-def test_thread_dependent_sums_use_processes(tmp_path: Path, llama: Path) -> None:
+def test_operations_with_thread_dependent_sums_use_processes(tmp_path: Path, llama: Path) -> None:
     slerp = {"op": "slerp", "t": 0.5}
     assert started_by(
         lambda look: ps.convert([llama, llama], tmp_path / "out", operations=slerp, devices="cpu", progress=look)
@@ -154,7 +154,7 @@ def test_interrupted_thread_resumes_on_next_call(llama: Path, tmp_path: Path) ->
     assert (tmp_path / "out/model.gguf").read_bytes() == (tmp_path / "whole/model.gguf").read_bytes()
 
 
-def test_failing_operation_ends_thread(tmp_path: Path) -> None:
+def test_failing_operation_stops_worker_thread(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     save_file({"bad": torch.full((4, 64), torch.inf)}, tmp_path / "source/model.safetensors")
     with pytest.raises(OperationFailed, match="infinite"):

@@ -90,7 +90,7 @@ def test_disabled_verification_is_skipped(sources: Path, tmp_path: Path) -> None
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]
 
 
-def test_damaged_cached_bytes_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_cached_bytes_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path / "made", total_bytes=2_000_000, shards=1)
     manifest(str(tmp_path / "made" / "model.safetensors"))
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))

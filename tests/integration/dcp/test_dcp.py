@@ -141,7 +141,7 @@ class OlderPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-def test_metadata_from_older_python_is_read(own: Path, tmp_path: Path) -> None:
+def test_metadata_pickled_by_older_python_is_read(own: Path, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     shutil.copytree(own, place)
     metadata = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301
@@ -200,7 +200,7 @@ def test_casts_and_strided_tensors_match_torch_reader(llama: Path) -> None:
     assert isinstance(error, PlanError) and error.tensor == name
 
 
-def test_manifest_verification_detects_damage(llama: Path, tmp_path: Path) -> None:
+def test_manifest_verification_detects_corruption(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     penstock.manifest(place)
@@ -230,7 +230,7 @@ def odd_targets(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_local_files_fill_every_target_kind(
+def test_local_files_fill_each_kind_of_target(
     llama: Path, threads: str, is_cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_FETCH_THREADS", threads)
@@ -250,7 +250,7 @@ def test_local_files_fill_every_target_kind(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_truncated_file_is_named(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_error_names_truncated_file(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -493,7 +493,7 @@ def test_hostile_sharding_info_is_refused(info: str, tmp_path: Path) -> None:
     assert isinstance(error, FormatError) and str(tmp_path) in str(error.uri)
 
 
-def test_missing_part_of_sharded_tensor_is_named(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_error_names_missing_part_of_sharded_tensor(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
     place = tmp_path / "hf"
     shutil.copytree(sharded[1], place)
     sorted(place.glob("*.safetensors"))[1].unlink()

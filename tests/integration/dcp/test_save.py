@@ -158,7 +158,7 @@ def test_failed_save_leaves_nothing_for_next(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["2"] and penstock.verify(tmp_path / "2").verified
 
 
-def test_unstageable_state_does_not_block_next_save(tmp_path: Path) -> None:
+def test_failed_staging_does_not_block_next_save(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoint")
     refused = dcp.async_save({"w": torch.ones(4), "meta": torch.ones(4, device="meta")}, storage_writer=writer)
     with pytest.raises(CheckpointException) as caught:
@@ -169,7 +169,7 @@ def test_unstageable_state_does_not_block_next_save(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 10 and penstock.verify(tmp_path / "checkpoint").verified
 
 
-def test_concurrent_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_saves_to_one_path_stay_separate(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     class Pausing(CheckpointWriter):

@@ -197,7 +197,7 @@ def test_invalid_tensor_name_keeps_old_checkpoint(tmp_path: Path, value: Any, na
     assert list(tmp_path.iterdir()) == [place]
 
 
-def test_odd_names_are_read_back(tmp_path: Path) -> None:
+def test_unusual_tensor_names_are_restored(tmp_path: Path) -> None:
     names = ["", "a\0b", "a\nb", 'a"b\\', "../x", "\U0001f600", "x" * 5000]
     save({name: torch.full((2,), float(row)) for row, name in enumerate(names)}, tmp_path / "it", in_background=True)
     found = penstock.load(tmp_path / "it")
@@ -238,7 +238,7 @@ def save_with_one_odd_rank(rank: int, world_size: int, place: str) -> Any:
     return None
 
 
-def test_refusal_on_one_rank_fails_all(tmp_path: Path) -> None:
+def test_invalid_state_on_one_rank_fails_all(tmp_path: Path) -> None:
     outcomes = run_ranks(save_with_one_odd_rank, 2, str(tmp_path / "checkpoint"), environ=ENVIRON)
     assert [outcome.value for outcome in outcomes] == [{1: ("PlanError", "odd1")}] * 2
     assert not (tmp_path / "checkpoint").exists()

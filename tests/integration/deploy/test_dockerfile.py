@@ -165,7 +165,7 @@ def test_image_runs_command_as_unprivileged_user(image: Stage) -> None:
     assert not image.container.path("/source").exists() and not image.container.path("/wheels").exists()
 
 
-def test_hub_in_image_answers(image: Stage) -> None:
+def test_hub_in_image_responds(image: Stage) -> None:
     token = image.container.path("/opt/tokens")
     token.write_text("a-token-of-the-image\n")
     token.chmod(0o644)

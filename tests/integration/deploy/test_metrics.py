@@ -144,7 +144,9 @@ def test_loopback_endpoint_needs_token(tmp_path: Path) -> None:
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
 
 
-def test_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_second_metrics_endpoint_in_process_is_rejected(
+    endpoint: ps.telemetry.MetricsEndpoint, token_file: Path
+) -> None:
     with pytest.raises(ps.ConfigError, match="already"):
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=token_file)
     endpoint.close()
@@ -192,7 +194,9 @@ def test_environment_enables_endpoint(llama: Path, token_file: Path, monkeypatch
     assert get(url, bearer(token_file))[0] == 200
 
 
-def test_taken_port_warns_and_loads_continue(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
+def test_used_port_logs_warning_and_loads_continue(
+    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
+) -> None:
     with bound_socket(("127.0.0.1", 0)) as taken:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -274,7 +278,7 @@ def test_cache_hits_and_retries_are_counted(llama: Path, tmp_path: Path, scrape:
         assert scrape.added("penstock_storage_retries_total") == 3
 
 
-def test_fetches_and_damage_are_counted_by_source(llama: Path, scrape: Scrape, monkeypatch) -> None:
+def test_fetches_and_corruption_are_counted_by_source(llama: Path, scrape: Scrape, monkeypatch) -> None:
     # Use a short directory, because the path of a Unix socket is limited.
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
@@ -358,7 +362,7 @@ def test_stream_collected_during_scrape_is_counted(
     assert scrape.added("penstock_journeys_running", journey="load") == 0
 
 
-def test_registry_tolerates_objects_ending_during_scrape() -> None:
+def test_scrape_succeeds_while_journeys_finish() -> None:
     class Living:
         def samples(self) -> Iterator[Sample]:
             yield "penstock_members", ("of a test",), 1

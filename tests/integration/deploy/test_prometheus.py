@@ -238,7 +238,7 @@ def check_numbers(fleet: Fleet) -> None:
     assert not missing, "metrics that no process of the fleet shows"
 
 
-def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
+def test_dashboard_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     sync(fleet, 1)
     wait_until(lambda: fleet.query('penstock_sync_version{side="subscriber"} == 1'), "version 1 is read")
 

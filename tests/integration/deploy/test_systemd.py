@@ -55,7 +55,7 @@ EXAMPLE = variables(UNITS / "cache-example.env")
 
 
 @pytest.mark.parametrize(("unit", "environ"), [(HUB, {}), (CACHE, EXAMPLE)], ids=["hub", "cache"])
-def test_commands_and_variables_exist(unit: str, environ: dict[str, str]) -> None:
+def test_units_use_existing_commands_and_variables(unit: str, environ: dict[str, str]) -> None:
     _, name, *words = command_of(unit, environ)
     typer.main.get_command(app).commands[name].make_context(name, words)
     known = {name for name, _, _ in environment({})}
@@ -66,7 +66,7 @@ def test_commands_and_variables_exist(unit: str, environ: dict[str, str]) -> Non
         assert float(drain_s) < float(value_of(unit, "TimeoutStopSec")[0])
 
 
-def test_commented_settings_describe_a_fleet() -> None:
+def test_commented_settings_form_a_valid_fleet() -> None:
     text = (UNITS / "cache-example.env").read_text(encoding="utf-8")
     fleet = dict(line[1:].split("=", 1) for line in text.splitlines() if re.match(r"#[A-Z_]+=", line))
     Settings.read({name: value for name, value in fleet.items() if name.startswith("PENSTOCK_")})

@@ -121,7 +121,7 @@ def check_fetched(report: dict[str, Any], wanted: str, holder: str | None, trans
         assert all(holder[:8] in path and transport in path for path in report["paths"]), report["paths"]
 
 
-def test_old_driver_runs_previous_release(drivers: dict[str, Driver]) -> None:
+def test_driver_runs_previous_release(drivers: dict[str, Driver]) -> None:
     old, new = drivers["old"]("about"), drivers["new"]("about")
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents

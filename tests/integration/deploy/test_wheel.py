@@ -248,7 +248,7 @@ def test_all_packages_have_one_version(wheels: dict[str, Path]) -> None:
                 assert f"=={version}" in requirement, f"{name} requires {requirement}"
 
 
-def test_metadata_is_complete_and_consistent(wheels: dict[str, Path]) -> None:
+def test_package_metadata_is_complete_and_consistent(wheels: dict[str, Path]) -> None:
     described = [metadata_of(wheel) for wheel in wheels.values()]
     for key in ("Project-URL", "Classifier", "Requires-Python", "License-Expression"):
         assert len({tuple(one.get_all(key, [])) for one in described}) == 1, key
@@ -273,7 +273,7 @@ def test_descriptions_render_on_an_index(install: Callable[..., Environment], wh
     assert done.returncode == 0 and done.stdout.count("PASSED") == len(PACKAGES), done.stdout
 
 
-def test_core_alone_has_no_engine(core: Environment, torch: Path) -> None:
+def test_core_installs_no_engine(core: Environment, torch: Path) -> None:
     found = core.probe("penstock", torch=torch)
     assert set(found["packages"]) == {"penstock"}
     assert added_by(found, "penstock") == {"console_scripts": {"penstock"}}
@@ -333,7 +333,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0]
 
 
-def test_extra_and_package_install_same_distributions(install: Callable[..., Environment]) -> None:
+def test_extra_installs_same_distributions_as_package(install: Callable[..., Environment]) -> None:
     found = install("penstock[vllm]").probe()
     assert set(found["packages"]) == {"penstock", "penstock-vllm", *BROUGHT["penstock-vllm"]}
     assert [point[1:] for point in found["points"] if point[0] == "penstock-vllm"] == [

@@ -37,7 +37,7 @@ def test_members_starting_together_read_storage_once(
         assert not report["faults"]
 
 
-def test_late_member_needs_no_storage(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_late_member_reads_nothing_from_storage(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     first = host.start(fallback=str(small_checkpoint))
     member = first.wait_for("joined")["member"]
     early = assert_fetched(
@@ -176,7 +176,7 @@ def test_rate_limit_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_r
         assert sum(nbytes for _, nbytes in begun[:count]) <= cap * (at - limited[0]), count
 
 
-def test_fence_sends_readers_elsewhere(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_fenced_holder_loses_its_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 4 << 20})
     assert_fetched(holder, expected_tensors)
     reader = host.start(fallback=str(small_checkpoint))
@@ -188,7 +188,7 @@ def test_fence_sends_readers_elsewhere(host: Host, small_checkpoint: Path, expec
     assert report["storage_bytes"] and report["faults"]
 
 
-def test_report_gives_path_and_reason(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_report_contains_path_and_reason(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint))
     assert_fetched(holder, expected_tensors)
     report = assert_fetched(host.start(connection={"transports": ["http"]}), expected_tensors)

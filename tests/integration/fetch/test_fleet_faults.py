@@ -1,8 +1,8 @@
 """Two hundred fleets lose a process at a random moment. Nobody hangs, no byte is wrong, and storage is read once.
 
 A seed decides which process is lost, how (SIGKILL, or SIGSTOP so that it is alive but silent), when, which transport
-moves the bytes, and whether a manifest exists. Batch 7 of `test_fleet_survives_random_faults` runs seeds 140 to 159.
-Half of the batches run by default, and `DRILLS=all` runs all of them.
+moves the bytes, and whether a manifest exists. Batch 7 of `test_fetches_complete_under_random_faults` runs seeds 140 to
+159. Half of the batches run by default, and `DRILLS=all` runs all of them.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def run_with_fault(seed: int, fork_server: ForkServer, places: tuple[str, str]) 
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_fleet_survives_random_faults(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
+def test_fetches_complete_under_random_faults(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, places), seeds))

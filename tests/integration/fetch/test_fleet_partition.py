@@ -79,7 +79,7 @@ def link() -> Iterator[Link]:
         link.close()
 
 
-def test_partition_during_transfer_is_survived(
+def test_fetch_completes_after_network_partition(
     link: Link, small_checkpoint: Path, expected_tensors, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"

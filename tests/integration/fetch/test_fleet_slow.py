@@ -82,7 +82,7 @@ def test_dead_reader_frees_its_lease(host: Host, small_checkpoint: Path, expecte
     assert list(late["paths"]) == [f"shm <- {holder.events['joined']['member'][:8]}"]
 
 
-def test_reused_address_is_not_taken_for_dead_member(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_new_member_at_reused_address_is_distinct(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     keeps = host.start(fallback=str(small_checkpoint))  # The process also hosts the hub.
     assert_fetched(keeps, expected_tensors)
     first = host.start(connection={"listen": "127.0.0.1:0", "transports": ["http"]})

@@ -28,7 +28,7 @@ def timed_fetch(host: Host, truth) -> float:
     return took_s
 
 
-def test_member_listens_only_when_told(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_member_listens_only_with_listen_option(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     quiet = host.start(fallback=str(small_checkpoint), connection={"transports": ["http", "shm"]})
     assert_fetched(quiet, expected_tensors)
     assert listening_ports(quiet.process.pid) == []
@@ -37,7 +37,7 @@ def test_member_listens_only_when_told(host: Host, small_checkpoint: Path, expec
     assert len(listening_ports(listening.process.pid)) == 2  # The control port and the data port.
 
 
-def test_strangers_do_not_delay_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_unauthenticated_clients_do_not_delay_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     """600 silent connections delayed readers by 44 s."""
     holder = host.start(fallback=str(small_checkpoint), connection={"listen": "127.0.0.1:0"})
     assert_fetched(holder, expected_tensors)

@@ -67,7 +67,7 @@ def reader() -> Iterator[Reader]:
 WANTED = np.arange(1024, dtype=np.int32).tobytes()
 
 
-def test_descriptor_ends_with_its_own_lease(holder, reader) -> None:
+def test_descriptor_expires_with_its_lease(holder, reader) -> None:
     with ps.join("m") as first, ps.join("m") as second:
         peer, mine = borrow(first.member, holder)
         other, theirs = borrow(second.member, holder)
@@ -82,7 +82,7 @@ def test_descriptor_ends_with_its_own_lease(holder, reader) -> None:
             reader.read(theirs)
 
 
-def test_descriptor_ends_with_unrenewed_lease(holder, reader, monkeypatch) -> None:
+def test_descriptor_expires_with_unrenewed_lease(holder, reader, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", 1.0)
     with ps.join("m") as first:
         peer, mine = borrow(first.member, holder)

@@ -108,7 +108,7 @@ LIES: dict[str, Lie] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_impossible_map_blames_peer(lie: str) -> None:
+def test_inconsistent_chunk_list_blames_peer(lie: str) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -124,7 +124,7 @@ def test_impossible_map_blames_peer(lie: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"chunks": b"123"}, {"leaves": b"123"}, {"leaves": b""}])
-def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
+def test_inconsistent_event_log_blames_peer(change: dict[str, bytes]) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -197,7 +197,7 @@ def test_untouched_target_is_reported_unmutated() -> None:
             fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
-def test_unreadable_claim_is_reassigned_soon(
+def test_unreadable_claim_is_reassigned_before_timeout(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader makes progress with members' bytes, so it would hold its claim for that long."""
@@ -229,7 +229,7 @@ def test_unreadable_claim_is_reassigned_soon(
     assert_same(got, expected_tensors)
 
 
-def test_forked_child_does_not_sign_off_parent() -> None:
+def test_forked_child_does_not_deregister_parent() -> None:
     with ps.join("m") as fleet:
         fleet.offer(weights())
         pid = os.fork()
@@ -251,7 +251,7 @@ def test_repeated_fetch_leaves_no_old_registration(small_checkpoint: Path) -> No
         assert whole(fleet) is not before and not before.map().regions
 
 
-def test_weights_contradicting_revision_are_not_committed() -> None:
+def test_weights_with_wrong_revision_are_not_committed() -> None:
     """Their digests and bytes agree, so only the revision reveals the difference."""
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights(), revision=f"w1-{'0' * 64}")
@@ -261,7 +261,7 @@ def test_weights_contradicting_revision_are_not_committed() -> None:
         assert not found and not reader.member.weights
 
 
-def test_tensors_contradicting_layout_are_refused() -> None:
+def test_tensors_with_wrong_layout_are_rejected() -> None:
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights())
         other = {f"x{name}": tensor for name, tensor in weights().items()}
@@ -293,7 +293,7 @@ def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
     assert_same(copy, both)
 
 
-def test_member_with_hanging_storage_blocks_nobody(
+def test_member_with_hanging_storage_blocks_no_other(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is alive, and abandons storage no sooner than the others would stop waiting for it."""

@@ -52,7 +52,7 @@ def start_reader(host: Host, **task: Any) -> Worker:
 
 
 @pytest.mark.parametrize(("num_holders", "bytes_per_s"), [(1, 0), (3, 0), (2, 1)], ids=["1", "3", "2-dripping"])
-def test_fetch_from_stalled_holders_ends_in_time(
+def test_fetch_from_stalled_holders_fails_before_deadline(
     num_holders: int, bytes_per_s: float, host: Host, small_checkpoint: Path
 ) -> None:
     start_holders(host, small_checkpoint, num_holders, bytes_per_s)
@@ -65,7 +65,7 @@ def test_fetch_from_stalled_holders_ends_in_time(
     assert reader.process.wait(20) == 3
 
 
-def test_stalled_holders_lead_to_storage_soon(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_fetch_switches_from_stalled_holders_to_storage(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     start_holders(host, small_checkpoint, 3, 0)
     reader = start_reader(host, fallback=str(small_checkpoint))
     reader.wait_for("joined")

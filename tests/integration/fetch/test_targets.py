@@ -54,7 +54,7 @@ def test_module_is_filled_in_place(host: Host, tied: tuple[Path, Tied], fallback
     assert_same(model.state_dict(), truth.state_dict())
 
 
-def test_fetch_refuses_overlap_and_records_writes(host: Host, tmp_path: Path) -> None:
+def test_fetch_rejects_overlapping_targets_and_records_writes(host: Host, tmp_path: Path) -> None:
     save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
     memory, weight = torch.zeros(60), torch.zeros(48, requires_grad=True)
     loss = (weight * weight).sum()
@@ -83,7 +83,7 @@ def test_dict_is_filled_in_place_and_served(host: Host, small_checkpoint: Path, 
         assert [path.partition(" <- ")[2] for path in late["paths"]] == [fleet.member.id[:8]]
 
 
-def test_every_dtype_and_shape_class_is_fetched(host: Host, tmp_path: Path) -> None:
+def test_fetched_tensors_match_for_every_dtype(host: Host, tmp_path: Path) -> None:
     made = every_dtype(tmp_path / "model.safetensors", aligned=False, skip={DType.F6_E2M3, DType.F6_E3M2})
     first = host.start(fallback=str(tmp_path))
     first.wait_for("digests")
@@ -95,7 +95,7 @@ def test_every_dtype_and_shape_class_is_fetched(host: Host, tmp_path: Path) -> N
     assert {name: bits(tensor)[2] for name, tensor in weights.items()} == {n: raw for n, (*_, raw) in made.items()}
 
 
-def test_weights_without_bytes_are_fetched(host: Host, tmp_path: Path) -> None:
+def test_empty_tensors_are_fetched(host: Host, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(0, 8), "b": torch.zeros(0, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with ps.join("m") as one, ps.join("m") as other:
         first: dict[str, torch.Tensor] = {}
@@ -135,7 +135,7 @@ def test_large_and_many_small_tensors_are_fetched(host: Host, tmp_path: Path) ->
         ("revision", {"revision": "other"}),
     ],
 )
-def test_differing_identity_is_named_and_not_exchanged(
+def test_weights_with_different_identity_are_not_exchanged(
     host: Host, small_checkpoint: Path, expected_tensors, field: str, other: dict
 ) -> None:
     with ps.join("m") as holder, ps.join("m", **other) as reader:
@@ -164,7 +164,7 @@ def test_target_with_different_layout_is_refused(host: Host, small_checkpoint: P
         assert not any(tensor.any() for tensor in half.values())
 
 
-def test_several_models_and_draft_are_kept_apart(
+def test_several_models_and_draft_stay_separate(
     host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
 ) -> None:
     save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
@@ -184,9 +184,7 @@ def test_several_models_and_draft_are_kept_apart(
 
 
 @pytest.mark.parametrize("same_name", [True, False])
-def test_host_identity_is_independent_of_its_name(
-    host: Host, small_checkpoint: Path, monkeypatch, same_name: bool
-) -> None:
+def test_renamed_host_keeps_its_identity(host: Host, small_checkpoint: Path, monkeypatch, same_name: bool) -> None:
     """Names are for people. Containers on many hosts may have the same name, and one host may have two."""
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
@@ -218,7 +216,7 @@ def test_offered_tensors_are_fetched(host: Host) -> None:
             third.fetch({}, timeout_s=0.0)
 
 
-def test_byte_order_is_independent_of_files(host: Host, tmp_path: Path) -> None:
+def test_fetched_bytes_do_not_depend_on_file_split(host: Host, tmp_path: Path) -> None:
     torch.manual_seed(4)
     tensors = {f"t{i:02}": torch.randint(0, 9, (64 << 10,), dtype=torch.uint8) for i in range(12)}
     for name, count in (("one", 1), ("four", 4)):

@@ -200,7 +200,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
         assert sum(hosts.given[member, source].total() for source in hosts.fleets if source != stalled[0])
 
 
-def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_bypass_member_stalled_in_one_tree(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, may_go_on, lock = ChunkChoice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
     """Stall a member, and the tree in which it sends and receives no more chunks."""

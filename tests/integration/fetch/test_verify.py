@@ -40,7 +40,7 @@ def test_manifest_identifies_weights_at_any_location(
     assert assert_fetched(host.start(), expected_tensors)["revision"] == first["revision"] == second["revision"]
 
 
-def test_unverified_copies_are_different_weights(
+def test_unverified_copies_are_not_exchanged(
     host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -82,7 +82,7 @@ def test_storage_changed_during_fetch_delivers_nothing(
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("has_storage", [True, False])
-def test_holder_with_bad_memory_is_named(
+def test_error_names_holder_with_corrupt_memory(
     host: Host,
     small_checkpoint: Path,
     checkpoint_with_manifest: Path,
@@ -124,7 +124,7 @@ def test_holder_detects_its_corrupt_memory(host: Host, small_checkpoint: Path, e
     host.wait_for_holdings(lambda held: not any(one.state == "whole" for one in held))
 
 
-def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
+def test_conflicting_holders_without_manifest_fail_fetch(host: Host) -> None:
     torch.manual_seed(6)
     tensors = {f"t{i:02}": torch.randn(1 << 17) for i in range(16)}
     other = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -142,7 +142,7 @@ def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
         assert_same(weights, tensors)
 
 
-def test_holder_contradicting_manifest_is_excluded(
+def test_holder_that_differs_from_manifest_is_excluded(
     host: Host, checkpoint_with_manifest: Path, expected_tensors
 ) -> None:
     with ps.join("m") as good, ps.join("m") as reader:

@@ -191,7 +191,7 @@ def test_public_address_needs_a_guard(listen, guarded) -> None:
 
 
 @pytest.mark.parametrize("listen", ["here", "127.0.0.1", ":1", "127.0.0.1:99999", "no.such.host.invalid:1"])
-def test_invalid_listen_address_is_refused(listen, guarded) -> None:
+def test_invalid_listen_address_is_rejected(listen, guarded) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         bind(listen, guarded)
 

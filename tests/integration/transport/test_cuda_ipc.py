@@ -147,7 +147,7 @@ def test_copy_groups_cover_every_byte_once(reader, holder, monkeypatch) -> None:
     assert pending.moved_bytes == sum(row[2] for row in rows)
 
 
-def test_fence_during_read_is_detected(reader, holder) -> None:
+def test_fence_during_read_raises_stale_descriptor(reader, holder) -> None:
     reader.read(holder.descriptor, [(0, 0, 1)])
     pending = reader.post(holder.descriptor)
     holder.fence(2)
@@ -318,7 +318,7 @@ def test_driver_error_code_raises_typed_error(code: int, kind: type[PenstockErro
     assert caught.value.hint
 
 
-def test_short_run_rectangles_are_one_read(reader) -> None:
+def test_short_rows_are_copied_as_one_rectangle(reader) -> None:
     rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
     rows.append((7, 2_000_000, 100, 9, 100, 100))
     columns = dict(

@@ -154,7 +154,7 @@ def test_fence_during_read_raises_stale_descriptor() -> None:
         transport.wait(transport.post_read(into, new, whole(10)), stall_s=20)
 
 
-def test_bytes_without_trailer_are_not_trusted(monkeypatch) -> None:
+def test_bytes_without_trailer_are_discarded(monkeypatch) -> None:
     """The fence comes after the last byte was sent to the kernel and before the trailer."""
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         real = HttpConnection.send
@@ -276,7 +276,7 @@ def test_peer_without_compression_is_read_raw(monkeypatch) -> None:
         b"00000018\r\n" + (2000).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(200),
     ],
 )
-def test_lying_chunks_raise(chunk: bytes) -> None:
+def test_chunks_with_wrong_length_raise_error(chunk: bytes) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: penstock-planes\r\n\r\n"
 
@@ -335,7 +335,7 @@ def test_wrong_key_is_refused() -> None:
         assert buffer == b"\xaa" * 100
 
 
-def test_invalid_listen_address_is_refused() -> None:
+def test_invalid_listen_address_is_rejected() -> None:
     with pytest.raises(ConfigError, match="every interface"):
         HttpTransport.open("0.0.0.0:0")
     for listen in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "unix:/no/such/folder/socket"):

@@ -89,7 +89,7 @@ def test_remote_host_memory_reaches_device(kind, reader, holder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pinned"], indirect=True)
-def test_long_and_short_run_rectangles_are_copied(reader, holder) -> None:
+def test_rectangles_of_long_and_short_rows_are_copied(reader, holder) -> None:
     rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
     rows.append((7, 2_000_000, 100, 90, 100, 100))
     rectangles = Rectangles(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
@@ -107,7 +107,7 @@ def test_long_and_short_run_rectangles_are_copied(reader, holder) -> None:
         reader.transport.wait(late, stall_s=20)
 
 
-def test_fence_and_death_are_detected_and_memory_freed(kind, reader, holder) -> None:
+def test_fence_or_death_frees_memory(kind, reader, holder) -> None:
     pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
     holder.fence(2)
     with pytest.raises(StaleDescriptor) as caught:
@@ -125,7 +125,7 @@ def test_fence_and_death_are_detected_and_memory_freed(kind, reader, holder) -> 
         assert not reader.driver.pinned
 
 
-def test_hanging_device_keeps_its_memory(kind, reader, holder) -> None:
+def test_memory_stays_allocated_while_device_hangs(kind, reader, holder) -> None:
     reader.driver.is_stuck = True
     stuck = into_device.NUM_BUFFERS if kind == "staged" else 1
     for wanted in [*[DestinationError] * stuck, *([SourceStalled] if kind == "staged" else [])]:
@@ -139,7 +139,7 @@ def test_hanging_device_keeps_its_memory(kind, reader, holder) -> None:
     reader.driver.is_stuck = False
 
 
-def test_partly_queued_copy_keeps_its_memory(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_allocated_after_partly_queued_copy(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = reader.driver.copy
 
     def copy(*columns) -> None:
@@ -191,7 +191,7 @@ def test_unpinnable_memory_raises_destination_error(reader, holder, monkeypatch:
 
 
 @pytest.mark.parametrize("can_pin", [True, False])
-def test_sync_stages_unpinnable_memory_with_reason(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
+def test_sync_stages_unpinnable_memory_and_reports_reason(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
     driver = FakeCuda()
     with PeerLinks({"shm": ShmTransport}) as links:
         links.add_device_targets(driver)

@@ -152,7 +152,7 @@ def test_stopped_peer_stalls_without_later_writes(slow, monkeypatch) -> None:
 
 
 @needs_nixl
-def test_fence_during_read_is_detected(slow) -> None:
+def test_fence_during_read_raises_stale_descriptor(slow) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, _):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         process.stdin.write("fence\n")

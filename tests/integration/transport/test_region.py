@@ -17,7 +17,7 @@ NBYTES = 3_000_011
 
 
 @pytest.mark.parametrize("kind", ["shm", "fake_cuda", "fake_virtual"])
-def test_mapped_region_shows_peer_memory(kind: str) -> None:
+def test_mapped_region_contains_peer_memory(kind: str) -> None:
     driver = FakeCuda()
     with HolderProcess(kind, nbytes=NBYTES) as holder:
         region = map_region(holder.descriptor, device=0, driver=driver)
@@ -44,6 +44,6 @@ def test_mapped_region_shows_peer_memory(kind: str) -> None:
     assert driver.num_opened == 0
 
 
-def test_unmappable_transport_is_refused() -> None:
+def test_mapping_over_unsupported_transport_is_rejected() -> None:
     with pytest.raises(ConfigError, match="cannot be mapped"):
         map_region(Descriptor(transport="http", endpoint="e", generation=1, nbytes=1))

@@ -65,7 +65,7 @@ def test_fence_in_holder_process_is_detected(reader, holder) -> None:
         read(reader, holder.descriptor)
 
 
-def test_fence_during_read_is_detected(reader, holder, monkeypatch) -> None:
+def test_fence_during_read_raises_stale_descriptor(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(shm, "PIECE_BYTES", 1_000_000)
     transport, into = reader
     pending = transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
@@ -100,14 +100,14 @@ def test_killed_holder_raises_peer_lost(reader, forks: bool) -> None:
         assert num_mapped() == 0
 
 
-def test_stopped_holder_already_mapped_is_readable(reader, holder) -> None:
+def test_mapped_memory_of_stopped_holder_is_readable(reader, holder) -> None:
     read(reader, holder.descriptor)
     os.kill(holder.process.pid, signal.SIGSTOP)
     assert read(reader, holder.descriptor) == pattern(NBYTES)
     os.kill(holder.process.pid, signal.SIGCONT)
 
 
-def test_stopped_holder_ends_first_read_at_deadline(reader, holder, monkeypatch) -> None:
+def test_first_read_from_stopped_holder_times_out(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(fd_server, "TIMEOUT_S", 0.2)
     os.kill(holder.process.pid, signal.SIGSTOP)
     os.waitpid(holder.process.pid, os.WUNTRACED)
@@ -122,7 +122,7 @@ def test_peer_is_mapped_once(reader, holder) -> None:
     assert num_mapped() == 1
 
 
-def test_registered_arena_part_limits_reads(reader) -> None:
+def test_reads_beyond_registered_range_are_rejected(reader) -> None:
     arena = Arena.allocate(10_000)
     ctypes.memset(arena.address, 1, 10_000)
     holder = ShmTransport()
@@ -155,7 +155,7 @@ def test_only_arenas_are_registered(reader) -> None:
         transport.register(Memory(address=arena.address + 4000, nbytes=97, owner=arena))
 
 
-def test_hostile_payloads_are_refused(reader, holder) -> None:
+def test_hostile_payloads_are_rejected(reader, holder) -> None:
     """Foreign descriptors, other sockets and other hosts: nothing of them is mapped or read."""
     given = holder.descriptor
     payload = msgspec.msgpack.decode(given.payload)

@@ -15,19 +15,19 @@ from penstock.spi import connection_of, patch_once
 OPTIONS = {"hub": "http://hub:7070", "token_file": "/t", "listen": "a:7071", "data_port": 7072, "stall_s": 5.0}
 
 
-def test_missing_options_mean_defaults() -> None:
+def test_missing_options_use_defaults() -> None:
     assert connection_of({"listen": None, "fleet": "m"}) == ConnectionSettings()
 
 
-def test_rank_zero_takes_given_ports() -> None:
+def test_rank_zero_listens_on_configured_ports() -> None:
     assert connection_of({**OPTIONS, "verify": True}) == ConnectionSettings(**OPTIONS)
 
 
-def test_other_ranks_take_free_ports() -> None:
+def test_other_ranks_listen_on_free_ports() -> None:
     assert connection_of(OPTIONS, 1) == ConnectionSettings(**{**OPTIONS, "listen": "a:0", "data_port": 0})
 
 
-def test_process_without_rank_listens_nowhere() -> None:
+def test_process_without_rank_does_not_listen() -> None:
     settings = connection_of(OPTIONS, None)
     assert (settings.listen, settings.data_port, settings.hub) == (None, 0, "http://hub:7070")
 

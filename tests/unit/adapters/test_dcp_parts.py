@@ -13,7 +13,7 @@ from penstock_dcp.parts import FilePart
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 5), (4, 3), (2, 3, 4), (2, 1, 3, 2)])
-def test_box_span_covers_its_bytes(shape: tuple[int, ...]) -> None:
+def test_byte_span_covers_slice(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     numbers = np.arange(size).reshape(shape)
     row = CheckpointRow(name="w", file=0, offset=100, nbytes=4 * size, dtype=DType.F32, shape=shape)
@@ -25,6 +25,6 @@ def test_box_span_covers_its_bytes(shape: tuple[int, ...]) -> None:
         assert (offset, nbytes, is_run) == (100 + 4 * first, 4 * (last - first), last - first == len(inside)), bounds
 
 
-def test_empty_box_has_no_bytes() -> None:
+def test_empty_slice_has_no_bytes() -> None:
     row = CheckpointRow(name="w", file=0, offset=8, nbytes=48, dtype=DType.F32, shape=(4, 3))
     assert FilePart(row=row, box=Box(start=(2, 0), stop=(2, 3)), items=[], targets=[]).span()[1] == 0

@@ -183,7 +183,7 @@ def ranks(
         (True, True, (4, 1, 1), {"expert_tp": 2}),
     ],
 )
-def test_all_ranks_together_hold_checkpoint(moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict) -> None:
+def test_ranks_hold_complete_checkpoint(moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict) -> None:
     assert_whole(hugging_face(moe, mla), cuts, options)
 
 

@@ -76,7 +76,7 @@ def test_missing_local_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
     assert "nobody listens" in caplog.text
 
 
-def test_only_first_rank_on_host_takes_port(monkeypatch) -> None:
+def test_only_first_rank_on_host_uses_port(monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(fleet_join, "join", lambda name, **given: asked.append(given))
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")

@@ -17,13 +17,13 @@ from penstock_sglang.plugin import loader_options, sync_connection
 OPTIONS = {"hub": "http://hub:7070", "listen": "a:7071", "data_port": 7072}
 
 
-def test_sync_takes_free_ports_at_the_same_host() -> None:
+def test_sync_uses_free_ports_on_same_host() -> None:
     for rank in (0, 1):
         connection = sync_connection(OPTIONS, rank)
         assert (connection.hub, connection.listen, connection.data_port) == ("http://hub:7070", "a:0", 0)
 
 
-def test_sync_ports_are_for_rank_zero() -> None:
+def test_only_rank_zero_uses_sync_ports() -> None:
     options = loader_options({**OPTIONS, "sync_listen": "a:7073", "sync_data_port": 7074})
     assert (sync_connection(options, 0).listen, sync_connection(options, 0).data_port) == ("a:7073", 7074)
     assert (sync_connection(options, 1).listen, sync_connection(options, 1).data_port) == ("a:0", 0)

@@ -89,7 +89,7 @@ def test_sglang_prepares_kernels_where_memory_is_releasable(
     assert len(fake_digester.ready) == saver
 
 
-def test_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, constants = [], xxh3_constants.constants
 
     def note_thread() -> np.ndarray:

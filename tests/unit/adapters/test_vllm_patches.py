@@ -134,7 +134,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("which", ["fail", "fail 0", "fail 1", "fail 2"])
-def test_call_after_failed_call_gets_its_answers(which: str) -> None:
+def test_call_after_failed_call_receives_its_responses(which: str) -> None:
     class Mine(Executor):
         pass
 
@@ -300,7 +300,7 @@ def test_newest_adapter_version_has_short_name() -> None:
 
 
 @pytest.mark.parametrize(("load_format", "is_loaded"), [("penstock", True), ("auto", False)])
-def test_ahead_of_time_compiled_functions_are_loaded(
+def test_ahead_of_time_compiled_functions_load(
     monkeypatch: pytest.MonkeyPatch, load_format: str, is_loaded: bool
 ) -> None:
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable

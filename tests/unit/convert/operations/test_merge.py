@@ -174,7 +174,7 @@ def test_wrong_number_of_sources_is_refused(operation, count):
         operation.recipes([table_of(one) for one in sources(count)])
 
 
-def test_meaningless_numbers_are_refused():
+def test_out_of_range_settings_are_rejected():
     with pytest.raises(ConfigError, match="density"):
         Ties(0.0)
     with pytest.raises(PlanError, match="sum is zero"):
