@@ -66,7 +66,6 @@ from penstock.types import I64, U64
 from penstock.waits import Threads
 
 TIMING = Timing()
-"""Poll intervals and timeouts of `attach`."""
 
 
 class _SeveralRevisions(ConfigError):
@@ -282,7 +281,6 @@ class _Search:
     stall_s: float
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
-        """Attach to the first suitable cache. If all attempts fail, raise the last error."""
         phases.enter("find")
         caches = self._caches()
         # The hub only gives grants to members. The address is a placeholder, because this process serves nothing.
@@ -301,7 +299,6 @@ class _Search:
         raise last
 
     def _caches(self) -> list[tuple[str, HoldingState]]:
-        """Return the members on this host that cache the complete model on the requested device."""
         # List unsuitable weights in the error, because they explain why no cache was found.
         unsuitable, caches, on_other_gpu = [], [], []
         num_elsewhere = 0
@@ -337,7 +334,6 @@ class _Search:
         return caches
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
-        """Get a lease from one cache, map its memory and verify it."""
         phases.enter("lease")
         # The hub registers a reader without chunks. `source` requests only this cache.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
@@ -364,8 +360,7 @@ class _Search:
             for region in regions:
                 region.check()
             if len(wrong):
-                # `recheck` raises an error if the cache's own bytes are wrong. Caches of earlier versions do not
-                # support it.
+                # `recheck` raises an error if the cache's bytes are wrong. Caches of earlier versions lack it.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
@@ -416,7 +411,6 @@ def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None
 
 
 NEAREST = ("shm", "cuda_ipc")
-"""Transports whose memory can be mapped."""
 MAX_THREADS = 16
 """Maximum number of digest threads. At 10 GB/s each they use a host's memory bandwidth."""
 
@@ -448,7 +442,6 @@ def _map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
 def _tensors_in(
     layout: WeightLayout, where: HoldingMap, regions: Sequence[MappedRegion]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return each row's bytes, and all tensors by name, as views that keep the regions mapped."""
     region_of, offset_of = locate_rows(layout, where, [region.nbytes for region in regions])
     table = layout.table
     tensors: dict[int, torch.Tensor] = {}
@@ -470,7 +463,6 @@ def _tensors_in(
 
 
 def _bytes_of(region: MappedRegion) -> torch.Tensor:
-    """Return a region as a `[nbytes]` uint8 tensor, a view that keeps the region mapped."""
     if region.device == "cpu":
         whole = torch.frombuffer(region.owner, dtype=torch.uint8)
         return whole[region.offset : region.offset + region.nbytes]
@@ -486,7 +478,6 @@ def _settle(pid: int, device: str) -> None:
 
 
 def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest all mapped memory. Return the chunks that differ from their digests."""
     mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
     # A cache could invent digests for any bytes, so check that the digests match the revision.
     mapped.check_revision(holding.revision)
@@ -507,9 +498,7 @@ def match_parameters(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each parameter and buffer of a module with its tensor. Tied targets use the first matching tensor.
 
-    Raises:
-        PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or the tensors for tied
-            targets have different bytes.
+    Raise PlanError if names, shapes, dtypes or the bytes of tied tensors do not match.
     """
     state = {
         name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
@@ -550,7 +539,6 @@ def match_parameters(
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two cached tensors have the same bytes. Tied tensors are not read."""
     if one.nbytes != other.nbytes or one.device != other.device:
         return False
     if one.data_ptr() == other.data_ptr():
@@ -559,7 +547,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a key that is equal for tensors in the same memory, which are tied."""
     # A tensor subclass may have no address, or the address of another tensor.
     if not tensor.numel() or type(tensor.data) is not torch.Tensor:
         return id(tensor), 0, 0

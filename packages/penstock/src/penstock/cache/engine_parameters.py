@@ -31,7 +31,6 @@ from penstock.peer.local_weights import device_id
 from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"
-"""Path of the requests at the cache's server."""
 ACCEPTS = "accepts"
 """File next to a cache's socket. It contains the id of the device for which the cache accepts parameters."""
 _SHOWN = 3
@@ -65,12 +64,7 @@ class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOverHandler:
-    """Keeps parameters from engines in a thread, and reports the progress.
-
-    Args:
-        keep: keeps the parameters of a new request, in the executor's thread.
-        executor: must have one thread, because concurrent calls would need memory for several models.
-    """
+    """Keeps parameters from engines in the executor's single thread by calling `keep`, and reports the progress."""
 
     def __init__(self, keep: Callable[[HandOver], None], executor: Executor) -> None:
         self._keep = keep
@@ -174,7 +168,6 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def _cache_of(device: torch.device) -> Path:
-    """Return the socket of a responding cache that accepts parameters for a device."""
     for marker in sorted(private_directory().glob(f"p-*/{ACCEPTS}")):
         socket = marker.with_name(SOCKET_NAME)
         try:

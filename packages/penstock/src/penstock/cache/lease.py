@@ -21,9 +21,7 @@ class LeaseState(StrEnum):
     DAMAGED = "damaged"
     """The cache found corrupt bytes in this memory. `LOST` is less severe, because lost memory has the right bytes."""
     LOST = "lost"
-    """The cache exited or revoked the lease."""
     GIVEN_BACK = "given back"
-    """This process released the lease."""
 
 
 class LeaseRenewal:

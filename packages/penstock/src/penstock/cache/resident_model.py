@@ -36,7 +36,6 @@ class ResidentState(StrEnum):
     RELOADING = "reloading"
     """The model's memory was corrupted, and the model is being read again."""
     LOST = "lost"
-    """The model could not be read again."""
     DROPPING = "dropping"
     """The model waits for engines and readers to leave, and cannot return from a lower tier. After a timeout the
     previous state is restored."""
@@ -51,7 +50,6 @@ _NEXT = {
     ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
     ResidentState.DROPPED: set[ResidentState](),
 }
-"""The permitted transitions from each state."""
 
 
 class _InArena(PlacedTarget):
@@ -62,7 +60,6 @@ class _InArena(PlacedTarget):
         self.arenas: Sequence[Arena] = (arena,)
 
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """See `PlacedTarget.place`."""
         arena, nbytes = self.arenas[0], layout.table.nbytes.tolist()
         return arena.runs_at(arena.place(nbytes), nbytes)
 
@@ -70,18 +67,12 @@ class _InArena(PlacedTarget):
 class ResidentModel:
     """A model in a cache. The memory tiers call its methods, one call at a time.
 
-    Args:
-        nbytes: bytes of memory, including gaps between tensors.
-        uri, storage_options, progress: see `WeightCache.keep`. Without a URI the model is fetched only from members.
-
     Attributes:
         weights: the served weights. None until the first fetch.
         why: reason for a state other than `kept`, or for the last reload.
-        reloaded: the result of the last reload, or None.
     """
 
     can_reload = True
-    """Whether `fill` can be called again."""
 
     def __init__(
         self,
@@ -189,13 +180,7 @@ class ResidentModel:
 
 
 class ConvertedModel(ResidentModel):
-    """A model that a conversion writes into its memory, so that it cannot be read again.
-
-    Args:
-        key: key of the conversion.
-        nbytes: size of the result in bytes.
-        make: runs the conversion, with the path of the memory as the output file.
-    """
+    """A model that a conversion writes into its memory with `make`, so that it cannot be read again."""
 
     can_reload = False
 
@@ -236,5 +221,4 @@ class ConvertedModel(ResidentModel):
 
 
 def _rows_as_written(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
-    """Return the bytes of each row at the offsets where the conversion wrote them."""
     return [arena.bytes_at(*run) for run in zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)]

@@ -62,7 +62,6 @@ class CacheState(Enum):
     """The lifecycle of a cache."""
 
     NEW = auto()
-    """The cache has no memory, no thread and no fleet membership."""
     SERVING = auto()
     LEAVING = auto()
     """The cache grants no new leases and waits for engines and readers. A second `leave` continues the wait."""
@@ -280,14 +279,12 @@ class WeightCache:
         return Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
 
     def _add(self, resident: ResidentModel, *, again: bool) -> None:
-        """Free memory for a model, fill it and serve it. `again` means that its source can be read again."""
         with self._adding:
             self.tiers.put(resident.block, resident.fill, again=again, user=resident)
             self._models[resident.served.key] = resident
         self.member.report_now()
 
     def _accept_parameters(self, wanted: HandOver) -> None:
-        """Keep parameters that a member on this host offers. Do nothing if they are kept already."""
         for kept in list(self._models.values()):
             identity = kept.served.identity
             if (identity.model, identity.parallel) == (wanted.model, wanted.parallel):
@@ -385,7 +382,6 @@ class WeightCache:
                 yield ""
 
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
-        """Start to reload a model whose memory changed. The other models are still served."""
         resident = self._models.get(weights.key)
         if resident is None or resident.weights is not weights:
             return
@@ -396,7 +392,6 @@ class WeightCache:
             resident.reloaded = self._reloads.submit(self._reload, resident)
 
     def _reload(self, resident: ResidentModel) -> None:
-        """Free the memory, then read and verify the model again. If that fails, the model becomes `LOST`."""
         begun, damage = time.monotonic(), resident.why
         try:
             if not resident.can_reload:
@@ -533,7 +528,6 @@ class WeightCache:
         self.state = CacheState.LEFT
 
     def _users(self) -> str:
-        """Describe how many engines and readers use the models, or return an empty string."""
         server = self.member.server
         num_attached = sum(map(server.num_attached, self._models))
         num_readers = sum(map(server.num_readers, self._models)) - num_attached

@@ -25,9 +25,7 @@ READS_OF_ONE = 3
 """Number of concurrent reads from one upstream, so that its link stays busy between two reads."""
 
 MakeReader = Callable[[Upstream, tuple[int, ...]], UpstreamReader]
-"""Creates a reader that follows an upstream with these ranks."""
 Read = tuple[UpstreamReader, I64]
-"""An upstream and the chunks to read from it."""
 
 
 class Assignment:
@@ -74,12 +72,10 @@ class Assignment:
         """Return whether there is an upstream, or an upstream failed since the last progress."""
         return bool(self._choice.readers or self._failed_since_progress)
 
-    # -- Upstreams.
-
     def follow(self, reply: UpstreamsReply) -> float:
         """Start readers for new upstreams and rank all upstreams in the hub's order. Unnamed upstreams are last.
 
-        Returns the seconds until a full parent may be retried, or inf if no parent is full.
+        Return the seconds until a full parent may be retried, or inf if no parent is full.
         """
         now = time.monotonic()
         with self._lock:
@@ -102,15 +98,12 @@ class Assignment:
                     reader.request_news()
             parents = self._parents(reply, now)
             if reply.is_placed:
-                # The relay keeps reported parents. Reported earlier, all members that start at the same moment would
-                # be placed below the same holder.
+                # The relay keeps reported parents, and simultaneous members reported earlier would share one holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
-        """Return, for each of the hub's orders, the first member that did not fail and is not full for long."""
-        # Report the first member even if it is full now. It soon has a free reservation, but the hub would keep a more
-        # distant parent for good.
+        # Report the first member even if it is full now, or the hub would keep a more distant parent for good.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
         may_be = {name for name in names if self._retries.may_be_parent(name, now)}
@@ -131,8 +124,7 @@ class Assignment:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is not a fault. If members complain about it, the hub discounts its chunks and has them
-                # read from storage again: eight cold starters read storage 3.3 to 5.9 times.
+                # A full holder is no fault. After complaints, eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
                     self._retries.note_full(member, now)
                     self._provenance.full[member] = str(reader.error)
@@ -150,22 +142,15 @@ class Assignment:
             readers, self._choice.readers = self._choice.readers, []
         return readers
 
-    # -- Chunks.
-
     def is_idle(self) -> bool:
         """Return True if nothing is being read and no upstream has a chunk for this fetch."""
         with self._lock:
             return self._choice.is_idle()
 
     def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
-        """Assign chunks to every upstream with a free slot, and post their reads.
+        """Assign chunks to every upstream with a free slot, and post their reads under the lock.
 
-        Args:
-            post: called at most once, with the lock held, and never after `close`.
-            is_storage_read: whether storage is being read. Reads of few chunks then wait for more chunks.
-
-        Returns:
-            Seconds until the next round, and whether an upstream failed, so that the hub should be asked.
+        Return the seconds until the next round, and whether an upstream failed, so that the hub should be asked.
         """
         pause_s, has_failed, reads = self._timing.fetch_turn_s, False, list[Read]()
         with self._lock:
@@ -201,10 +186,7 @@ class Assignment:
             return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
-        """Assign the missing chunks among these to storage. Return False if none of them is missing.
-
-        `post` is called with the lock held, and never after `close`.
-        """
+        """Assign the missing chunks among these to storage, and post them under the lock. Return False without any."""
         with self._lock:
             free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
             if self._is_closed or not len(free):
@@ -223,13 +205,8 @@ class Assignment:
         self._flying[chunks] = self._claimed[chunks] = False
         self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
-    # -- Progress, and failures since then.
-
     def note_verified(self, chunks: I64) -> None:
-        """Note that these chunks are verified. Call it inside `held`.
-
-        Upstreams that failed before may cost one stall again.
-        """
+        """Note that these chunks are verified. Call it inside `held`."""
         self._clear(chunks)
         self._failed_since_progress.clear()
         self._reported.clear()

@@ -24,9 +24,7 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 class ChunkChoice:
     """The upstreams of a fetch, and which chunks are present or being read. The owner's lock guards it.
 
-    Attributes:
-        readers: the upstreams in use, in the order of their ranks.
-        num_trees: number of orders from the hub. With two, one tree has the even chunks and the other the odd chunks.
+    With two `num_trees`, one tree has the even chunks and the other tree the odd chunks.
     """
 
     def __init__(self, have: Bools, flying: Bools) -> None:
@@ -42,8 +40,7 @@ class ChunkChoice:
             self._is_placed = reply.is_placed
             self.num_trees = max(1, len(reply.orders))
             return ranks_of(reply)
-        # A restarted hub names arbitrary holders until it knows the fleet again. Rank new upstreams last, or a fetch
-        # with two trees would leave its parents and read all chunks from one member.
+        # A restarted hub names arbitrary holders, so keep the parents by ranking new upstreams last.
         ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
         behind = 1 + max((rank for by_tree in ranks.values() for rank in by_tree if rank != UNNAMED), default=-1)
         new = (upstream.member for upstream in reply.upstreams if upstream.member not in ranks)
@@ -51,8 +48,7 @@ class ChunkChoice:
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Set the ranks of the readers. Readers without a rank come last."""
-        # With one order the last rank means a last resort. With trees, an unranked upstream only adds the chunks it
-        # has, and no other upstream waits for it.
+        # With one order the last rank is a last resort. With trees, no other upstream waits for this one.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)
@@ -83,12 +79,10 @@ class ChunkChoice:
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
 
     def _earlier(self, reader: UpstreamReader, tree: int) -> list[UpstreamReader]:
-        """Return the upstreams with a better rank in a tree that have, or will have, its chunks."""
         rank = reader.ranks[tree]
         return [other for other in self.readers if other.ranks[tree] < rank and other.holds_back(tree)]
 
     def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
-        """Return the missing chunks of these trees that an upstream has and that are not being read."""
         wanted = reader.has & ~self._have & ~self._flying
         if len(trees) < self.num_trees:
             for tree in set(range(self.num_trees)).difference(trees):
@@ -97,9 +91,7 @@ class ChunkChoice:
 
     def pop_unneeded(self) -> list[UpstreamReader]:
         """Remove and return upstreams without a purpose once every tree has a working parent."""
-        # With one order they stay, in case all others fail while the hub is away. With trees, readers from the time
-        # when the fleet was smaller, and readers that only measure the pace, would use the reservations of the
-        # upstream's two children.
+        # With one order they stay as spares. With trees, they would use the reservations of the upstream's children.
         if self.num_trees == 1 or not all(self._has_working_parent(tree) for tree in range(self.num_trees)):
             return []
         unneeded = [
@@ -115,5 +107,4 @@ class ChunkChoice:
         return first is not None and first.is_connected and first.holds_back(tree)
 
     def _is_slow_spare(self, reader: UpstreamReader) -> bool:
-        """Return True if an upstream was measured and is not much faster than the working upstreams before it."""
         return reader.is_measured and not any(self.may_read(reader, tree) for tree in range(self.num_trees))

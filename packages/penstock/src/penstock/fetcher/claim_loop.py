@@ -46,9 +46,7 @@ class ClaimLoop:
     starved: StallTimer
     """Measures the time in which nothing feeds the fetch. `run` updates it."""
     before_read: Callable[[], None]
-    """Called before a byte is requested."""
     add_received: Callable[[ReceivedChunks], None]
-    """Receives chunks whose bytes are in place."""
     stall_s: float
     timing: Timing
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -56,8 +54,7 @@ class ClaimLoop:
 
     def run(self) -> None:
         """Claim and read until all chunks are here. This is the body of the thread."""
-        # The hub's first reply contains the first claim. Otherwise each of 1,000 members that start at the same time
-        # would send two requests.
+        # The hub's first reply contains the first claim, which saves one request for each starting member.
         while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self.should_skip_claims()):
             pass
         first = self.hub.pop_first_claim()
@@ -90,13 +87,9 @@ class ClaimLoop:
                 self._closing.wait(self.timing.hub_retry_s)
 
     def should_skip_claims(self) -> bool:
-        """Return True if storage must be read without a claim, because the hub refuses this member or no byte arrives.
-
-        No byte arrives if the hub is unreachable, or if the holders of the missing chunks are alive but send nothing.
-        """
+        """Return True if storage is read without a claim, because the hub refuses this member or no byte arrives."""
         state = self.hub.state
-        # Wait longer than `read_stall_s`, after which a silent holder is reported. The hub then grants claims on the
-        # chunks that only this holder has, so each chunk is read from storage by one member only.
+        # Wait longer than `read_stall_s`, after which the hub grants claims on the chunks of a silent holder.
         patience_s = self.stall_s / 2 if state is HubState.AWAY else 0.75 * self.stall_s
         must_skip = state is HubState.REFUSES or self.starved.seconds > patience_s
         if must_skip and self.hub.become(HubState.UNUSED):
@@ -104,7 +97,6 @@ class ClaimLoop:
         return self.hub.state is HubState.UNUSED
 
     def _read(self, ranges: Ranges) -> bool:
-        """Start reading claimed chunks, and wait until the next claim is due. Return False if no chunk is missing."""
         if not self.assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
             return False
         # No deadline is needed here, because storage has a deadline and its end sets the event.
@@ -118,7 +110,6 @@ class ClaimLoop:
         self.reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
 
     def _read_storage(self, chunks: I64) -> None:
-        """Read claimed chunks from storage, and pass on the complete chunks. This is a work item."""
         unread = set(chunks.tolist())
         # Set `_wanted` once for each claim. A second time could end the wait for the next claim.
         is_near_end = threading.Event()

@@ -54,7 +54,6 @@ Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 MIN_TIMEOUT_S = 0.5
 """Minimum timeout of a request to the hub, in seconds. Even with `timeout_s=0` a working hub needs time to respond."""
 LOG_AFTER_S = 2.0
-"""A wait longer than this many seconds is logged."""
 REQUEST_PAUSE_S = 0.2
 """Minimum pause between two requests to the hub while no member holds the model, in seconds."""
 
@@ -85,9 +84,7 @@ class FetchTarget:
     ) -> tuple[LocalWeights, Callable[[], list[torch.Tensor]] | None]:
         """Return the local weights to fill, and a function that makes their tensors if the memory is new.
 
-        Raises:
-            PlanError: torch does not support a dtype or shape. Nothing was allocated.
-            BudgetTooSmall, DestinationError, DeviceOutOfMemory: the memory is too small.
+        Raise PlanError for an unsupported dtype or shape, or BudgetTooSmall, DestinationError or DeviceOutOfMemory.
         """
         if self.rows is not None:
             weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
@@ -103,8 +100,7 @@ class FetchTarget:
             arenas += target.arenas
             make: Callable[[], list[torch.Tensor]] = partial(self._tensors_of, flat)
         else:
-            # Use one arena, which needs only one registration. A thread touches its pages in advance, because page
-            # faults would delay the reads.
+            # One arena needs one registration. A thread touches its pages, because page faults would delay the reads.
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
             arena.warm(is_over)
@@ -129,10 +125,7 @@ class FetchTarget:
 
 
 class Discovery:
-    """Finds the tensors of one fetch. Fields of `identity` that the fallback or the fleet knows may be empty.
-
-    `on_wait` is called before each pause with the reason for it.
-    """
+    """Finds the tensors of one fetch. Fields of `identity` that the fallback or the fleet knows may be empty."""
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
         self._identity = identity
@@ -176,7 +169,6 @@ class Discovery:
         return FetchTarget(identity=state.identity, layout=self._layout_of(state, device, wait_s), device=device)
 
     def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], has_tensors: bool) -> FetchTarget:
-        """Return the tensors of the fallback, restricted to the target's tensors if it has any."""
         table, rows = session.table(), None
         if has_tensors:
             lines = match_targets(session, tensors, None, True, whole="fetch").lines()
@@ -214,7 +206,6 @@ class Discovery:
         )
 
     def _state_of(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
-        """Return the state of a member whose identity equals ours except for open fields. Wait for the first holder."""
         unknown = {name for name in open_fields if not getattr(identity, name)}
         return self._retry_until(
             "a holder",
@@ -227,10 +218,7 @@ class Discovery:
     def _state_now(
         self, identity: Identity, unknown: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
-        """Return the state of the holder with the most chunks. Fields in `unknown` may differ.
-
-        Raises NotFound if there is no holder. `since` completes its message.
-        """
+        """Return the state of the holder with the most chunks, or raise NotFound. Fields in `unknown` may differ."""
         best: HoldingState | None = None
         mismatches: dict[str, str] = {}
         for member in self._member.hub.status(identity.model, within_s=within_s).members:
@@ -239,8 +227,7 @@ class Discovery:
                     continue
                 differ = {k: v for k, v in identity.differences(state.identity).items() if k not in unknown}
                 if "revision" in differ:
-                    # A member that read files without a manifest has an `h1-` revision, because it computes the root
-                    # last.
+                    # A member without a manifest has an `h1-` revision, because it computes the root last.
                     differ["revision"] = identity.revision, state.revision or state.identity.revision
                     if identity.revision.startswith(("w1-", "h1-")) and state.is_of(identity.revision):
                         del differ["revision"]
@@ -257,7 +244,6 @@ class Discovery:
         raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or pass fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
-        """Return True if members read the same files without a manifest and computed the requested revision."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         with contextlib.suppress(SourceError, HubUnavailable):
             if self._member.away is not None:
@@ -266,7 +252,6 @@ class Discovery:
         return False
 
     def _layout_of(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
-        """Return the layout of a key from a member that holds it. Wait for a member with a free reservation."""
         return self._retry_until(
             "a free holder",
             lambda left_s: self._layout_now(state, device, left_s),
@@ -301,7 +286,6 @@ class Discovery:
             time.sleep(max(REQUEST_PAUSE_S, min(self._member.hub.rest_s, wait_s / 8)))
 
     def _layout_now(self, state: HoldingState, device: torch.device, within_s: float) -> WeightLayout:
-        """Return the layout from the first upstream that responds, or raise the last error."""
         empty = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
         reply = self._member.find_holders(empty, within_s=within_s)
         last: PenstockError = NotFound(
@@ -318,8 +302,7 @@ class Discovery:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will probably read this member. Mapping 60 GB takes 10 ms and can overlap the
-                        # allocation.
+                        # The fetch will probably read this member, and mapping can overlap the allocation.
                         with contextlib.suppress(PenstockError):
                             _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout
@@ -329,8 +312,6 @@ class Discovery:
 
 
 def _in_background(work: Callable[[], None]) -> None:
-    """Do optional work in a background thread. Its errors are raised when the work is really needed."""
-
     def attempt() -> None:
         with contextlib.suppress(PenstockError):
             work()

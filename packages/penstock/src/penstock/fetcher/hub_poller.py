@@ -24,7 +24,6 @@ class HubState(Enum):
     """The state of the hub for a fetch. It decides whether storage is read with claims."""
 
     UNKNOWN = auto()
-    """No request was sent yet."""
     ANSWERS = auto()
     AWAY = auto()
     """The last request failed. Claims are still requested."""
@@ -35,9 +34,7 @@ class HubState(Enum):
 
 
 class HubPoller:
-    """Asks for upstreams until it is closed.
-
-    If `away` gives a reason why the member has not joined, storage is read without claims from the start.
+    """Asks for upstreams until it is closed. If `away` is set, storage is read without claims from the start.
 
     Attributes:
         answer: the hub's last reply or failure, as text.
@@ -99,7 +96,6 @@ class HubPoller:
                 self.wait_while_fed(wait_s - rest_s)
 
     def _ask(self) -> tuple[float, float]:
-        """Ask once. Return the seconds until the next request and until a full parent may be retried."""
         is_first = not self.answered.is_set()
         try:
             reply = self._member.upstreams(
@@ -148,7 +144,6 @@ class HubPoller:
             reader.close()
 
     def _note_storage_readers(self, reply: UpstreamsReply) -> None:
-        """Record whether other members are making progress with storage. Waiting for their chunks is no stall."""
         is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
         valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0

@@ -106,8 +106,7 @@ class Fleet:
             phases.enter("allocate")
             weights, make_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
-            # Serve the weights now, because other members read each chunk as soon as it is verified. The hub learns of
-            # the weights from the first request for upstreams.
+            # Serve the weights now, because other members read each chunk as soon as it is verified.
             self.member.show(weights, report=False)
             storage = (
                 StorageReader(target_weights.session, target_weights.layout, weights.rows)
@@ -142,10 +141,7 @@ class Fleet:
         journey: Journey,
         make_tensors: Callable[[], list[torch.Tensor]] | None,
     ) -> tuple[Provenance, list[torch.Tensor]]:
-        """Run the fetch into weights that other members can already read. Stop serving them if it fails.
-
-        `make_tensors` makes the tensors of new memory. None means that the caller owns the memory.
-        """
+        """Fill weights that other members can already read. `make_tensors` is None if the caller owns the memory."""
         tensors: list[torch.Tensor] = []
         running = FetchRun(
             self.member,

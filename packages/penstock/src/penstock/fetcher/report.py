@@ -28,14 +28,12 @@ class Provenance:
     model: str
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    """Upstreams that failed, with the reasons."""
     full: dict[str, str] = field(default_factory=dict)
     """The refusal from each full member. Reported only if the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
     """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     why_storage: str = NO_MEMBER
     num_wrong: int = 0
-    """Number of times that received chunks differed from their digests."""
 
     def add_bytes(self, path: str, nbytes: int) -> None:
         """Add verified bytes from a path."""
@@ -177,7 +175,6 @@ def report_of(
 
 
 def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
-    """Return whether every byte was compared with a digest, and the source of these digests."""
     if weights.has_manifest:
         return True, "the manifest's digests"
     # All digests together had to yield this root. See `check_revision`.

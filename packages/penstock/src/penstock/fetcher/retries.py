@@ -29,8 +29,7 @@ class RetryTimes:
         """Note a failed member. A member that is too slow is not retried."""
         wait_s = min(2 * self._failed.get(member, (0.0, self._timing.failed_pause_s / 2))[1], self._stall_s)
         if isinstance(error, SourceStalled) and can_read_storage:
-            # A pending read from a silent member prevents that storage is read. With three silent holders in turn, the
-            # last chunks were never read.
+            # A pending read from a silent member blocks storage, and three silent members could block it forever.
             wait_s = self._timing.silent_pause_s
         self._failed[member] = (math.inf if is_too_slow else now + wait_s, wait_s)
 

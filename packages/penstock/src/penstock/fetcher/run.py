@@ -42,7 +42,6 @@ from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
-"""Number of concurrent reads from all upstreams in total."""
 PARTS_AT_ONCE = 2
 """Number of claims read from storage at once. See `storage_reader.LITTLE`."""
 NUM_VERIFYING = 2
@@ -52,24 +51,19 @@ class FetchState(Enum):
     """The state of a fetch, in order. Its ticket says whether it succeeded."""
 
     NEW = auto()
-    """The fetch has no threads yet."""
     STARTED = auto()
     """The fetch asks the hub and connects to upstreams. No byte was requested."""
     MOVING = auto()
-    """Bytes were requested."""
     CLOSED = auto()
-    """Nothing writes to the weights from now on."""
 
 
 class FetchRun(Run):
     """A running fetch. As a context manager it stops every thread on exit. Nothing writes to the weights afterwards.
 
     Args:
-        weights: the weights to fill, registered and in the state `filling`.
         storage: reads chunks that no member has. None means to read from peers only.
         on_first: called once, just before the first byte is requested.
         away: why the member has not joined. If set, storage is read without claims from the start.
-        make_reader: creates the reader that follows an upstream. None means a reader that sends requests to the peer.
     """
 
     def __init__(
@@ -97,8 +91,7 @@ class FetchRun(Run):
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
         self._on_first = on_first
-        # The first clock pauses while something feeds the fetch, and decides when to read storage without a claim. The
-        # second never pauses, and is reported to the hub.
+        # The first clock pauses while something feeds the fetch. The second never pauses, and the hub gets it.
         self._starved = StallTimer()
         self._no_progress = StallTimer()
         self._assignment = Assignment(
@@ -146,7 +139,6 @@ class FetchRun(Run):
         self._read_bytes = 0
 
     def _become(self, state: FetchState) -> bool:
-        """Change the state. Return False without a change unless `state` is the next state, or CLOSED."""
         with self._lock:
             if not (state.value == self.state.value + 1 or (state is FetchState.CLOSED and self.state is not state)):
                 return False
@@ -195,8 +187,6 @@ class FetchRun(Run):
         # `close` joins only threads that were started.
         self._threads.append(thread)
 
-    # -- Progress and deadlines.
-
     def received_bytes(self) -> int:
         """Return the bytes received so far, including unfinished reads. The number only grows."""
         with self._lock:
@@ -204,13 +194,7 @@ class FetchRun(Run):
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        """Return True while the lack of received bytes is not a stall of the fetch.
-
-        Storage is being read, bytes are being verified, the hub is slow, or other members read the missing chunks from
-        storage.
-        """
-        # On a host with two cores, 64 starting processes delayed the hub's replies by half a stall. Reads of storage
-        # without a claim made the hub even slower.
+        # On two cores, 64 starting processes delayed the hub by half a stall. Reads without a claim slowed it further.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
@@ -222,16 +206,12 @@ class FetchRun(Run):
         return self._assignment.is_idle()
 
     def is_busy(self) -> bool:
-        """Return True if an operation with a deadline is running.
-
-        Reads from an upstream that failed since the last verified byte do not count, so that it costs only one stall.
-        """
+        """Return True if an operation with a deadline is running. Reads from a failed upstream do not count."""
         with self._lock:
             is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
         return is_new or self._is_feeding()
 
     def _check_reads(self) -> None:
-        """Measure the time without bytes. Stop reads that receive less than `LEAST_BYTES` within their deadline."""
         moved, received = self.ticket.moved_bytes, self.received_bytes()
         self._starved.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._no_progress.look(moved, received)
@@ -251,8 +231,6 @@ class FetchRun(Run):
     def read_stall_s(self) -> float:
         """Deadline for an upstream that sends nothing: half a stall if storage can be read instead."""
         return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
-
-    # -- Reads.
 
     def assign(self) -> float:
         """Post reads for upstreams with a free slot and missing chunks. Return the seconds until the next round."""
@@ -301,8 +279,6 @@ class FetchRun(Run):
         self._assignment.release(chunks)
         self.ticket.wake()
 
-    # -- Verification.
-
     def add_received(self, arrival: ReceivedChunks) -> None:
         """Queue chunks for verification. Their bytes are in place."""
         with self._lock:
@@ -340,7 +316,6 @@ class FetchRun(Run):
             weights.path, weights.why = self.provenance.shares(), self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
-        """Reject chunks with a wrong digest. They are read again, and their source is no longer used."""
         message = f"chunk {wrong} differs from its digest"
         self.provenance.num_wrong += 1
         reader = arrival.upstream_reader
@@ -370,7 +345,6 @@ class FetchRun(Run):
             read.stop(Cancelled("the fetch was closed"))
         super().close()
         for thread in self._threads:
-            # The thread may be waiting for the hub. It does not touch the weights.
             thread.join(timeout=self._timing.fetch_end_s)
         # Break a cycle that would keep the weights alive.
         self._claims = None
@@ -381,12 +355,7 @@ class FetchRun(Run):
 
 
 def _follow(
-    member: Member,
-    weights: LocalWeights,
-    ticket: RunState,
-    timing: Timing,
-    upstream: Upstream,
-    ranks: tuple[int, ...],
+    member: Member, weights: LocalWeights, ticket: RunState, timing: Timing, upstream: Upstream, ranks: tuple[int, ...]
 ) -> UpstreamReader:
     reader = UpstreamReader(
         member.peer(upstream, weights.key),

@@ -103,11 +103,9 @@ def initialize(
     with typed(target):
         require_apart([place], target, replace=True)
     files = _files(place, settings)
-    # An error leaves the destination unchanged.
     with new_directory(target), DestinationClaim.open(target, partial):
         try:
             with typed(target):
-                # Remove the files of a killed container.
                 clear(partial)
             weights = {name for name in files if _is_weights(name)}
             if not any(name.endswith(SUFFIX) for name in weights):
@@ -187,7 +185,6 @@ _BULK = (SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", SID
 
 
 def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the files of a model by their names relative to `place`, including subdirectories."""
     listed = list_files(place, settings=settings, storage_options=storage_options)
     if listed == [place]:
         name = display(place).rpartition("/")[2]
@@ -215,12 +212,10 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
 
 
 def _is_weights(name: str) -> bool:
-    """Return whether a fetch writes this file, as a shard, the index, or the manifest of the set."""
     return "/" not in name and name.endswith((SUFFIX, INDEX_SUFFIX, SIDECAR))
 
 
 def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
-    """Fetch the weights into the partial directory. Return None if no hub answers."""
     # Both modules import torch, which copying files does not need.
     from penstock.fetcher.join import join_or_warn
     from penstock.fetcher.to_files import fetch_to_files
@@ -239,10 +234,6 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
 
 
 def _verify(directory: Path, weights: Collection[str], compared: Collection[str]) -> tuple[bool, str]:
-    """Compare the copied weights with their manifest. Return whether they are verified, and against which digests.
-
-    `compared` are the files whose SHA-256 matched the storage's when they were copied.
-    """
     from penstock.loader.verify import verify
 
     if not weights:

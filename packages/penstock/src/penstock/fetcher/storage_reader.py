@@ -33,9 +33,7 @@ LITTLE = 0.5
 class StorageReader:
     """The storage reads of one fetch into `rows`, the flat uint8 tensors for the rows of the layout.
 
-    Attributes:
-        nbytes: total size of the completed reads in bytes.
-        is_touched: whether a byte of the destination may have been written.
+    `is_touched` tells whether a byte of the destination may have been written.
     """
 
     def __init__(self, session: LoadSession, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
@@ -62,8 +60,7 @@ class StorageReader:
     def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
         """Read these chunks into their rows. Yield chunks as soon as their bytes are complete.
 
-        `near_end` is called once, when at most the fraction `LITTLE` of the bytes is unread. Closing the iterator early
-        stops the reads.
+        `near_end` is called once, when at most the fraction `LITTLE` of the bytes is unread.
         """
         pieces, owner = self._layout.chunks.pieces_apart(chunks)
         table, count = self._layout.table, len(pieces.row)
@@ -103,8 +100,7 @@ class StorageReader:
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
-            # Two claims may share one staging pool. Closing the failed run makes the other run fail too, so the first
-            # error is the cause.
+            # Two claims may share a staging pool, so closing one run fails the other. The first error is the cause.
             self._error = self._error or error
             raise self._error from None
         finally:

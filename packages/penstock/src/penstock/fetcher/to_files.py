@@ -34,7 +34,6 @@ SHARD_BYTES = 5 * GB
 """Size limit of a shard in bytes. Only a single larger tensor exceeds it. Source: the default of transformers'
 `save_pretrained`."""
 _TOKEN = "fetch-"
-"""Prefix for the token of a staging directory."""
 _EXPLAIN_S = 2.0
 """Maximum wait for the hub's explanation of why storage was read, in seconds. The fetch is already done."""
 
@@ -71,11 +70,9 @@ def fetch_to_files(
     """
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
-    # Check before the fetch, and again when the directory is renamed.
     place = OutputPlace.at(to)
     sources = [] if fallback is None else texts_of(fallback)
     place.require_free(replace=replace, sources=sources)
-    # Remove the directories of earlier calls that were killed.
     remove_dead(place, _TOKEN)
     # Stage on the file system of the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
@@ -104,10 +101,7 @@ def fetch_model(
     timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
-    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub responds, read the fallback.
-
-    Without a fallback, HubUnavailable is raised. See `penstock.join` and `fetch_to_files` for the arguments.
-    """
+    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub responds, read the fallback."""
     before = None if to is None else _directory_at(OutputPlace.at(to).path)
     try:
         return _fetch_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
@@ -124,8 +118,6 @@ def fetch_model(
 
 
 def _directory_at(path: str | os.PathLike[str]) -> int | None:
-    """Return the inode at a path, or None if it does not exist."""
-    # The fetch itself reports any other problem with the path.
     with contextlib.suppress(OSError):
         return os.stat(path).st_ino
     return None
@@ -150,7 +142,6 @@ def _fetch_model(
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
-    """Add to the report of a fetch from storage which member holds the whole model under another key, and why."""
     # Ask only in this case, because the answer lists all members of the model.
     mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
     if mine is None or set(report.why.values()) != {NO_MEMBER}:
@@ -179,7 +170,6 @@ class _MappedFiles(PlacedTarget):
         self._output: OutputSet | None = None
 
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """Create the files at full size and map them."""
         placed, body_nbytes = _places(layout.table)
         output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"}, stem=layout.stem)
         output.create()
@@ -190,7 +180,6 @@ class _MappedFiles(PlacedTarget):
         return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
 
     def publish(self, target: Path, weights: LocalWeights, replace: bool) -> None:
-        """Publish the files at `target` with index and manifest."""
         assert self._output is not None
         # Read names, shapes and offsets back from the files. The fetch verified the digests of the same pages.
         with open_weights(
@@ -225,7 +214,6 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """Return a shared mapping of a file as a tensor."""
     with typed(path), open(path, "r+b") as file:
         return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 

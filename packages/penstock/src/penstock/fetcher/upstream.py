@@ -61,18 +61,14 @@ MUCH_FASTER = 4.0
 network link differ by less."""
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
-"""One read to post: the transport, our memory, the peer's memory, and the segments."""
 
 
 class UpstreamReader:
     """The state of an upstream, which a thread updates from its log.
 
-    It is no longer used if it is slower than `min_bytes_per_s`, or limits its readers to less.
-
     Attributes:
         ranks: position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
         has: per chunk, True if it can be read from this upstream.
-        path: transport and member, for reports.
         why: for each path, why no nearer transport was chosen, and why it compresses or not.
     """
 
@@ -146,10 +142,7 @@ class UpstreamReader:
         return self._generation >= 0
 
     def holds_back(self, tree: int) -> bool:
-        """Return whether later upstreams should wait because this upstream has or will have a tree's chunks.
-
-        An upstream without a rank in a tree may read that tree's chunks from this process.
-        """
+        """Return whether later upstreams should wait because this upstream has or will have a tree's chunks."""
         if self.error is not None or self.ranks[tree] == UNNAMED:
             return False
         alive_at = self._alive_at[tree] if len(self.ranks) > 1 else max(self._alive_at)
@@ -196,7 +189,6 @@ class UpstreamReader:
             self.upstream = self.peer.upstream = upstream
 
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed. A parent needs a lease now. See `Timing.spare_pause_s` and `PROBE_S`."""
         begun = time.monotonic()
         while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(self._timing.spare_pause_s)):
             if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
@@ -234,13 +226,11 @@ class UpstreamReader:
 
     def charge(self, nbytes: int) -> None:
         """Count a read that begins now against the holder's limit."""
-        # The holder cannot slow down one-sided reads, so its readers must respect the limit. A read counts when it
-        # begins, because several run at once.
+        # The holder cannot slow down one-sided reads, so readers respect the limit and count a read when it begins.
         if self._max_bytes_per_s:
             self.not_before = max(self.not_before, time.monotonic()) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
-        """Record that the upstream sent, or now has, these chunks."""
         now = time.monotonic()
         for tree in set((chunks % NUM_TREES).tolist()):
             self._alive_at[tree] = now
@@ -283,8 +273,7 @@ class UpstreamReader:
 
     def fail(self, error: PenstockError) -> None:
         """Stop using the upstream. Keep the first error without its traceback."""
-        # The traceback's frames refer to the destination memory, which would stay allocated until the cyclic collector
-        # runs.
+        # The traceback's frames would keep the destination memory allocated until the cyclic collector runs.
         if self.error is None:
             self.error = without_frames(error)
         self._closing.set()
@@ -295,12 +284,10 @@ class UpstreamReader:
         """Stop following the log. Wait at most `Timing.fetch_end_s` for the thread, which releases the lease."""
         self._closing.set()
         self._news_wanted.set()
-        # A log request may be waiting at the peer.
         self.peer.interrupt()
         self.thread.join(timeout=self._timing.fetch_end_s)
 
     def _follow(self) -> None:
-        """Get a lease, connect, and follow the log. This is the body of the thread."""
         self._wait_until_needed()
         if self._closing.is_set():
             return
@@ -323,10 +310,7 @@ class UpstreamReader:
                 self.fail(error)
 
     def _connect(self, peer_map: HoldingMap) -> None:
-        """Check the peer's map against our layout, and choose a transport for each pair of regions.
-
-        Raises PlanError if the peer's chunks differ or no transport reaches it, and FormatError if the map is invalid.
-        """
+        """Check the peer's map against our layout, and choose a transport for each pair of regions."""
         chunks, ours = self._weights.layout.chunks, self._weights.place
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
         expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
@@ -354,7 +338,6 @@ class UpstreamReader:
         self._generation = peer_map.generation
 
     def _read_log(self, peer: PeerClient) -> None:
-        """Follow the log until this reader is closed."""
         serial = 0
         while not self._closing.is_set():
             reply = peer.log(serial, self._timing.log_wait_s)
@@ -409,17 +392,14 @@ class _Pace:
         self._before = 0.0
 
     def add(self, now: float, nbytes: int) -> None:
-        """Add bytes that arrived now."""
         self._turn(now)
         self._nbytes += nbytes
 
     def value(self, now: float) -> float:
-        """Return the average now."""
         self._turn(now)
         return max(self._before, self._nbytes / max(now - self._since, PROBE_S / 2))
 
     def _turn(self, now: float) -> None:
-        """Begin a new interval if the present one is over."""
         # Another thread may change `_since` between the check and the use.
         passed_s = now - self._since
         if passed_s >= PROBE_S:

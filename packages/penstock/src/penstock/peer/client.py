@@ -50,11 +50,7 @@ T = TypeVar("T")
 class PeerClient(Closeable):
     """A client for one peer's server and one key. It is a context manager. Only `interrupt` may be called concurrently.
 
-    Args:
-        upstream: the peer, with the grant to send.
-        same_host: whether the peer reports the same host, so that its Unix sockets can be used.
-        stall_s: timeout of each request in seconds.
-        trust: TLS context for the peer's certificate. None means the system's defaults.
+    `same_host` allows the peer's Unix sockets, and `stall_s` is the timeout of each request in seconds.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class PeerClient(Closeable):
         self._address: PeerAddress | None = None
 
     def _open(self) -> ControlConnection:
-        """Return a connection to the member's first usable address."""
         why: list[str] = []
         for url in self.upstream.doors:
             address = parse_peer_url(url)
@@ -114,7 +109,6 @@ class PeerClient(Closeable):
         connect = over_tcp(address.host, address.port, self._trust or ssl.create_default_context())
 
         def connect_to_certificate(timeout_s: float) -> socket.socket:
-            """Connect, and check the certificate's names if the hub knows the member's names."""
             sock = connect(timeout_s)
             assert isinstance(sock, ssl.SSLSocket)
             shown, names = certificate_names(sock.getpeercert() or {}), self.upstream.certificate
@@ -201,7 +195,6 @@ class PeerClient(Closeable):
         return f"/v1/leases/{self._lease.lease}"
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        """Send a request and return the decoded response, or raise the peer's error."""
         code, raw = self._send(verb, path, body)
         if code == 200:
             try:

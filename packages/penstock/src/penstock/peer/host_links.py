@@ -23,11 +23,7 @@ def host_links() -> int:
 
 
 def nearest_link(gpu_uuid: str) -> str:
-    """Return the RDMA device that shares most PCI bridges with a GPU, or an empty text if several devices do.
-
-    Args:
-        gpu_uuid: UUID of a GPU on this host, or an empty text.
-    """
+    """Return the RDMA device that shares most PCI bridges with a GPU, or an empty text if several devices do."""
     address = _pci_address(gpu_uuid) if gpu_uuid else ""
     if not address:
         return ""
@@ -42,7 +38,6 @@ def nearest_link(gpu_uuid: str) -> str:
 
 
 def _pci_address(gpu_uuid: str) -> str:
-    """Return the PCI address of a GPU, such as `0000:1b:00.0`, or an empty text if the driver does not report it."""
     # Use the driver's table, because CUDA's numbers differ from PCI's and depend on `CUDA_VISIBLE_DEVICES`.
     for information in sorted((PROC / "driver/nvidia/gpus").glob("*/information")):
         try:
@@ -54,5 +49,4 @@ def _pci_address(gpu_uuid: str) -> str:
 
 
 def _bridges(device: Path) -> tuple[str, ...]:
-    """Return the bridges above a PCI device, starting at the root complex."""
     return Path(os.path.realpath(device)).parts[:-1]

@@ -138,10 +138,9 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
 
 
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
-    """Return the layout of live tensors, and each row's bytes as a flat uint8 view.
+    """Return the layout of live tensors, and each row's bytes as a flat uint8 view. Tied tensors become one row.
 
-    Tied tensors, which share memory under several names, become one row under the name that sorts first. Raise
-    PlanError if a tensor is not contiguous, or its dtype is unsupported.
+    Raise PlanError if a tensor is not contiguous, or its dtype is unsupported.
     """
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
@@ -180,13 +179,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The placement of a layout's rows in regions of memory.
-
-    Attributes:
-        row_region: index of each row's region. -1 for a row without bytes.
-        row_offset: offset of each row in its region, in bytes.
-        row_address: address of each row in this process. 0 for a row without bytes.
-    """
+    """The region of each row, its offset in bytes, and its address. Rows without bytes have region -1 and address 0."""
 
     regions: tuple[Memory, ...]
     row_region: I64
@@ -276,7 +269,6 @@ class LocalWeights:
     Attributes:
         leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.
         have: [num_chunks] bool. Whether each chunk was verified.
-        changed: condition that is notified when `have`, `state` or `generation` changes.
         kept: whether engines on this host may map the memory. Constant while the state is `whole`.
         damage: the error if verified bytes changed in memory. Nothing may be read from then on.
         tier: the lower tier that holds the bytes. Empty if `rows` holds the bytes.
@@ -569,10 +561,7 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`, or all if the log is new.
-
-        Wait at most `wait_s` seconds for one.
-        """
+        """Return the chunks verified since `serial`, or all if the log is new. Wait at most `wait_s` for a chunk."""
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:

@@ -76,18 +76,15 @@ from penstock.waits import start_thread
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
-"""Timeout in seconds for each of a leaving member's last messages."""
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
 """Interval and TTL of heartbeats in seconds before a hub has responded. They equal a hub's defaults."""
 JOIN_AGAIN_S = 0.1
-"""Seconds before the next attempt to reach this host's hub."""
 
 
 class Member:
     """A run of a process in the fleet, created by `join`. Leaving its `with` block leaves the fleet.
 
     Args:
-        hub: client of the hub, used only by this member.
         trust: TLS context that checks the certificates of other members. None means no TLS.
         min_bytes_per_s: rate below which an upstream is not used. 0 means no minimum.
         stall_s: seconds without progress after which an operation fails.
@@ -95,9 +92,7 @@ class Member:
     Attributes:
         away: the error if this member has not joined yet. None after joining.
         syncs: functions that return the sync states for each heartbeat.
-        hub_is_away: whether the last heartbeat failed. Optional requests then need not wait for the hub.
         on_damaged: called with corrupt weights that are no longer served, and the error.
-        welcome: the hub's response to the registration.
     """
 
     welcome: Welcome
@@ -167,9 +162,7 @@ class Member:
 
         Args:
             hub: client of the hub. The member closes it, and so does a failing `join`.
-            connection: rack, transports, `data_port` and `listen`. `listen` requires a hub that authenticates members.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
-            min_bytes_per_s, stall_s: see `Member`.
             join_s: timeout for the hub in seconds. None means the client's timeout.
             needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins it.
 
@@ -220,7 +213,6 @@ class Member:
         return member
 
     def _begin(self, opened: contextlib.ExitStack, join_s: float | None, *, needs_hub: bool) -> None:
-        """Register at the hub and start the heartbeats. Afterwards this member closes the resources in `opened`."""
         self.server.recheck = self.recheck
         self.server.phases = PhasesHandler(self._replica)
         # Register last, because readers may connect as soon as the hub knows the addresses.
@@ -249,7 +241,6 @@ class Member:
             yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
 
     def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
-        """Register at the hub, and retry while another process takes over this host's hub."""
         # This process may just have started this host's hub, which takes time on a busy host.
         timeout_s = None if self.hub.is_local else join_s
         deadline = time.monotonic() + self._stall_s
@@ -271,7 +262,6 @@ class Member:
             time.sleep(JOIN_AGAIN_S)
 
     def _greet(self, timeout_s: float | None = None) -> Welcome:
-        """Register at the hub, and trust the hub's key for grants."""
         welcome = self.hub.hello(self._hello, timeout_s=timeout_s)
         if self.away is not None:
             log.warning("member %s has joined the fleet, because its hub answers now", self.id)
@@ -353,7 +343,6 @@ class Member:
         return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
 
     def _beat(self) -> None:
-        """Send heartbeats and do periodic checks until `leave`. This is the body of the thread."""
         while not self._closing.is_set():
             while (remaining_s := self._until_beat_s()) > 0 and not self._beat_now.wait(remaining_s):
                 pass
@@ -390,7 +379,6 @@ class Member:
         return weights.damage is not None
 
     def _stop_serving(self, weights: LocalWeights, chunk: int) -> None:
-        """Refuse leases for corrupt weights, and invalidate descriptors. The next heartbeat reports the corruption."""
         with self._lock:
             if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
@@ -412,7 +400,6 @@ class Member:
                 raise weights.damage
 
     def _state(self) -> Beat:
-        """Return the whole state of this member for a heartbeat."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         boot = self._record.snapshot()
@@ -425,7 +412,6 @@ class Member:
         )
 
     def _replica(self, boot: Boot) -> Replica:
-        """Return the start of this process for requests to its server."""
         fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
         return Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
@@ -438,7 +424,6 @@ class Member:
         return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
     def _call_hub(self, call: Callable[[], T]) -> T:
-        """Call the hub. If the hub does not know this member, register and retry."""
         try:
             return call()
         except UnknownMember:
@@ -566,9 +551,7 @@ def until_stopped(
 ) -> bool:
     """Wait until any thread or a signal sets `stopped`. Return False if `timeout_s` passed first.
 
-    Args:
-        check: called several times a second. Its errors end the wait.
-        ready: called once, after the signal handlers are installed. Only the main thread handles signals.
+    `check` is called several times a second, and `ready` once after the signal handlers are installed.
     """
     before: dict[int, Any] = {}
 

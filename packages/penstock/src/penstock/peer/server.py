@@ -65,11 +65,9 @@ from penstock.peer.local_weights import LocalWeights, to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 SOCKET_NAME = "peer.sock"
-"""File name of the Unix socket in a member's directory."""
 MAX_BODY_BYTES = 64 << 10
 """Maximum size of a request body in bytes. A lease request is smaller than 1 KiB."""
 MAX_WAIT_S = 5.0
-"""Maximum number of seconds for which a log request waits."""
 LEASE_TTL_S = 15.0
 """Seconds after which a lease expires. Each log request renews the lease, every few seconds."""
 
@@ -78,7 +76,6 @@ CheckGrant = Callable[[LeaseRequest], str]
 Recall = Callable[[str], AbstractContextManager[str]]
 """Brings the weights of a key back from a lower tier and pins them. Yields a reason while they are still on the way."""
 Query = Mapping[str, list[str]]
-"""The query parameters of a request, as `parse_qs` returns them."""
 
 
 class RequestHandler(Protocol):
@@ -87,9 +84,7 @@ class RequestHandler(Protocol):
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
         """Return a value for msgpack, or None for an empty response. Errors are sent as a `Fault`.
 
-        Args:
-            path: parts of the path below the handler's path.
-            body: reads the body. Raises FormatError if the body is empty or longer than its argument.
+        `body` reads the body, or raises FormatError if the body is empty or longer than its argument.
         """
         ...
 
@@ -107,17 +102,13 @@ class _Leased:
 
     @property
     def takes_place(self) -> bool:
-        """Return whether the lease counts as a reader."""
         return not (self.attached or self.is_displaced)
 
 
 class PeerServer:
     """The server of one member. Its methods may be called from any thread.
 
-    Attributes:
-        addresses: URLs at which other members reach this member.
-        handlers: handlers of the paths `/v1/NAME`, by name.
-        recheck: digests a chunk again, and returns True if the chunk changed.
+    `addresses` are its URLs, `handlers` serve the paths `/v1/NAME`, and `recheck` tells whether a chunk changed.
     """
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
@@ -147,12 +138,7 @@ class PeerServer:
     ) -> PeerServer:
         """Serve at a Unix socket in a private directory, and at a host address if one is given.
 
-        Args:
-            listen: `host:port` or `[v6]:port` for other hosts. Port 0 means any free port. None means this host only.
-            max_bytes_per_s: limit for all readers together. 0 means no limit.
-
-        Raises:
-            ConfigError: an address cannot be bound.
+        `listen` is `host:port` or `[v6]:port`, where port 0 means any. Raise ConfigError if it cannot be bound.
         """
         server = cls(check_grant, is_tls=tls is not None, max_bytes_per_s=max_bytes_per_s)
         try:
@@ -266,11 +252,6 @@ class PeerServer:
         return lease
 
     def _lease(self, request: LeaseRequest, caller: str) -> Lease | Fault | None:
-        """Grant a lease, or return None if the weights are not in memory.
-
-        A caller with fewer readers displaces a reader of a caller with more, so that one token with many members cannot
-        occupy all places.
-        """
         with self._lock:
             self._expire()
             weights = self._weights.get(request.key)
@@ -393,7 +374,6 @@ class PeerServer:
                 _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
 
     def _route(self, exchange: ServerExchange) -> object:
-        """Return the value for the response, or None for an empty response."""
         method = exchange.head.method
         url = urlsplit(exchange.head.target)
         path = url.path.strip("/").split("/")

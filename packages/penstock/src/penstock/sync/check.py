@@ -24,7 +24,6 @@ MAX_CHECK_BYTES = MIB
 class _Value(msgspec.Struct, frozen=True, kw_only=True):
     plain: Any = None
     dtype: str = ""
-    """Dtype of a tensor. Empty for plain data."""
     shape: tuple[int, ...] = ()
     data: bytes = b""
 
@@ -174,7 +173,6 @@ def staged_version(
 
 
 def _moved(tensor: torch.Tensor, live: tuple[Memory, ...], copy: tuple[Memory, ...]) -> torch.Tensor | None:
-    """Return the tensor at the same offset in the staging copy, or None if the tensor is in no region."""
     if not tensor.numel():
         return tensor
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -26,7 +26,6 @@ Stragglers = Literal["leave_out", "withdraw"]
 Standing = Literal["waiting", "prepared", "failed", "gone", "late", "refused"]
 
 MAX_REASON_CHARS = 1024
-"""Maximum length of a reason in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class Vote:
     standing: Standing = "waiting"
     why: str = ""
     is_checked: bool = False
-    """Whether the subscriber's check of the version passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,6 @@ class Ballot:
 
     stragglers: Stragglers
     needs_check: bool = False
-    """Whether at least one check of the version must pass."""
     votes: Mapping[str, Vote] = field(default_factory=dict)
 
     @classmethod
@@ -82,7 +79,6 @@ class Ballot:
         # A subscriber that joined later counts only if it prepared or refused the version.
         if previous is None and standing not in ("prepared", "refused"):
             return self
-        # A refusal is final.
         if previous is not None and previous.standing == "refused":
             return self
         return replace(self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)})
@@ -124,7 +120,6 @@ class Ballot:
         return {member: vote.why for member, vote in self.votes.items() if vote.standing == standing}
 
     def _verdict(self, *, why: str = "", by: str = "") -> Verdict:
-        # A verdict without a reason or a refusing subscriber is a commit.
         return Verdict(
             is_commit=not (why or by),
             why=why,
@@ -168,16 +163,12 @@ class Undecided:
     """The end of a wait without a decision."""
 
     is_past: bool
-    """Whether later versions are decided, so that this version never will be."""
 
 
 def learn(
     begun: float, *, limit_s: float, stall_s: float
 ) -> Generator[Question, DecisionReply, FleetDecision | Undecided]:
-    """Yield the process to ask and receive its reply, until the decision is known or cannot be learned.
-
-    `limit_s` limits the time without a decision, and `stall_s` the silence of a process.
-    """
+    """Yield the process to ask and receive its reply, until the decision is known or cannot be learned."""
     last_reply = begun
     while True:
         reply = yield "coordinator"

@@ -46,7 +46,6 @@ class _Region:
         return self.src.device if self.dst.device == "cpu" else self.dst.device
 
     def queue(self) -> None:
-        """Queue the copies on the current stream of the device."""
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
         # One driver call copies all long runs, because a Python call takes longer than a copy.
@@ -72,11 +71,7 @@ def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes
 
 
 class MemoryCopy:
-    """A prepared copy between memories of equal sizes, which can run any number of times.
-
-    Each pair of regions is on one device, or one of the two is in pinned host memory. Without `strips` it copies all
-    bytes.
-    """
+    """A repeatable copy between equal memories. Each pair of regions is on one device, or one region is pinned."""
 
     def __init__(
         self,
@@ -105,10 +100,9 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy after all work on the device's current stream, and return the seconds until every byte has arrived.
+        """Copy behind the device's current stream, and return the seconds until every byte has arrived.
 
-        `meanwhile` is called once while the devices copy. `mutates` tells whether the destination is the user's memory.
-        Raise DestinationError if the device failed, or completed no region for `stall_s` seconds.
+        `meanwhile` is called once while the devices copy. Raise DestinationError if a device failed or stalled.
         """
         begun = time.perf_counter()
         events = self.queue()
@@ -204,8 +198,7 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 class StagingCopy(Closeable):
     """A second memory for a target's regions, with the same sizes on the same devices.
 
-    A flip copies the version to the live memory. If `served` registers remappable memory (`aliases_of`), the flip
-    instead exchanges the physical memory of both in a millisecond. The staging copy then contains the previous version.
+    A flip copies the version, or exchanges the physical memory if `served` registers remappable memory (`aliases_of`).
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
@@ -218,10 +211,9 @@ class StagingCopy(Closeable):
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
-        """Make the strips that the part filled live. Return whether the memory was exchanged.
+        """Make the strips that the part filled live, while no process uses the live memory.
 
-        Call it only while no process uses the live memory. If it raises DestinationError, `mutated` tells whether the
-        live memory is a mix of two versions.
+        Return whether the memory was exchanged. DestinationError has `mutated` if the live memory mixes two versions.
         """
         rest = None
         if self._served is not None:
@@ -255,7 +247,6 @@ class StagingCopy(Closeable):
                 raise DestinationError(message, mutated=True, hint="restart this engine")
 
     def _exchange(self) -> None:
-        """Exchange the physical memory of all live and staging regions, or of no region if the driver refuses."""
         assert self._served is not None
         done: list[tuple[Memory, Memory]] = []
         try:

@@ -105,7 +105,6 @@ def _event_on(device: str) -> torch.cuda.Event:
 
 @functools.cache
 def _stream_of_wholes(device: str) -> torch.cuda.Stream | None:
-    """Return the stream of a device for `digests_of`, or None for the host."""
     # Use one stream per process, because torch reserves the freed 64 MiB of scratch for its stream.
     return _new_stream(device) if device.startswith("cuda") else None
 
@@ -154,10 +153,7 @@ class PrecomputedDigests:
         self._known: dict[bytes, int] = {}
 
     def look(self, stall_s: float) -> None:
-        """Digest the strips requested since the last call on the device. If that fails, the host digests them later.
-
-        Call it before the live bytes change. It waits at most `stall_s` seconds for the device's current stream.
-        """
+        """Digest the strips requested since the last call on the device, before the live bytes change."""
         with self._lock:
             requested = sorted(self._requested)
             self._requested = set()

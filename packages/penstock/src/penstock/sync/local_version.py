@@ -32,10 +32,7 @@ from penstock.types import I64, U64
 
 
 class VersionRegions(Closeable):
-    """Registered memory, with one range of offsets over all regions of a rank.
-
-    The first memories are copies with `precomputed` digesters. Raise ConfigError if no transport reaches a memory.
-    """
+    """Registered memory, with one range of offsets over all regions. Raise ConfigError if no transport reaches it."""
 
     def __init__(
         self, memories: Sequence[Memory], links: PeerLinks, *, precomputed: Sequence[PrecomputedDigests] = ()
@@ -97,10 +94,7 @@ class VersionRegions(Closeable):
             digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip after the events in `after`.
-
-        Raise PlanError if a strip is not inside one region, or StaleDescriptor if memory was moved or freed.
-        """
+        """Return the digests of strips after the events in `after`. Raise StaleDescriptor if memory was moved."""
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
         self.require_there(np.unique(region).tolist())
@@ -120,7 +114,6 @@ class VersionRegions(Closeable):
             raise StaleDescriptor("the owner moved or freed the memory", hint=hint)
 
     def _by_device(self, regions: Sequence[int]) -> list[list[int]]:
-        """Group the regions that one call can digest, which are all regions on a device."""
         # Each call waits for the device, and with FP8 weights every step has values and scales in two regions.
         of_device: dict[str, list[int]] = {}
         for i in regions:
@@ -211,13 +204,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class LocalVersion:
     """The memory of one rank and its version. Thread-safe.
 
-    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods. Short runs
-    are packed into at most `pack_bytes` on a device.
+    The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods.
 
     Attributes:
         version: version in the memory. None between a fence and the next `begin`.
         generation: changes with every fence. Maps from before a fence are stale.
-        changed: condition that guards the version and its rows.
     """
 
     def __init__(
@@ -244,7 +235,6 @@ class LocalVersion:
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
         self._waiting: list[_Waiting] = []
-        # Events recorded after the kernels that fill rows.
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
 
@@ -257,8 +247,7 @@ class LocalVersion:
         """Make every map stale. There is no version until `begin`. Call it before a byte changes."""
         with self.changed:
             self._check_open()
-            # Fence the descriptors first. A one-sided read detects the fence only because its transport checks the
-            # generation after the bytes arrived.
+            # Fence the descriptors first, because a transport checks the generation after the bytes arrived.
             self.regions.fence()
             if self.packer is not None:
                 self.packer.fence()
@@ -282,10 +271,9 @@ class LocalVersion:
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
-        """Mark rows of the layout as filled, so that readers may read them. None means all rows.
+        """Let readers read these filled rows. None means all rows.
 
-        With `is_written`, the device has finished the kernels that fill them. Otherwise readers wait for the current
-        stream.
+        Without `is_written`, readers wait for the kernels queued on the current stream.
         """
         with self.changed:
             self._check_open()
@@ -293,8 +281,7 @@ class LocalVersion:
                 raise PlanError("cannot mark rows as ready, because no version was begun", hint="call begin() first")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             if not is_written:
-                # Digests, and through them reads, wait for these events, because a synchronize here would stall the
-                # trainer. Drop finished events, because a version with many buckets would collect hundreds.
+                # Digests wait for these events, so the trainer does not stall. Drop finished events to bound the list.
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
@@ -336,8 +323,7 @@ class LocalVersion:
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
         """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds.
 
-        Call it again as long as `num_ready` grows. Raise StaleDescriptor if the caller's map is stale, or PlanError if
-        a strip is outside the memory.
+        Raise StaleDescriptor if the caller's map is stale, or PlanError if a strip is outside the memory.
         """
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
@@ -353,8 +339,7 @@ class LocalVersion:
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
         """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer.
 
-        Call it again as long as `PackReply.progress` grows. Raise StaleDescriptor if the caller's map is stale, or
-        PlanError if the strips do not fit into one region and one buffer.
+        Raise StaleDescriptor if the caller's map is stale, or PlanError if the strips exceed one region or one buffer.
         """
         strips.check(self.regions.nbytes)
         packer = self.packer
@@ -400,7 +385,6 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        """Return the events that precede reads when all rows of the strips are ready, or None at the deadline."""
         with self.changed:
             self._check(version, generation)
             if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
@@ -443,7 +427,6 @@ class LocalVersion:
             self.version = None
             self.generation += 1
             self._wake_all()
-        # The woken threads need the lock to leave.
         if self.packer is not None:
             self.packer.close()
         self.regions.close()
@@ -469,7 +452,6 @@ class _RowSpans:
         self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
 
     def spans(self, strips: Strips) -> tuple[I64, I64]:
-        """Return the range `[first, stop)` in `order` of the rows that each strip may touch."""
         first = np.searchsorted(self._reach, strips.at, side="right")
         stop = np.searchsorted(self._start, strips.stop, side="left")
         return first, np.maximum(first, stop)

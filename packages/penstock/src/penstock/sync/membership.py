@@ -71,11 +71,7 @@ def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple
 
 
 def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks on its side.
-
-    None means the rank in torch.distributed if that is initialised, and otherwise (0, 1). Raise ConfigError unless the
-    argument is a rank below a number of ranks.
-    """
+    """Return this rank and the number of ranks on its side. None means torch.distributed's rank, or else (0, 1)."""
     if rank is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -110,10 +106,7 @@ class Membership:
         self._clients: dict[tuple[str, str], SyncClient] = {}  # by member and channel
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
-        """Return all members, the oldest first.
-
-        If the hub is unreachable, return the last known members or raise HubUnavailable.
-        """
+        """Return all members, the oldest first. Without the hub, return the known members or raise HubUnavailable."""
         with self._lock:
             is_listed = self._looked_at > float("-inf")
             if time.monotonic() - self._looked_at <= max_age_s or (is_listed and self.member.hub_is_away):
@@ -147,10 +140,9 @@ class Membership:
             time.sleep(self.timing.restarted_hub_pause_s)
 
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
-        """Send a request to a member. If the member does not know the session, open a new one.
+        """Send a request to a member with `question`, in a new session if the member does not know the session.
 
-        `question` sends the request. Requests on different channels do not wait for each other. Raise PeerLost if the
-        member left or is gone, or NotFound if a restarted hub does not know the member yet.
+        Raise PeerLost if the member left or is gone, or NotFound if a restarted hub does not know the member yet.
         """
         try:
             return question(self._sync_client(member, channel))
@@ -185,7 +177,6 @@ class Membership:
             self._members.setdefault(member, known)
             self._sessions[member] = session
             shared = self._clients.setdefault((member, channel), sync_client)
-        # Two threads may have opened a connection. Both use the first.
         if shared is not sync_client:
             sync_client.close()
         return shared
@@ -218,8 +209,7 @@ class Membership:
             except SourceStalled:
                 return False  # a process that accepts a connection may continue later
             except PeerLost as error:
-                # A failed connection to a Unix socket, or a refused one from another host, proves that the process
-                # exited. A timeout proves nothing.
+                # A refused connection or a failed Unix socket proves that the process exited. A timeout proves nothing.
                 refused = (ConnectionError, FileNotFoundError)
                 return sync_client.must_be_on_host or isinstance(error.__cause__, refused)
             except PenstockError:
@@ -312,10 +302,7 @@ class SyncClient(PeerClient):
         return self._ask("GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the descriptors for reading a version.
-
-        Raise StaleDescriptor if it is past, or NotFound after `wait_s` seconds.
-        """
+        """Return the descriptors of a version. Raise StaleDescriptor if it is past, or NotFound after `wait_s`."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
         # A descriptor must not make this process connect to a different host.
@@ -387,13 +374,11 @@ class SyncClient(PeerClient):
             raise FormatError(f"cannot decode the peer's reply: {error}", uri=self._uri()) from error
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Send a request. Send it again if a connection that was open before turns out to be closed."""
         was_open = self._connection is not None and self._connection.is_open
         try:
             return super()._send(verb, path, body)
         except PeerLost:
-            # The server closes idle connections, and a request that crosses that close fails. Requests are idempotent,
-            # except that `pack` takes a second buffer, while the lease of the first expires.
+            # The server closes idle connections. Requests are idempotent, except that `pack` takes a second buffer.
             if not was_open:
                 raise
             return super()._send(verb, path, body)

@@ -39,7 +39,6 @@ class _Buffer:
     lease: str = ""
     """Empty if the buffer is free or is being filled."""
     until: float = 0.0
-    """Time at which the lease expires."""
     is_filling: bool = False
 
     def fence(self) -> None:
@@ -56,20 +55,14 @@ class _DeviceBuffers:
 
 
 class Packer(Closeable):
-    """The buffers of a source for packed strips, with at most `pack_bytes` on each device. Thread-safe.
-
-    Attributes:
-        buffer_bytes: size of a buffer and of the longest request in bytes.
-    """
+    """The buffers of a source for packed strips, with at most `pack_bytes` on each device. Thread-safe."""
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
         self._links = links
         self.buffer_bytes = pack_bytes // NUM_BUFFERS
         self.num_packed = 0
-        # Guards the pools and their buffers.
         self._changed = threading.Condition()
         self._pools: dict[str, _DeviceBuffers] = {}
-        # Guards the streams.
         self._queueing = threading.Lock()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._is_closed = False
@@ -81,11 +74,7 @@ class Packer(Closeable):
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return a buffer without a lease for filling, or None if no buffer was free within `wait_s` seconds.
-
-        Raise an error if this device has no memory for a single buffer, or readers on other hosts cannot reach the
-        memory.
-        """
+        """Return a buffer without a lease for filling, or None if no buffer was free within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             pool = self._pools.setdefault(device, _DeviceBuffers(NUM_BUFFERS))
@@ -136,11 +125,7 @@ class Packer(Closeable):
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
-        """Copy strips of a region into a buffer after the events in `after`, and wait until they are complete.
-
-        Raise DeviceOutOfMemory or DestinationError if the device has too little memory, or did not finish within
-        `FILL_S`.
-        """
+        """Copy strips of a region into a buffer after the events in `after`, and wait at most `FILL_S`."""
         to = buffer.memory
         if to.device == "cpu":
             pack_strips(memory_at(source.address, source.nbytes), strips, memory_at(to.address, to.nbytes))

@@ -47,7 +47,6 @@ class Granted:
     later: FleetDecision | None = None
     """Decision by which a later version was withdrawn."""
     check: bytes = b""
-    """The trainer's values for a check of the version."""
 
 
 PartOutcome = LayoutNeeded | NotYet | Withdrawn | Granted

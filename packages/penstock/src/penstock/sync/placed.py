@@ -106,7 +106,6 @@ class Placed:
 
 
 def _named(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that have memory under all their names. The shards of one tensor share a name."""
     if isinstance(source, torch.nn.Module):
         for members in (source.named_parameters, source.named_buffers):
             for name, tensor in members(remove_duplicate=False):
@@ -132,7 +131,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is one run of memory. Other tensors are compared by identity alone."""
     return not (
         tensor.is_meta or is_lazy(tensor) or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
     )

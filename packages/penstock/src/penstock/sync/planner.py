@@ -29,7 +29,6 @@ def _no_terms(asker: str, request: PartRequest, epoch: str, version: int) -> Gra
 
 
 LayoutToken = tuple[str, ...]
-"""A member and the digest of its layout."""
 
 
 @dataclass(slots=True)
@@ -40,11 +39,7 @@ class _EncodedPlan:
 
 @dataclass(eq=False)
 class Planner:
-    """The planner. Server threads call it, and one thread at a time plans.
-
-    `ours` returns this member's layout, and `checkpoint` the table that a receiver got from its planner. `terms`
-    returns whether a receiver may read a version, and until when it must wait before it goes live.
-    """
+    """The planner of a member, whose layout is `ours`. Server threads call it, and one thread at a time plans."""
 
     membership: Membership
     version_status: VersionStatus
@@ -54,8 +49,7 @@ class Planner:
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        # Planning takes seconds and sends requests to members. `_lock` guards only the tables, so a receiver with an
-        # unknown layout gets its reply during the planning.
+        # Planning takes seconds. `_lock` guards only the tables, so other receivers get replies meanwhile.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Layouts of sources by their digest, and each receiver's layout with its digest.
@@ -67,7 +61,7 @@ class Planner:
         """Return a receiver's part of the plan with its sources.
 
         Raises:
-            PlanError: the receiver's tensors do not match the sources'. The message lists the differences.
+            PlanError: the receiver's tensors do not match the sources' tensors.
             StaleDescriptor: the version is past, and no member has it.
             NotFound: a source's layout differs from the layout that it reported.
         """
@@ -135,7 +129,6 @@ class Planner:
         )
 
     def _learn(self, asker: str, request: PartRequest) -> bool:
-        """Return whether the requester's layout is known, from before or from this request."""
         with self._lock:
             known = self._wants.get(asker)
         if known is not None and known[0] == request.digest:
@@ -148,25 +141,21 @@ class Planner:
         return True
 
     def _epoch_of(self, members: Sequence[SyncMember]) -> str:
-        """Return the epoch of this member's version, or of the newest publisher."""
         if self.version_status.now.epoch:
             return self.version_status.now.epoch
         return next((member.state.epoch for member in reversed(members) if member.state.epoch == member.member), "")
 
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
-        """Return the versions of the epoch that members have, the newest first, without `refused` versions."""
         # This member may be a receiver that is behind others.
         epoch, ours = self._epoch_of(members), self.version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
-        # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since. The
-        # receiver knows that and would raise VersionRefused again.
+        # A dead publisher stays listed for a while, with a version that may have been withdrawn since.
         theirs -= {version for version in refused if version > ours}
         return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
     def _sources(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
     ) -> list[SyncMember] | NotYet:
-        """Return the publishers while they serve a version, then the receivers that have it, or the reason to wait."""
         epoch, now = self._epoch_of(members), self.version_status.now
         ranks = [rank for rank in _ranks(members, epoch) if rank.member not in request.without]
         is_ours = (
@@ -300,7 +289,6 @@ def layout_in(request: PartRequest, asker: str) -> Layout:
 
 
 def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
-    """Return the publishers of an epoch, in the order of their ranks."""
     publishers = [
         member
         for member in members
@@ -310,7 +298,6 @@ def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    """Return a message about missing publisher ranks, or an empty text."""
     # Receivers are not ranks. Planning checks whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""

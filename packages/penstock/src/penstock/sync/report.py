@@ -143,10 +143,8 @@ def update_outcome(report: UpdateReport) -> Outcome:
     return Outcome(
         nbytes=report.nbytes,
         phases={"plan": report.plan_s, "wire": report.wire_s, "install": report.install_s},
-        # All bytes are verified before the version goes live.
         verified_bytes=report.nbytes,
         path=report.path,
-        # An update without a new version did not pause the engine.
         pause_s=report.pause_s if report.version_bytes else None,
         attributes={"version": report.version, "mode": report.mode, "revision": report.revision},
     )

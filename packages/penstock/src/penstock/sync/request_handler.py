@@ -68,10 +68,7 @@ class _OpenSession:
 
 @dataclass(eq=False)
 class SyncHandler:
-    """The handler, which implements `peer.server.RequestHandler`. The server's threads use it.
-
-    `admit` consumes a grant, and `check` tests whether the memory may be served. Both raise an error to refuse.
-    """
+    """The handler of a member. `admit` consumes a grant, and `check` tests whether the memory may be served."""
 
     key: str
     admit: Callable[[LeaseRequest], object]
@@ -122,7 +119,6 @@ class SyncHandler:
         return MemberSession(session=session, ttl_s=SESSION_S)
 
     def _member_of(self, session: str) -> str | None:
-        """Return the member of a session and extend the session. Return None for an unknown or expired session."""
         with self._lock:
             known = self._sessions.get(session)
             if known is None or time.monotonic() - known.seen > SESSION_S:
@@ -176,7 +172,6 @@ class SyncHandler:
         return served
 
     def _map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the map of a version. Wait for the version if it has not begun."""
         # The check digests all of the memory, so it does not run for each digest request.
         self.check()
         served = self._served()

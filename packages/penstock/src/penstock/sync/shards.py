@@ -138,10 +138,7 @@ def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[
 
 
 def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
-    """Return the layout of rows, with offsets that count through `regions`. Raise PlanError for a row in no region.
-
-    `address` identifies the registrations of the regions, so that a new registration is a new layout.
-    """
+    """Return the layout of rows, with offsets that count through `regions`. Raise PlanError for a row in no region."""
     # An MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
@@ -189,13 +186,11 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
     local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
     rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
-        # FSDP2 stores references to its shards' memory and renews them when a module is converted. Without this call it
-        # would compute with the old memory.
+        # FSDP2 renews the references to its shards' memory only when a module is converted.
         params._apply(lambda tensor: tensor)
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by checkpoint name, without prefixes of wrappers and without extra state."""
     state = module.state_dict(keep_vars=True)
     # A module may contain wrappers, as a trainer's actor and critic do. Inner wrappers come last.
     wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]

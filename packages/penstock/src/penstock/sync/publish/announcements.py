@@ -8,10 +8,7 @@ from penstock.sync.local_version import VersionStatus
 
 
 class Announcements:
-    """The versions of one rank, as other members see them. Only one thread at a time may change them.
-
-    `epoch` is the member id of the publishers' rank 0. `version` is the newest version whose number was used, or -1.
-    """
+    """The versions of one rank, as other members see them. Only one thread at a time may change them."""
 
     def __init__(self, member: Member) -> None:
         self.epoch = ""

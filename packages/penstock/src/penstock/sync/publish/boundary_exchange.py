@@ -30,7 +30,6 @@ from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import ShardRow, layout_of, regions_of
 
 HANDLER = "boundary"
-"""Name of the request handler at the publishers' servers."""
 
 
 class BoundaryPlanner:
@@ -125,15 +124,7 @@ class BoundaryPlanner:
 
 
 class BoundaryExchange:
-    """The exchange of one rank. It is a context manager.
-
-    Attributes:
-        moved_bytes: number of bytes read from other ranks for the last version.
-
-    Args:
-        rows: this rank's rows of tensors with blocks.
-        wants: the rows needed from other ranks, in separate memory.
-    """
+    """The exchange of one rank. `rows` are its tensors with blocks, and `wants` receive rows of other ranks."""
 
     def __init__(
         self, sync: Membership, rows: Sequence[ShardRow], wants: Sequence[ShardRow], *, is_first: bool, world_size: int
@@ -174,8 +165,7 @@ class BoundaryExchange:
     def exchanged(self, version: int, epoch: str) -> Iterator[None]:
         """Read elements from other ranks, run the body, and then wait until every rank is done.
 
-        Call this on every rank while the parameters have the version's values. If a rank fails, the other ranks raise
-        PeerLost or SourceStalled.
+        Call this on every rank. If a rank fails, the other ranks raise PeerLost or SourceStalled.
         """
         self._local_version.begin(version)
         self._local_version.ready()
@@ -204,7 +194,6 @@ class BoundaryExchange:
             self._version_status.post(epoch, version, is_open=False)
 
     def _begin(self, version: int, epoch: str) -> None:
-        """As rank 0, wait for all ranks of this epoch and serve their parts."""
         if self._peers is not None:
             # Every version needs every rank, even a rank that was late before.
             self._peers.absent.clear()
@@ -215,7 +204,6 @@ class BoundaryExchange:
             self._planner.begin(version, ranks)
 
     def _report(self, version: int, epoch: str, why: str) -> None:
-        """Report to rank 0 that this rank is done, or why it failed."""
         moved = self.moved_bytes
         progress = RankProgress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
@@ -240,7 +228,6 @@ class BoundaryExchange:
             time.sleep(self._timing.exchange_pause_s)
 
     def _run(self, version: int, epoch: str) -> None:
-        """Read and verify the elements that this rank needs."""
         self.moved_bytes = 0
         if not self._has_part(version, epoch):
             return
@@ -259,7 +246,6 @@ class BoundaryExchange:
         self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, epoch: str) -> bool:
-        """Update `_transfer` to this version's plan. Return whether this rank needs elements from other ranks."""
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
@@ -292,7 +278,6 @@ class BoundaryExchange:
         return bool(self._want.names)
 
     def _request_part(self, request: PartRequest, epoch: str) -> PartOutcome:
-        """Request this rank's part from rank 0's planner."""
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)

@@ -28,12 +28,9 @@ class Batch(Protocol):
 def fill(
     batches: Iterable[Batch], ready: Callable[[I64], None], *, stall_s: float, work: str, num_ahead: int = 2
 ) -> None:
-    """Execute the batches in order. Raise DestinationError if a device finishes no batch for `stall_s`.
+    """Execute the batches in order, and call `ready` with the rows that the devices have written.
 
-    Args:
-        ready: called with the rows of each batch after the devices have written them.
-        work: name of a batch's work, for the error.
-        num_ahead: number of batches queued behind the awaited batch, so that the device never idles.
+    Queue `num_ahead` batches behind the awaited batch. Raise DestinationError if no batch completes for `stall_s`.
     """
     queued: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
 
@@ -44,7 +41,6 @@ def fill(
 
     for batch in batches:
         queued.append((batch, batch.queue()))
-        # A batch without events ran on the host and is done.
         while queued and (len(queued) > num_ahead or not queued[-1][1]):
             finish()
     while queued:

@@ -38,17 +38,14 @@ class Offer:
     """The rows that one rank serves. It is a context manager.
 
     Attributes:
-        plain: rows served without a transformation.
-        transformed: the tagged rows and their memory.
         rows: all rows, plain rows first.
-        memories: the memory that a snapshot copies: of the `plain` rows, and for a host copy of the tagged rows too.
+        memories: the memory that a snapshot copies. For a host copy it includes the tagged rows.
         filled: regions of tagged rows that are not copied.
         is_copied: whether the tagged rows are filled and then copied.
         seconds: duration of the last `fill` in seconds.
 
     Args:
         transforms: see `publisher`. None means that only plain rows are served.
-        keep_plain: serve tagged rows also without the transformation.
         copies: destination of the copies of `memories`: `device` or `cpu`. None means no copies.
         memory_bytes: limit in bytes for the copies and the transformed tensors together.
     """
@@ -144,12 +141,10 @@ class _CopyBatch:
     copy: MemoryCopy
 
     def queue(self) -> list[torch.cuda.Event]:
-        """See `fill.Batch`."""
         return self.copy.queue()
 
 
 def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[_CopyBatch]:
-    """Yield copies of the rows in `src`, the layout's first regions, in the order in which receivers read rows."""
     first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
@@ -163,7 +158,6 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
-    """Return the bytes of rows as contiguous strips, each within one region. The strips include short gaps."""
     at, nbytes = at[nbytes > 0], nbytes[nbytes > 0]
     if not len(at):
         return Strips(at=at, run_bytes=at, num_rows=at, pitch=at)
@@ -180,16 +174,11 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
 class VersionSnapshot(Closeable):
     """A copy of a rank's regions with the same layout. It is a context manager.
 
-    Receivers read a device copy while it is made, layer by layer. They read a host copy when it is complete. A copy
-    takes as much memory again, and pinning takes about a second for 3 GB.
+    Receivers read a device copy while it is made, layer by layer, and a host copy when it is complete.
 
     Args:
-        layout: layout of the live memory.
-        live: the layout's regions, in order.
         address: identifies the copy's registrations in its layout.
-        on_host: copy to host memory, which is pinned if the live memory is on a device.
         filled: regions of the layout after `live`, which the caller fills. They are served without a copy.
-        pack_bytes: see `LocalVersion`.
     """
 
     def __init__(
@@ -243,14 +232,7 @@ class VersionSnapshot(Closeable):
     ) -> float:
         """Copy the live memory after the work queued on the current stream, and return the seconds.
 
-        Readers get the copy.
-
-        Args:
-            rows: rows of the layout that are ready after the copy. None means all rows.
-            announce: called once when readers may request the version: before a device copy, and after a host copy.
-
-        Raises:
-            DestinationError: the device failed. Readers of an announced version wait until the next `fence`.
+        Mark `rows` as ready, where None means all rows. Call `announce` once when readers may request the version.
         """
         self.local_version.fence()
         if self._copy is not None:

@@ -124,14 +124,12 @@ class Publisher(Closeable):
             self.latest = max((m.state.version for m in members if m.state.epoch != self.member.id), default=-1)
             self._first_versions.begin(self.latest)
         else:
-            # Join before the report, which contains the epoch.
             self._join()
             self.member.report_now()
         self._registered.connect(membership, rank=self.rank)
         self._enter(PublisherState.IDLE)
 
     def _enter(self, state: PublisherState) -> bool:
-        """Change the state. A closed publisher stays closed, and False is returned."""
         with self._entering:
             if self._state is PublisherState.CLOSED:
                 return False
@@ -150,7 +148,6 @@ class Publisher(Closeable):
         return self._announcements.version
 
     def _join(self) -> None:
-        """As another rank, join the epoch of a live rank 0, and set the version above which this rank begins."""
         deadline = time.monotonic() + self._stall_s
         while True:
             epoch = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.epoch)
@@ -295,7 +292,6 @@ class Publisher(Closeable):
     def _terms(
         self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, *, needs_check: bool
     ) -> rank_group.CommitTerms | None:
-        """Return the checked terms of a two-phase commit, or None if each subscriber commits independently."""
         if timeout_s is not None:
             require_type("timeout_s", timeout_s, (int, float), "seconds, or None")
         if commit not in ("each", "all"):
@@ -310,7 +306,6 @@ class Publisher(Closeable):
         return rank_group.CommitTerms(timeout_s=limit_s, stragglers=stragglers, needs_check=needs_check)
 
     def _check(self, version: int) -> None:
-        """Check that the version may be published next, and that this group still owns the name."""
         if self._state is PublisherState.CLOSED:
             raise Cancelled("the publisher was closed")
         if self.rank != 0:
@@ -323,7 +318,6 @@ class Publisher(Closeable):
             rank_group.check_alone(self._membership)
 
     def _finish_decision(self) -> None:
-        """Wait until the previous version is decided, because the next copy replaces its bytes."""
         if self._pending is None:
             return
         # The decision has a deadline, so this wait needs no timeout.
@@ -337,7 +331,6 @@ class Publisher(Closeable):
         self._pending = None
 
     def _register_moved(self) -> None:
-        """Register the parameters again if they moved since the previous version."""
         if self._registered.follow(self._end_version):
             log.info("registered the parameters of %r again, because they moved", self.name)
             # Planners find the layout by the digest that the hub lists, so report before the announcement.
@@ -345,13 +338,11 @@ class Publisher(Closeable):
             self._membership.look()
 
     def _end_version(self) -> None:
-        """End the previous version, whose memory will be unregistered."""
         if self._state is not PublisherState.IDLE:
             self._enter(PublisherState.IDLE)
         self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
 
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
-        """Publish a version, and in live mode wait for its outcome. Return the copy's seconds, and the decision."""
         self._enter_open(PublisherState.SHOWING)
         decision = Decision(is_over=True)
         try:
@@ -387,7 +378,6 @@ class Publisher(Closeable):
         self._enter(PublisherState.WITHDRAWN if self._announcements.is_withdrawn else PublisherState.IDLE)
 
     def _decide(self, strategy: Strategy, version: int) -> Decision:
-        """Return the decision on a snapshot's version. A withdrawn version is no longer served."""
         try:
             return strategy.wait(version)
         finally:
@@ -414,7 +404,6 @@ class Publisher(Closeable):
         )
 
     def _terms_for(self, member: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
-        """Return the terms of a version for a receiver. See `Planner`."""
         progress = self._progress
         refused = progress.refused(version)
         if refused is not None:

@@ -108,11 +108,7 @@ def begins_after(membership: Membership, epoch: str, rank: int) -> int:
 
 
 class FirstVersions:
-    """The version above which each rank begins, held by rank 0. Thread-safe.
-
-    All ranks must begin with the same number. A rank that searched itself could find a version that another rank of
-    this group has just published, or miss the version of a member that left.
-    """
+    """The version above which each rank begins, held by rank 0 so that all ranks begin alike. Thread-safe."""
 
     def __init__(self, newest: Callable[[], int]) -> None:
         self._newest = newest
@@ -177,7 +173,6 @@ def recorded(membership: Membership, decision: FleetDecision, within_s: float) -
 
 
 def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, rank: int) -> SyncMember | None:
-    """Return another live member with this rank in an epoch."""
     for member in members:
         is_same = (member.state.side, member.state.epoch, member.state.rank) == ("publisher", epoch, rank)
         if is_same and member.member != membership.member.id and not membership.is_gone(member):
@@ -186,7 +181,6 @@ def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, r
 
 
 def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
-    """Return rank 0 of each earlier epoch whose process is not gone."""
     # The order of registration, and then the id, decide which of two simultaneous groups is first.
     mine = next(
         ((member.since, member.member) for member in members if member.member == membership.member.id),
@@ -206,7 +200,6 @@ class _Expected:
     """A subscriber for which a publish waits."""
 
     progressed: float
-    """Time of its last progress."""
     moved_bytes: int = -1
 
 
@@ -246,10 +239,7 @@ class _VersionProgress:
 
 
 class SubscriberProgress:
-    """The progress of all subscribers, held by a publisher's rank 0. Thread-safe.
-
-    `absent` are subscribers that were late and have sent no request since. A publish does not wait for them.
-    """
+    """The progress of all subscribers, held by a publisher's rank 0. Thread-safe."""
 
     def __init__(self, timing: Timing | None = None) -> None:
         self._probe_s = (Timing() if timing is None else timing).probe_interval_s
@@ -400,11 +390,7 @@ class SubscriberProgress:
             return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
-        """Wait until every expected subscriber is done, is gone, or made no progress for `stall_s` seconds.
-
-        Raises:
-            Cancelled: `cancel` was called.
-        """
+        """Wait until every expected subscriber is done, gone, or without progress. Raise Cancelled after `cancel`."""
         with self._changed:
             state = self._versions[version]
         while True:

@@ -72,10 +72,7 @@ def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declara
 
 
 class Registered(Closeable):
-    """The tensors of one rank, registered for receivers. `follow` registers them again after they moved.
-
-    `layout` and `digest` describe the newest registration. The constructor raises the errors of `publisher`.
-    """
+    """The tensors of one rank, registered for receivers. `follow` registers them again after they moved."""
 
     layout: Layout
     digest: str
@@ -83,7 +80,6 @@ class Registered(Closeable):
     def __init__(self, params: torch.nn.Module | Mapping[str, Declarable], options: OfferOptions) -> None:
         self._params = params
         self._options = options
-        # Connects an offer to the offers of other ranks. Set by `connect`.
         self._connect: Callable[[Offer], None] | None = None
         self._registration: _Registration | None = None
         if options.arena:
@@ -138,12 +134,9 @@ class Registered(Closeable):
     def follow(self, before_end: Callable[[], None]) -> bool:
         """If tensors moved, call `before_end`, and register the tensors again. Return whether any moved.
 
-        Call this while nothing reads the parameters.
-
         Raises:
             ConfigError: names, dtypes or shapes changed. The old registration stays.
-            PlanError: a tensor cannot be declared, for example because its memory was freed. The old registration
-                stays.
+            PlanError: a tensor cannot be declared. The old registration stays.
             PenstockError: see `publisher`. Nothing is registered then, and the next call retries.
         """
         registration = self._registration
@@ -239,7 +232,6 @@ def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
 
 
 def _are_in_place(before: Sequence[ShardRow], now: Sequence[ShardRow]) -> bool:
-    """Return whether each row is a view of the same memory as before."""
     return all(
         mine.name == other.name and mine.form == other.form and is_at(mine.tensor, other.tensor)
         for mine, other in zip(before, now, strict=True)

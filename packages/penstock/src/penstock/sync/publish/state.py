@@ -24,7 +24,6 @@ class PublisherState(enum.Enum):
     WITHDRAWN = "withdrawn"
     """The newest version was withdrawn. The previous version is announced but cannot be read here."""
     CLOSED = "closed"
-    """This rank has left."""
 
 
 _S = PublisherState
@@ -40,4 +39,3 @@ NEXT: Mapping[PublisherState, frozenset[PublisherState]] = {
     _S.WITHDRAWN: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.CLOSED: frozenset(),
 }
-"""The permitted transitions from each state."""

@@ -27,7 +27,6 @@ class TrainerRank:
     registered: Registered
     announcements: Announcements
     progress: SubscriberProgress
-    """The progress of the subscribers, which rank 0 collects."""
 
     @property
     def stall_s(self) -> float:
@@ -77,7 +76,6 @@ class TrainerRank:
 
     def end_reads(self) -> None:
         """End all reads of the version from this rank, and announce the end."""
-        # If the publisher was closed, its registrations and reads have ended already.
         with contextlib.suppress(StaleDescriptor):
             self.registered.local_version.fence()
         self.announcements.end()
@@ -151,7 +149,6 @@ class TwoPhase:
 
     @contextlib.contextmanager
     def _withdrawn_on_error(self, version: int) -> Iterator[None]:
-        """As rank 0, withdraw the version if the body raises an error."""
         try:
             yield
         except BaseException as error:

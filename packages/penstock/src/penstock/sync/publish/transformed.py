@@ -51,13 +51,10 @@ class _Batch:
     """Rows that are quantised together."""
 
     rows: I64
-    """Numbers of the batch's rows."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Copies of this rank's elements into boundary buffers."""
     fusions: tuple[Fusion, ...]
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies and kernels on the current stream. Return an event after them for each device."""
         for to, of in self.copies:
             to.copy_(of)
         for fusion in self.fusions:
@@ -69,11 +66,8 @@ class _Batch:
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
     """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice.
 
-    Raises:
-        ConfigError: a tag is unknown.
-        PlanError: a format has one scale per tensor, but this rank has only a shard of the tensor.
+    Raise ConfigError for an unknown tag, or PlanError if a format needs a whole tensor that this rank has sharded.
     """
-    # Without patterns a format applies to its usual tensors. See `_reasons_plain`.
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
@@ -92,7 +86,6 @@ def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ..
 
 
 def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[str] | None) -> dict[str, str]:
-    """Return for each row why it is not offered in a format, or an empty text if it is."""
     specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
     if form.scaling != "none":
         return reasons(form, specs, only=patterns or ("*.weight",))
@@ -113,8 +106,6 @@ class Transformed:
     Attributes:
         rows: codes and scales, under their tags.
         wants: rows in the boundary buffers for elements from other ranks.
-        nbytes: size of codes and scales in bytes.
-        boundary_bytes: size of the boundary buffers in bytes.
     """
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
@@ -159,7 +150,6 @@ _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 def _lay_out(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, FormatOutput]], list[tuple[Chosen, Box]]]:
-    """Return the rows that own blocks, by layer, and the outputs and boundary blocks of each row."""
     mine = [choice for choice in chosen if choice.owned.num_elements]
     mine = [mine[i] for i in layer_order([choice.row.name for choice in mine])[0].tolist()]
     parts = [(choice, part) for choice in mine for part in _outputs(choice, choice.owned)]
@@ -167,7 +157,6 @@ def _lay_out(
 
 
 def _outputs(choice: Chosen, box: Box) -> tuple[FormatOutput, ...]:
-    """Return the outputs for a box of whole blocks: codes, and scales if the format has them."""
     return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
@@ -185,7 +174,6 @@ def _arena_bytes(specs: Sequence[_Spec]) -> int:
 
 
 def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
-    """Allocate tensors in one arena per device, because each arena is one registration."""
     tensors: list[torch.Tensor] = [torch.empty(0)] * len(specs)
     for device in dict.fromkeys(device for device, _, _ in specs):
         here = [i for i, spec in enumerate(specs) if spec[0] == device]
@@ -197,7 +185,6 @@ def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
 
 
 def _inside(choice: Chosen) -> Box:
-    """Return the owned blocks whose elements are all on this rank."""
     box, shape = choice.row.form.box, choice.row.form.shape
     step = alignment(choice.form, shape)
     # Round down to whole blocks. At the end of the tensor the last block may be short.
@@ -207,7 +194,6 @@ def _inside(choice: Chosen) -> Box:
 
 
 def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
-    """Return the owned blocks that need elements from other ranks, as boxes of whole blocks."""
     inside = _inside(choice)
     return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
 
@@ -219,7 +205,6 @@ def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iter
 
 
 def _from(box: Box, outer: Box) -> Box:
-    """Return a box in the coordinates of an enclosing box."""
     moved = (tuple(a - b for a, b in zip(end, outer.start, strict=True)) for end in (box.start, box.stop))
     return Box(start=next(moved), stop=next(moved))
 
@@ -230,7 +215,6 @@ def _batches(
     boundary: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
     bucket_bytes: int,
 ) -> Iterator[_Batch]:
-    """Divide the chosen rows, in order, into batches of about equal size."""
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     jobs: dict[tuple[str, torch.device], list[KernelJob]] = {}
@@ -264,7 +248,6 @@ def _batches(
 
 
 def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> KernelJob:
-    """Return the job that quantises a box of whole blocks into this rank's codes and scales."""
     whole = _outputs(choice, choice.owned)
     parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))

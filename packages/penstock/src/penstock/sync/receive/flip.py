@@ -58,16 +58,14 @@ class FlipOrder:
     paused_at: float | None = None
 
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
-        """Make a version live.
+        """Make a version live, whose bytes `move_bytes` moves to the target.
 
-        `move_bytes` moves the bytes to the target. It calls its argument before it writes to the target of a serving
-        engine. If it raises a PenstockError, `mutated` tells whether the target was written to.
+        `move_bytes` calls its argument before it writes. `mutated` of its PenstockError tells whether it wrote.
         """
         self.previous, self.paused_at = self.states.now, None
         try:
             staged = move_bytes(self._pause)
             if staged.origin == "here":
-                # An attempt in this update may have paused the engine.
                 self._resume_previous()
                 return Flipped(staged=staged)
             self.states.enter(S.WRITING)
@@ -131,7 +129,6 @@ class FlipOrder:
             self._resume_previous()
 
     def _resume_previous(self) -> None:
-        """If the engine is paused, serve the previous version and resume the engine. A staged version stays staged."""
         states = self.states
         if states.now is not S.FLIPPING:
             return

@@ -48,10 +48,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def noted(name: str, version: int, state: str) -> Iterator[None]:
-    """Add a note with the callback's name and the target's state to an error that the block raises.
-
-    The error keeps its class, because an engine catches its own errors around an update.
-    """
+    """Add a note with the callback's name and the target's state to an error, which keeps its class."""
     try:
         yield
     except Exception as error:

@@ -38,7 +38,6 @@ class ShortRuns:
     num_runs: int = 0  # in the packed bytes
     num_reads: int = 0  # of buffers
     why: str = ""
-    """Why the remaining short runs were read without packing."""
 
 
 class BufferLeases(Closeable):

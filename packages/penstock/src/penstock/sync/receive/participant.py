@@ -32,7 +32,6 @@ class Participant:
     check: Check | None
     check_open: Callable[[], None]
     timing: Timing
-    # The last checked version, and the trainer's values for it.
     check_values: tuple[int, bytes] = (-1, b"")
 
     def vote(self, staged: Staged) -> None:
@@ -82,8 +81,7 @@ class Participant:
     def await_commit(self, staged: Staged, decide_by: float) -> None:
         """Wait until the fleet has decided to commit a version.
 
-        Raise VersionRefused if it was withdrawn, StaleDescriptor if later versions are decided, or SourceStalled if the
-        decision could not be learned. Call it again after SourceStalled.
+        Raise VersionRefused if withdrawn, StaleDescriptor if later versions are decided, or SourceStalled to retry.
         """
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
@@ -143,6 +141,5 @@ class Participant:
         known = self.update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)
-        # The version is live here, so it is committed.
         check = self.check_values[1] if request.wants_check and self.check_values[0] == version else b""
         return Granted(version=version, epoch=epoch, check=check)

@@ -62,12 +62,7 @@ class StoredVersion:
 
 
 class ReleasedMemory:
-    """The freed storages of a target.
-
-    Attributes:
-        freed_bytes: number of freed bytes.
-        kept_bytes: bytes of filled tensors whose memory cannot be freed, such as host memory that others may map.
-    """
+    """The freed storages of a target. `kept_bytes` counts the bytes of filled tensors whose memory cannot be freed."""
 
     def __init__(self, target: Target, requirements: Requirements) -> None:
         filled, others = _sorted_out(target, requirements)
@@ -100,16 +95,12 @@ class ReleasedMemory:
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        """Allocate the storages again. If it raises DeviceOutOfMemory or DestinationError, call it again.
-
-        Idempotent.
-        """
+        """Allocate the storages again. Idempotent. Call it again after DeviceOutOfMemory or DestinationError."""
         for memory in self._remappable:
             try:
                 try:
                     memory.renew()
                 except DeviceOutOfMemory:
-                    # Torch may cache the memory of freed tensors.
                     torch.cuda.empty_cache()
                     memory.renew()
             except DeviceOutOfMemory as error:
@@ -138,7 +129,6 @@ class ReleasedMemory:
 def _sorted_out(
     target: Target, requirements: Requirements
 ) -> tuple[dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]], dict[int, list[torch.Tensor]]]:
-    """Return the storages of tensors that a version fills, by address, and the unfilled tensors, by storage."""
     filled: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]] = {}
     others: dict[int, list[torch.Tensor]] = {}
     seen: set[tuple[int, int, int]] = set()
@@ -171,7 +161,6 @@ class ReleasedVersion:
     epoch: str
     version: int
     proven: list[tuple[Strips, U64]]
-    """Strips of the version with their verified digests."""
     memory: ReleasedMemory | None
     """None if the engine frees the memory, and allocates it again before a restore."""
     digests: MemoryDigests | None
@@ -288,11 +277,7 @@ class Release:
         update: Callable[[float | None], UpdateReport],
         flip: Callable[[Callable[[], Staged]], UpdateReport],
     ) -> UpdateReport:
-        """See `Subscriber.restore`.
-
-        `update` receives a version within a timeout and makes it live. `flip` makes a version live whose bytes its
-        argument moves to the target.
-        """
+        """See `Subscriber.restore`. `update` receives a version within a timeout, and `flip` makes a version live."""
         released = self.released
         if released is None or self.states.at_rest is not SubscriberState.RELEASED:
             raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
@@ -300,7 +285,6 @@ class Release:
             return flip(lambda: released.take_in_place(self.update_loop))
         if released.memory is not None:
             released.memory.take_back()
-        # A member with the version replies at once. Only callers without a stored version wait.
         limit_s = self.timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
         try:
             return update(limit_s)
@@ -309,17 +293,13 @@ class Release:
                 if isinstance(error, NotFound | PeerLost | StaleDescriptor):
                     error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
                 raise
-            # A staged version without a decision is dropped.
             self.states.enter(SubscriberState.RELEASED)
             cause = error
             return flip(lambda: released.read_stored(self.update_loop, stored, self.links, cause))
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Copy a checkpoint's tensors into the rows that a sync would fill. Return the number of bytes.
-
-    Call `Requirements.install` and `finish` afterwards. Raise PlanError if a tensor is missing or does not match.
-    """
+    """Copy a checkpoint's tensors into the rows of a sync. Return the bytes. Raise PlanError on a mismatch."""
     rows: dict[str, list[int]] = {}
     for number, row in enumerate(requirements.rows):
         rows.setdefault(row.name, []).append(number)

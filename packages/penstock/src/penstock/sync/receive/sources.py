@@ -117,10 +117,7 @@ class SourceFailed(Exception):
 
 @dataclass(eq=False)
 class LinkRequests:
-    """Requests to members for their maps of a version, which run in parallel with other work. It is a context manager.
-
-    Leaving the block drops links that were not taken. A member may take `stall_s` seconds to begin the version.
-    """
+    """Parallel requests to members for their maps of a version. Leaving the block drops links that were not taken."""
 
     membership: Membership
     members: Sequence[str]
@@ -144,10 +141,7 @@ class LinkRequests:
         self._give_up()
 
     def take(self, members: Sequence[str], version: int) -> dict[str, SourceLink]:
-        """Return links to these members, each with its map of the version.
-
-        Raise SourceFailed if a map is unavailable.
-        """
+        """Return links to these members with their maps of the version. Raise SourceFailed if a map is unavailable."""
         if version != self.version or self._links.keys() != set(members):
             self._give_up()
             with LinkRequests(self.membership, members, version, self.stall_s, self.threads, self.timing) as other:
@@ -241,10 +235,7 @@ class SourceRead:
         return self.into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
-        """Return the source's digests of its strips when they are ready.
-
-        Raise SourceStalled if no further row became ready for `stall_s` seconds, or Cancelled if the run is over.
-        """
+        """Return the source's digests when its strips are ready. Raise SourceStalled, or Cancelled after the run."""
         seen = -1
         moved = time.monotonic()
         while not is_over():
@@ -274,7 +265,6 @@ class SourceRead:
                     try:
                         failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
                     except PenstockError as error:
-                        # Bytes of the previous batches may have been written.
                         failed, was_touched = error, False
                     is_touched |= was_touched
         if release and failed is None:
@@ -286,7 +276,6 @@ class SourceRead:
     def _posting(
         self, step: Step, packed: list[tuple[int, int, Rectangles]]
     ) -> Iterator[tuple[Transport, PendingRead]]:
-        """Post the reads of a step as the caller iterates. Add the runs that the source should pack to `packed`."""
         for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self.into.handles(ours)[transport.name]
@@ -304,7 +293,6 @@ class SourceRead:
                 yield transport, transport.post_read(into, descriptor, rows.segments())
 
     def _packable(self, rows: Rectangles) -> npt.NDArray[np.bool_]:
-        """Return the mask of the rectangles that the source packs. Record why it packs none that it should."""
         offered = self.link.map.pack_buffer_bytes
         if not offered and packable(rows, PACK_BYTES // NUM_BUFFERS).any():
             self._note_unpacked(
@@ -313,17 +301,12 @@ class SourceRead:
         return packable(rows, 0 if self.short_runs.why else offered)
 
     def _note_unpacked(self, why: str) -> None:
-        """Record the first reason why this source does not pack. From then on none of its runs are packed."""
         with self._lock:
             self.short_runs.why = self.short_runs.why or why
 
     def _read_packed(
         self, theirs: int, ours: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> tuple[PenstockError | None, bool]:
-        """Read a batch from a buffer of the source, or directly if the source cannot pack it.
-
-        `release` has leases for the next request to release, and gets the lease of this buffer.
-        """
         link, leases = self.link, self.leases
         assert leases is not None
         transport, descriptor, _ = self._route(theirs, ours)
@@ -363,7 +346,6 @@ class SourceRead:
     def _request_buffer(
         self, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
-        """Return the source's buffer with a batch, or why it cannot pack it. Clear `release` after it was sent."""
         if self.short_runs.why:
             # Another read has waited for a buffer in vain.
             return PackReply(why=self.short_runs.why)
@@ -388,7 +370,6 @@ class SourceRead:
         raise Cancelled("the run is over")
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
-        """Return the transport and descriptor for a pair of regions. The first read chooses them."""
         # Two threads must not pin the same peer memory.
         with self._lock:
             route = self._routes.get((theirs, ours))
@@ -427,7 +408,6 @@ class LinkReport:
     member: str
     path: str = ""
     why: str = ""
-    """Reason why no nearer transport is used."""
     nbytes: int = 0
     wire_s: float = 0.0
     """Seconds during which at least one read from the source was running."""

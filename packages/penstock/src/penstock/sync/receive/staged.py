@@ -21,7 +21,6 @@ class Staged:
     """`sync` was read from members, `restore` was filled from elsewhere, and `here` is already live and was not
     read."""
     part: ReceiverPlan | None = None
-    """Strips that were received from the sync."""
     begun: float
     attempts: int
     nbytes: int = 0
@@ -41,7 +40,6 @@ class Staged:
     decide_by: float | None = None
     """Time at which the fleet's decision is due. None means that the version may go live at once."""
     check: bytes = b""
-    """Encoded values from the trainer for a check."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 

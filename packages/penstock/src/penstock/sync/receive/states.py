@@ -16,9 +16,7 @@ class SubscriberState(Enum):
     """A state of a subscriber."""
 
     IDLE = "idle"
-    """No version was received yet."""
     LIVE = "live"
-    """The target has the live version, complete and verified."""
     MOVED = "moved"
     """The tensors moved after the version became live, and may have arbitrary values at their new places."""
     DIRTY = "dirty"
@@ -36,7 +34,6 @@ class SubscriberState(Enum):
     WRITING = "writing"
     """The engine is paused, and the target may have bytes of the new version."""
     CLOSED = "closed"
-    """The subscriber has left."""
 
 
 S = SubscriberState
@@ -79,9 +76,7 @@ class LiveVersion:
 class SubscriberStates:
     """The state of one subscriber. Any thread may read it, and only `enter` changes it.
 
-    Attributes:
-        at_rest: last state at rest, which tells what the target has.
-        live: version that is live, or that was live before the target was released or moved.
+    `at_rest` is the last state at rest. `live` is the version that is or was live, before a release or a move.
     """
 
     def __init__(self) -> None:
@@ -108,8 +103,7 @@ class SubscriberStates:
     def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
         """Change the state, and the live version if `live` is set. Raise InvalidTransition without a change.
 
-        A closed subscriber stays closed, but `at_rest` changes, because a running update may still complete. If a busy
-        subscriber enters MOVED, only `at_rest` changes.
+        In a closed subscriber, and in a busy subscriber that enters MOVED, only `at_rest` changes.
         """
         with self._lock:
             previous = self.now

@@ -25,10 +25,8 @@ class Step:
 
     window: int
     source: int
-    """Index into the part's sources."""
     nbytes: int
     rows: I64
-    """Row in the receiver's layout of each strip."""
     theirs: Strips
     ours: Strips
     reads: tuple[tuple[int, int, Rectangles], ...]
@@ -64,13 +62,11 @@ class Windows:
 def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
     """Divide a checked part into windows of up to `window_bytes` and steps of up to twice `piece_bytes`.
 
-    `theirs` has the start of each region and the end of the last one, for each source, and `ours` for the receiver.
-    Raise PlanError if a strip crosses from one region to the next.
+    `theirs` and `ours` have the start of each region and the end of the last. PlanError means a strip in two regions.
     """
     # A part can have millions of segments, so only the loop over steps below is in Python.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
-    # Sort by window, by source in the receiver's order, and then in the part's order.
     order = np.lexsort((np.arange(len(segment_window)), part.turn_of(part.source), segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
@@ -92,7 +88,6 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
 
 def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     """Return the segments in this order, split to at most `piece_bytes`, and the segment of each piece."""
-    # Split long runs into columns, and then many rows into blocks.
     run = part.run_bytes[order]
     counts = -(-run // piece_bytes)
     at = np.repeat(order, counts)
@@ -169,7 +164,6 @@ def joined(some: Sequence[Strips]) -> Strips:
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Sort the steps by window, and alternate the sources within a window."""
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:

@@ -271,7 +271,6 @@ class Subscriber(Closeable):
         limit_s = self._stall_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while True:
-            # A lost member may return or be replaced.
             with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled, StaleDescriptor):
                 self._check_open()
                 self._release.require_awake()
@@ -521,7 +520,6 @@ class Subscriber(Closeable):
                 if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
-                # Trainer and engines may start in any order.
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
@@ -531,7 +529,6 @@ class Subscriber(Closeable):
         return self._report(self._flip.run(move_bytes))
 
     def _fill_empty(self) -> None:
-        """Add the tensors to an empty target, when the first version is live."""
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
             self._target.update({row.name: row.tensor for row in self.wanted.rows})
 

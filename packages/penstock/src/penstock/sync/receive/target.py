@@ -43,7 +43,6 @@ class TensorSelection:
 
     table: TensorTable
     tags: Mapping[str, str]
-    """Tag of each name that has a tag."""
 
 
 def select_tensors(
@@ -51,8 +50,7 @@ def select_tensors(
 ) -> TensorSelection:
     """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources.
 
-    Without `requested`, the tags are those for which the model has parameters. Raise PlanError if a requested tag is
-    not offered.
+    Without `requested`, the model's parameters decide. Raise PlanError if a requested tag is not offered.
     """
     tags = checkpoint.tags or ("",) * len(checkpoint.names)
     offered = tuple(dict.fromkeys(tag for tag in tags if tag))
@@ -84,7 +82,6 @@ def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, t
 
 
 def _suffix(tag: str) -> str:
-    """Return the suffix that a format adds to the name of its codes. A user's tag adds no suffix."""
     return format_of(tag).values_suffix if is_format(tag) else ""
 
 
@@ -99,7 +96,6 @@ def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str
 
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
-    """Return whether a parameter has the codes' dtype and another parameter their scales."""
     # A cast has no scales, and any BF16 model would request `cast:BF16`.
     if form.scaling == "none":
         return False
@@ -136,9 +132,7 @@ def requirements_for(
 ) -> Requirements:
     """Return the requirements of a result of `tensors_of`. `tags` maps names to tags under which they are read.
 
-    Raises:
-        PlanError: names, dtypes or shapes do not match, or no tensor fills some parameters of a module with `strict`,
-            or there are no tensors.
+    Raise PlanError for mismatches, for unfilled parameters with `strict`, or without any tensor.
     """
     if not len(table):
         raise PlanError("the publishers have no tensors")
@@ -223,7 +217,6 @@ class ReceiveBuffers:
     Attributes:
         wanted: the rows, and the steps after their arrival.
         local_version: the target's memory for other members. None if it is not served.
-        staging_copy: in staged mode, the memory that a transfer reads into.
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.

@@ -42,12 +42,7 @@ class _Reads:
 
 
 class TiedRows:
-    """The rows of a part that share their memory with other rows of the part, as listed in `groups`.
-
-    Attributes:
-        part: the part, without the reads of duplicate rows.
-        sources: members that supply all rows of the part.
-    """
+    """The rows of a part that share their memory with other rows. `part` excludes the reads of duplicate rows."""
 
     def __init__(
         self, part: ReceiverPlan, groups: Sequence[Sequence[int]], names: Sequence[str], into: VersionRegions
@@ -70,10 +65,7 @@ class TiedRows:
         self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
-        """Check that the sources for each memory have equal bytes, before a byte of the version is read.
-
-        Raise PlanError if the bytes differ, or SourceFailed if a source did not reply.
-        """
+        """Raise PlanError if the sources for one memory have different bytes, or SourceFailed without a reply."""
         for names, (ours, others) in self._pairs:
             apart = (ours.source != others.source) | (ours.src != others.src)
             apart |= (ours.num_rows > 1) & (ours.src_pitch != others.src_pitch)
@@ -96,14 +88,12 @@ class TiedRows:
 
 
 def _reads(part: ReceiverPlan, row: int) -> _Reads:
-    """Return the reads of a row, in the order of their destinations."""
     mine = np.flatnonzero(part.row == row)
     mine = mine[np.argsort(part.dst[mine], kind="stable")]
     return _Reads(**{name: getattr(part, name)[mine] for name in _Reads.__slots__})
 
 
 def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
-    """Return the reads of two rows that share memory, cut so that their strips have the same destinations."""
     same = len(one.dst) == len(other.dst) and all(
         (getattr(one, name) == getattr(other, name)).all() for name in ("dst", "dst_pitch", "run_bytes", "num_rows")
     )
@@ -129,6 +119,5 @@ def _runs(reads: _Reads) -> _Reads:
 
 
 def _piece(runs: _Reads, at: I64, begin: I64, nbytes: I64) -> _Reads:
-    """Return pieces of runs. Piece i has `nbytes[i]` bytes from destination `begin[i]` on, in run `at[i]`."""
     some = runs[at]
     return replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)

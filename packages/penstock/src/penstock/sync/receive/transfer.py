@@ -67,9 +67,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 class ChangedRanges:
     """The digests of one `Transfer`, for one plan and one memory of a receiver.
 
-    Attributes:
-        asks_first: whether this run requests a step's digests before it reads the step.
-        density: fraction of bytes in strips that changed since the last version. None if it was not measured yet.
+    `asks_first` tells whether this run requests digests before it reads. `density` is the changed fraction of bytes.
     """
 
     def __init__(self) -> None:
@@ -159,7 +157,6 @@ class Transfer:
         lost: source whose failure ended the last run, or None.
 
     Args:
-        names: names of the receiver's rows, for errors.
         watermark_bytes: maximum number of bytes that are read and not yet verified.
         delta: skips unchanged strips. None means that everything is read.
     """
@@ -187,8 +184,6 @@ class Transfer:
 
     def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
         """Read the part from sources with one version, and return when every byte is verified in place.
-
-        After any error the memory is no longer written to, and `mutated` tells whether a byte of it was written.
 
         Raises:
             PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
@@ -298,7 +293,6 @@ class _TransferRun(Run):
         self._next_window = 0
 
     def _queued(self, steps: Sequence[Step]) -> dict[int | str, _Queue]:
-        """Return the queue of each source, or of each local device that reads from devices on this host."""
         # A slow source must not delay the steps of other sources. Devices on this host are equally fast.
         queues: dict[int | str, _Queue] = {}
         part = self._transfer.part
@@ -415,7 +409,6 @@ class _TransferRun(Run):
         try:
             with self._turn(step), self.stats.reading(source.member):
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
-            # A failed read has written bytes too.
             if is_touched:
                 self.is_touched = True
             if failed is not None:
@@ -447,7 +440,6 @@ class _TransferRun(Run):
             self._post_verification(step)
 
     def _verify(self, step: Step, wanted: U64) -> None:
-        """Digest a step's strips, both read and skipped ones, and compare them with the source's digests."""
         digests = self._own_digests(step)
         wrong: I64 = np.flatnonzero(digests != wanted)
         if len(wrong) and step in self._skipped:
@@ -489,7 +481,6 @@ class _TransferRun(Run):
         self.ticket.wake()
 
     def _note_lost(self, member: str, error: PenstockError) -> None:
-        """Record the first source whose failure ends the run, and add its name to the error."""
         # After the first error the remaining reads are cancelled, and their errors do not concern their sources.
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
             self._transfer.lost = member

@@ -74,12 +74,9 @@ class UpdateLoop:
     One thread at a time updates, and the server's threads read the attributes.
 
     Attributes:
-        status: epoch and version, and whether others can read the version here.
         buffers: memory that receives versions. None before `prepare` and the first update.
         requirements: requirements of the target, which outlive `buffers`. None also after the target moved.
-        checkpoint: the checkpoint's table from the planner. None before `prepare` and the first update.
         decisions: known decisions of the fleet by epoch and version, the oldest first.
-        decision: the newest decision.
     """
 
     membership: Membership
@@ -101,14 +98,12 @@ class UpdateLoop:
         # Starting threads takes milliseconds, so keep them between versions.
         self._threads = KeptThreads()
         self._live_proven: list[tuple[Strips, U64]] = []
-        # The epoch and the table of `buffers`.
         self._epoch = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | None = None
         self._tied: TiedRows | None = None
         self._is_outdated = False
         self._announced = -1
-        # The planner and version of the running request, for reporting a failure.
         self._request: tuple[str, int] | None = None
         self._last_warning = ""
 
@@ -200,10 +195,7 @@ class UpdateLoop:
             report(self.membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
-        """Return a planner's status when its version is above `after`, or after `wait_s` seconds.
-
-        None if none replies.
-        """
+        """Return a planner's status when its version is above `after`, or after `wait_s`. None without a reply."""
         for planner in self._planners():
             # During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
@@ -229,7 +221,6 @@ class UpdateLoop:
                 if news.version >= version:
                     return news.version
                 if news.withdrawn is not None and news.withdrawn.version >= version:
-                    # The next call waits for a later version.
                     after = news.withdrawn.version
                     self._refuse_withdrawn(news.withdrawn)
             else:
@@ -276,7 +267,6 @@ class UpdateLoop:
             raise
 
     def _attempts(self, version: int | None, pause: Callable[[int], None], begun: float) -> Staged:
-        """Try to read a version up to `TRIES` times, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
         # The epochs for which a lost member may be needed.
         damaged: set[str] = set()
@@ -337,7 +327,6 @@ class UpdateLoop:
         raise ConfigError(message, hint=hint)
 
     def _planners(self, *, max_age_s: float | None = None) -> list[SyncMember]:
-        """Return the members that may plan for this receiver: a rank 0, or receivers with the newest version."""
         max_age_s = self.timing.member_list_s if max_age_s is None else max_age_s
         members = self.membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
@@ -364,7 +353,6 @@ class UpdateLoop:
         return candidates[0]
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
-        """Return the receive buffers for this epoch's versions. Allocate new ones if its checkpoint differs."""
         # An epoch's checkpoint does not change. A restarted trainer has a new epoch, usually with the same table.
         if self.requirements is not None and self._epoch == planner.state.epoch:
             if self.buffers is None:
@@ -425,7 +413,6 @@ class UpdateLoop:
     def _link_requests(
         self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
     ) -> LinkRequests:
-        """Return requests to the previous version's sources, which mostly saves a round trip before the first read."""
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
         if self._transfer is not None and not lost and expected >= 0 and self._epoch == planner.state.epoch:

@@ -101,7 +101,6 @@ class _Boxes:
 
 
 def _first_dim(box: Box) -> tuple[int, int]:
-    """Return the range of a box in the first dim. A scalar has one element."""
     return (box.start[0], box.stop[0]) if box.start else (0, 1)
 
 
@@ -124,7 +123,6 @@ grid_of = functools.lru_cache(maxsize=1024)(StrideGrid)
 
 
 def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
-    """Yield the remaining pieces after `box` is overwritten."""
     whole = piece.map.target_box()
     if common_box(whole, box) is None:
         yield piece

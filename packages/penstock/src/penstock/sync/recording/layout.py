@@ -110,9 +110,7 @@ class TensorRequirement:
 
 
 def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Return the boxes that no other box contains, in order."""
     outermost: list[Box] = []
-    # A box can only be inside a box that is at least as large.
     for box in sorted(boxes, key=lambda box: (-box.num_elements, box.start)):
         if not any(common_box(box, other) == box for other in outermost):
             outermost.append(box)
@@ -138,8 +136,7 @@ def fill(
 ) -> None:
     """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer.
 
-    `load` is the model's own loader. Raise PlanError without `load` if tensors are unrecorded. The model is unchanged
-    then.
+    Raise PlanError without a change if tensors are unrecorded and `load`, the model's own loader, is missing.
     """
     if recording.unrecorded and load is None:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -175,13 +172,7 @@ def checkpoint_shards(
 ) -> dict[str, Sequence[Shard]]:
     """Return a rank's shards of the checkpoint tensors that fill its model, without elements that no record fills.
 
-    Args:
-        params: see `declared`, by the parameters' names.
-        recording: made from the whole model's loader on one rank. A model on the meta device is enough. Casts are
-            ignored, because a parameter is declared in its own dtype.
-
-    Raises:
-        PlanError: the loader was only partly recorded, so it cannot be reversed. See also `declared`.
+    `recording` is made from the whole model's loader. Raise PlanError if the loader was only partly recorded.
     """
     if recording.unrecorded:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -198,7 +189,6 @@ def checkpoint_shards(
 
 
 def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iterator[Shard]:
-    """Yield a row's shards of one record's source."""
     box = _torch_box(row)
     common = common_box(box, record.target_box)
     if common is None:
@@ -227,7 +217,6 @@ def _torch_box(row: ShardRow) -> Box:
 
 
 def _map_of(record: LayoutRecord) -> StrideMap:
-    """Return the stride map of a record."""
     # A record stores shapes but no steps. The digits of each box fill its dims from the outermost dim.
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
@@ -237,7 +226,6 @@ def _map_of(record: LayoutRecord) -> StrideMap:
 
 
 def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the dim and step of each digit of a box, outermost first."""
     places: list[tuple[int, int]] = []
     dim, remaining = -1, 1
     for n in digits:
@@ -252,7 +240,6 @@ def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]
 def _boxes(
     part: StrideMap, strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
-    """Yield start, extent, strides and element offset of the source boxes with one stride per dim."""
     # A dim that the loader split into several runs becomes several boxes, because `as_strided` has one stride per dim.
     dims: list[list[tuple[int, int]]] = []
     for dim in range(len(part.source_start)):
@@ -276,7 +263,6 @@ def _boxes(
 
 
 def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield extent, source step and target stride of each level above a dim's first level."""
     below = runs[0][0]
     for n, step in runs[1:]:
         yield n, below, step

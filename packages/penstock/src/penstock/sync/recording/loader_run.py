@@ -48,10 +48,7 @@ def user_code(what: str, *, mutated: bool = False) -> Iterator[None]:
 def follow(
     model: torch.nn.Module, specs: Specs, run: Load, device: torch.device, left_out: dict[str, str]
 ) -> LoadRecorder:
-    """Run the loader until it reads no values.
-
-    Add tensors whose values it reads to `left_out`, and run it without them.
-    """
+    """Run the loader until it reads no values. Tensors whose values it reads are added to `left_out`."""
     # The loop ends, because each run leaves out at least one more tensor.
     while True:
         recorder = LoadRecorder(model, device)
@@ -103,14 +100,12 @@ class _Pass:
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder
-        # The last tensor that the loader received, or "" after it has received all tensors.
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
         self._saved = [(group, dict(group)) for group in groups]
         self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
 
     def tensors(self, specs: Specs) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the recording tensors one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
             # Unwatched creation saves a third of the time. In inference mode torch refuses views of older tensors.

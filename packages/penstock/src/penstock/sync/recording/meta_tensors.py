@@ -51,7 +51,6 @@ class Recorded(torch.Tensor):
         recorded._buffer = buffer
         return recorded
 
-    # The dispatcher already sees every operator.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -167,7 +166,6 @@ class LoadRecorder:
         return ReadsValues(what)
 
     def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
-        """Return the buffer that a tensor views, or None if it is not recorded."""
         if isinstance(tensor, Recorded):
             return tensor._buffer
         if tensor.layout is not torch.strided:
@@ -205,7 +203,6 @@ class LoadRecorder:
         return buffer is not None and bool(buffer.pieces)
 
     def _lose(self, names: Iterable[str], why: str) -> None:
-        """Record checkpoint tensors whose elements can no longer be followed."""
         self.lost |= dict.fromkeys(names, why)
 
     def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
@@ -321,7 +318,6 @@ class LoadRecorder:
             return self._other(func, args, kwargs, tensors)
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Apply an operator without a rule, so that its results are unknown."""
         what = func.overloadpacket.__name__
         names, why = self.names(tensors), f"{what} of its values"
         if writes := written(func, args, kwargs):
@@ -349,12 +345,10 @@ class LoadRecorder:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, which also exists on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _stepped(piece: BufferPiece, steps: list[Step]) -> BufferPiece:
-    """Return a piece with further conversions. Numbers and unknown elements need none."""
     return piece if piece.value is not None or piece.why else replace(piece, steps=(*piece.steps, *steps))
 
 
@@ -493,7 +487,6 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Select rows by a list of indices, as in `w[[2, 5]]` or `index_select`."""
     source = args[0]
     if func.overloadpacket is _aten.index_select:
         dim, index = args[1] % max(source.ndim, 1), args[2]
@@ -517,7 +510,6 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a placeholder for one value. The run is unusable, but it continues, to find other reads."""
     recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

@@ -96,7 +96,6 @@ def record(
 def _unrecorded(
     model: torch.nn.Module, table: TensorTable, specs: Specs, unheld: Mapping[str, str], raised: LoaderRaised
 ) -> Recording:
-    """Return the recording of a loader that needs all tensors in one call."""
     why = f"the loader needs all tensors in one call: with some of them it raised {error_text(raised.__cause__)}"
     return Recording(
         layout=layout_digest(table),
@@ -112,7 +111,6 @@ def _unrecorded(
 def _recording(
     model: torch.nn.Module, table: TensorTable, recorder: LoadRecorder, left_out: Mapping[str, str]
 ) -> Recording:
-    """Turn the pieces of the live tensors into records, constants, and unrecorded tensors."""
     unrecorded = {**left_out, **recorder.lost}
     records: list[LayoutRecord] = []
     constants: list[Constant] = []
@@ -166,7 +164,6 @@ def _recording(
 def _repeated(
     records: Sequence[LayoutRecord], recorder: LoadRecorder, num_names: Mapping[str | None, int]
 ) -> dict[str, str]:
-    """Return the checkpoint tensors that were replaced in a tied parameter, each with the tensor that replaced it."""
     targets: dict[str, set[str]] = {}
     for entry in records:
         targets.setdefault(entry.source, set()).add(entry.target)
@@ -185,7 +182,6 @@ def _repeated(
 
 
 _NAMED = 10
-"""Maximum number of unrecorded tensors that a warning names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -335,7 +331,6 @@ class Requirements:
     def _partly(
         self, tensor: torch.Tensor, steps: Sequence[_Step], staged: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a live tensor as an update would leave it if some of its elements retain their values."""
         whole = tensor.clone(memory_format=torch.preserve_format)
         pieces = [row.tensor for row in self.rows[: self.num_live]]
         pieces += [step.target if step.record is None else cut(step.target, step.record.target_box) for step in steps]
@@ -380,13 +375,11 @@ def wanted(
     """Return a model's requirements from the recorded checkpoint. Rows keep live memory and scratch alive.
 
     Args:
-        model: the live model that was recorded, or a model with the same parameters.
         load: see `record`. It is only called for unrecorded tensors.
         tags: the tag for each tensor that is read under a tag.
 
     Raises:
-        PlanError: the recording was made from another table, the model has no memory, or torch has no dtype for an
-            unrecorded tensor.
+        PlanError: the recording is from another table, the model has no memory, or torch lacks a dtype.
         DestinationError: there is not enough memory for the scratch.
     """
     if recording.layout != layout_digest(table):
@@ -428,7 +421,6 @@ class _BoxPlace:
     tensor: torch.Tensor | None
 
     def cut(self, box: Box) -> torch.Tensor:
-        """Return the tensor for a box inside this box."""
         assert self.tensor is not None
         if box == self.box:
             return self.tensor
@@ -452,7 +444,6 @@ class _Destinations:
         self._moves: list[tuple[_BoxPlace, LayoutRecord]] = []
 
     def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
-        """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_BoxPlace] = []
         # The loader gets the unsliced tensor from scratch. Records of the same tensor are copied from there too.
         if whole:
@@ -486,10 +477,6 @@ class _Destinations:
         return self._places[-1]
 
     def _direct(self, record: LayoutRecord, source: _Source) -> torch.Tensor | None:
-        """Return a view of the target's memory with the source box's shape, or None if it cannot be read into directly.
-
-        Direct reads need the same order of elements, contiguous runs, and the same bits.
-        """
         if not record.in_order or record.target in self._touched or any(kind == "cast" for kind, _ in record.steps):
             return None
         target = cut(self._live[record.target], record.target_box)
@@ -505,7 +492,6 @@ class _Destinations:
         return target if target.dtype == source.kind else target.view(source.kind)
 
     def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
-        """Allocate scratch, and return the requirements."""
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
@@ -541,7 +527,6 @@ class _Destinations:
         )
 
     def _allocate(self, places: Sequence[_BoxPlace]) -> int:
-        """Allocate one arena per device for all rows in scratch. Return the total number of bytes."""
         total = 0
         for device in dict.fromkeys(place.device for place in places):
             mine = [place for place in places if place.device == device]
@@ -555,7 +540,6 @@ class _Destinations:
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
-    """Return whether a single dim separates all boxes. If False, boxes may still be disjoint."""
     for dim in range(len(boxes[0].start)) if boxes else ():
         runs = sorted((box.start[dim], box.stop[dim]) for box in boxes)
         if all(run[1] <= other[0] for run, other in pairwise(runs)):

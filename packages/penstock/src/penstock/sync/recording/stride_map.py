@@ -74,7 +74,6 @@ def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 @functools.lru_cache(maxsize=1 << 12)
 def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int, ...]:
-    """Return the extents of a box: the product of the digits in each dim. `dim_at` is the dim's index in a digit."""
     extents = [1] * num_dims
     for digit in digits:
         extents[digit[dim_at]] *= digit[0]
@@ -127,7 +126,6 @@ class StrideGrid:
         return True
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
-        """Return the digits of one dim of a view, outermost first, with zeros for the target."""
         if extent == 1:
             return []
         if stride == 0:
@@ -177,7 +175,6 @@ def between(source: StridedView, target: StridedView, shape: tuple[int, ...]) ->
 def _even(
     source: StridedView, target: StridedView, shape: tuple[int, ...]
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return a copy's digits and its reach in each dim at either end, or None if they depend on the starts."""
     try:
         whole = _between(source, target, shape)
     except NotBoxes:
@@ -241,12 +238,10 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _are_dense(digits: tuple[Digit, ...]) -> bool:
-    """Return whether the digits leave no gap in a dim at either end."""
     return not _gaps(digits, set())
 
 
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
-    """Return the digits outside `loops` that leave gaps in a dim at either end."""
     uneven: set[int] = set()
     # In a digit, index 1 is the source dim and index 3 the target dim, each followed by its step.
     for dim_at in (1, 3):
@@ -272,7 +267,6 @@ def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
 
 
 def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator[StrideMap]:
-    """Yield the parts of a map that write to `[start, stop)` in one target dim."""
     mine = sorted((digit for digit in whole.digits if digit[3] == dim), key=lambda digit: -digit[4])
     first = whole.target_start[dim]
     if (start, stop) == (first, first + math.prod(digit[0] for digit in mine)):
@@ -290,7 +284,6 @@ def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator
 
 
 def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the numbers [start, stop) as products of digit ranges (first, count)."""
     if not extents:
         yield []
         return
@@ -321,7 +314,6 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
 
 
 def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
-    """Return the map from the writer's source to the reader's source. Both maps have the same target box."""
     joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
@@ -340,6 +332,5 @@ def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
 
 
 def _below(strides: StrideMap, dim: int) -> list[tuple[int, int, int]]:
-    """Return extent, source dim and source step of the digits of one target dim, outermost first."""
     mine = sorted((digit for digit in strides.digits if digit[3] == dim), key=lambda digit: -digit[4])
     return [digit[:3] for digit in mine]
