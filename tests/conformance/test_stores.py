@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.support import redis_server
+from tests.support.store_suite import StoreTests
 
 from penstock.hub.store import MemoryStore, RedisStore, Store
-from penstock.testing.store_suite import StoreTests
 
 
 class TestMemory(StoreTests):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.tier_suite import TierTests
 
 from penstock.memory.tier import Tier
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
-from penstock.testing.tier_suite import TierTests
 
 
 class TestHeap(TierTests):

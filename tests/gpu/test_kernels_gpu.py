@@ -32,7 +32,7 @@ print("triton" if "triton" in sys.modules else "copy")
 FORMATS = """
 import sys
 import torch
-from penstock.testing.transform_suite import check_kernels
+from tests.support.transform_suite import check_kernels
 from penstock.transform.formats import format_of
 for tag in ("fp8-block128", "fp8-channel", "cast:F16", "nvfp4"):
     assert check_kernels(format_of(tag), torch.device("cuda", 0), ((130, 32), (16,))) > 2, tag

@@ -14,6 +14,7 @@ import torch
 from tests.benchmarks.test_tiers import run_benchmark
 from tests.support.compare import assert_same, by_safetensors
 from tests.support.keeper import KeeperProcess
+from tests.support.tier_suite import TierTests
 
 import penstock as ps
 from penstock.engine.place import CudaRegistrar
@@ -22,7 +23,6 @@ from penstock.memory.tier import Tier
 from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_host import PoolTier
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.tier_suite import TierTests
 
 pytestmark = pytest.mark.gpu
 

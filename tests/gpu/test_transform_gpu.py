@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from penstock.testing import transform_suite  # noqa: E402
+from tests.support import transform_suite  # noqa: E402
+
 from penstock.transform import fuse, quantize  # noqa: E402
 from penstock.transform.formats import FORMATS, format_of  # noqa: E402
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.tier_suite import filled
 
 from penstock.errors import (
     BudgetTooSmall,
@@ -28,7 +29,6 @@ from penstock.memory.tier import Room, TierBlock
 from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import HeapTier
 from penstock.memory.tiers import SOURCE, Level, Tiers
-from penstock.testing.tier_suite import filled
 
 
 def block(number: int, nbytes: int = 100) -> TierBlock:

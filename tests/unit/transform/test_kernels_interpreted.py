@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 CHILD = """
 import sys, torch
-from penstock.testing.transform_suite import check_kernels
+from tests.support.transform_suite import check_kernels
 from penstock.transform.formats import format_of
 
 shapes = ((1, 16), (3, 32), (130, 32), (2, 3, 5, 32), (16,), (7, 0))

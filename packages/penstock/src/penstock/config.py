@@ -357,7 +357,6 @@ def _own_directory(shared: Path, name: str) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a path is a directory, not a symlink, that only this user can enter."""
     try:
         status = path.lstat()
     except OSError:

@@ -154,7 +154,6 @@ def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
 
 
 def _bases_of(kind: type[PenstockError]) -> tuple[type[BaseException], ...]:
-    """Return the bases of a class that `also` created, Penstock's class first, or a tuple with any other class."""
     return kind.__bases__ if kind in _classes.values() else (kind,)
 
 

@@ -170,7 +170,6 @@ def _codes_of_handlers() -> set[object]:
 
 
 def _begin() -> bool:
-    """Install the handler. Return False if it is installed already or cannot be installed in this thread or program."""
     if threading.current_thread() is not threading.main_thread() or _interrupt.state is not State.OUTSIDE:
         return False
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

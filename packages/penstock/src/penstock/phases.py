@@ -308,7 +308,6 @@ def boot_record() -> BootRecord:
 
 
 def _process_age_s() -> float:
-    """Return the age of this process in seconds, or 0 if it is unknown."""
     try:
         # The name in parentheses may contain spaces, so split after it. Field 22 is the start time in clock ticks since
         # the host booted.

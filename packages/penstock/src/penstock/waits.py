@@ -143,7 +143,6 @@ def pause(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _registered(end: Callable[[], object]) -> Iterator[None]:
-    """Let the thread's scope, if any, call `end` during the block."""
     scope = current()
     number = None if scope is None else scope.add(end)
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.transform_suite import values
 
 from penstock.errors import ConfigError, PlanError
-from penstock.testing.transform_suite import values
 from penstock.transform.formats import FORMATS, fault, format_of
 from penstock.transform.quantize import dtype_of, quantise, torch_dtype
 from penstock.types import DType

@@ -122,7 +122,6 @@ class RingFetch:
             self._ring.close()
 
     def _wake(self) -> None:
-        """Wake the ring's thread to execute posted items, unless it posted them."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             return
         with self._state:

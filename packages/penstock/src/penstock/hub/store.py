@@ -37,7 +37,7 @@ class StoreEntry:
 
 
 class Store(Protocol):
-    """A thread-safe store, tested by `penstock.testing.store_suite`. Its methods raise HubUnavailable."""
+    """A thread-safe store. Its methods raise HubUnavailable."""
 
     def read(self, name: str) -> StoreEntry | None:
         """Return the entry under `name`, or None if it is absent or expired."""

@@ -79,7 +79,6 @@ def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Return each run and its start in memory, or one empty run if there are no runs."""
     # The empty run keeps the product over dims from vanishing.
     placed, at = [], 0
     for start, stop in runs or [(0, 0)]:

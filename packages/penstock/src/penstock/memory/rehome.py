@@ -48,7 +48,6 @@ def rehome(
 
 
 def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is_remappable: bool) -> Arena:
-    """Move groups of tensors that each share a storage. Each group becomes one run."""
     spans = [_span(group) for group in groups]
     nbytes = needed_bytes(stop - start for start, stop in spans)
     arena = Arena.allocate(nbytes, device, is_remappable=is_remappable)

@@ -120,7 +120,6 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _extent(name: str, tensor: torch.Tensor) -> _Extent:
-    """Return the memory of a tensor. Raise PlanError if its elements share memory or its storage was freed."""
     nbytes, itemsize = tensor.nbytes, tensor.element_size()
     if tensor.is_contiguous():
         extent: _Extent = tensor.data_ptr(), nbytes, (), (), 1

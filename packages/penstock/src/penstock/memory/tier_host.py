@@ -40,7 +40,6 @@ class _ViewedRoom(ABC):
             np.frombuffer(into, np.uint8, run, at)[:] = mine
 
     def _runs(self, offset: int, nbytes: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
-        """Return the views of a byte range, each with its offset in the range and its length."""
         runs, base, stop = [], 0, offset + nbytes
         for view in self.views():
             first, last = max(base, offset), min(base + len(view), stop)
@@ -51,7 +50,6 @@ class _ViewedRoom(ABC):
         return runs
 
     def settle(self) -> None:
-        """See `Room.settle`. Copies are done when `write` and `read` return."""
         return
 
 

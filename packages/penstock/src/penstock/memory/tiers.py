@@ -274,7 +274,6 @@ class Tiers(Closeable):
                 level.tier.trim()
 
     def _note(self, nbytes: int = 0) -> None:
-        """Record progress of the current move, which resets the stall timers of waiting threads."""
         self._progress = time.monotonic()
 
     def _pin_in(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
@@ -335,7 +334,6 @@ class Tiers(Closeable):
             self._leave(entry)
 
     def _leave(self, entry: _TieredBlock) -> None:
-        """Free the rooms of an entry that are neither current, in use nor copies to keep."""
         with self._state:
             if entry.busy:
                 return
@@ -398,7 +396,6 @@ class Tiers(Closeable):
         return True
 
     def _arrived(self, entry: _TieredBlock, to: int, started_at: float | None = None) -> None:
-        """Set the tier of a block to `to`, let other threads use it, and free its unused old room."""
         # Notify the user first, so that it does not read freed memory.
         self._report_move(entry, to)
         with self._state:
@@ -485,7 +482,6 @@ class Tiers(Closeable):
         raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes, budget=budget)
 
     def _move_down(self, entry: _TieredBlock, to: int) -> bool:
-        """Move an entry down to `to`. Return False without enough space, or if the source cannot be read again."""
         if to == self._source:
             if entry.again:
                 self._arrived(entry, to)

@@ -304,7 +304,6 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
 
 
 def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
-    """Return the first fault of pieces that are known to be wrong, and its location."""
     left = [want]
     for i, piece in enumerate(pieces):
         stray = next(minus(piece, want), None)
@@ -348,13 +347,11 @@ class Match:
     unwanted: tuple[str, ...]
     """Tensors that are held but wanted by no receiver."""
     kind: I64
-    """Kind of each tensor."""
     held: Groups
     """Forms in which each kind is held."""
     held_team: I64
     """The team of each of `held.values`."""
     wanted: Groups
-    """Forms in which each kind is wanted."""
     team: Groups
     """Ranks of each team, ascending."""
     pair_first: I64
@@ -434,12 +431,10 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
 
 
 def _spec(form: Form) -> tuple[object, ...]:
-    """Return the fields of a form on which both sides must agree."""
     return str(form.dtype), form.shape, form.tag
 
 
 def _order(form: Form) -> tuple[object, ...]:
-    """Return the sort key of a form: its spec, then its position in the tensor."""
     return *_spec(form), form.box.start, form.box.stop, form.strides
 
 
@@ -468,7 +463,6 @@ def _heads(column: I64) -> tuple[I64, I64]:
 
 
 def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
-    """Return the teams, sorted by their ranks, and the team of each pair."""
     # Big-endian bytes sort like the numbers, and a team is one hashable value.
     raw = ranks.astype(">i8").tobytes()
     keys = [raw[8 * a : 8 * b] for a, b in pairwise(first.tolist())]
@@ -497,7 +491,6 @@ def _groups(column: I64, first: I64, stop: I64) -> Groups:
 
 
 def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I64, spare: I64) -> PlanError:
-    """Return the error that lists wanted tensors without a match, and held tensors that are not wanted."""
     wanted_as: dict[int, list[str]] = defaultdict(list)
     held_as: dict[int, list[str]] = defaultdict(list)
     concerned = have[np.isin(have // len(words), missing // len(words)) | np.isin(have, spare)]

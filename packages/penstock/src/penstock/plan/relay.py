@@ -132,7 +132,6 @@ class Relay:
         return tuple([*good, *(name for name in bad if name not in good)][:limit])
 
     def _candidates(self, receiver: Node, tree: int) -> Iterator[str]:
-        """Yield members in the order in which a receiver should try them. A member may appear more than once."""
         parents = self.trees[tree]
         parent = parents.get(receiver.member)
         if parent is not None:
@@ -157,14 +156,12 @@ class Relay:
 
 
 def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
-    """Yield the names of members, rotated to start at number `turn` modulo their count."""
     start = turn % len(nodes) if nodes else 0
     yield from (node.member for node in nodes[start:])
     yield from (node.member for node in nodes[:start])
 
 
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
-    """Return chains, or two trees if two trees are in use already or are clearly faster."""
     receivers = [node for node in nodes.values() if not node.whole]
     # Keep two trees while a receiver uses them, because relinking all members costs more than a few hops. A receiver
     # that cannot follow trees reads all chunks from its parent, which gets all of them.
@@ -212,7 +209,6 @@ def _fill_time(nodes: dict[str, Node], trees: tuple[Parents, ...]) -> float:
 
 
 def _num_left(nodes: dict[str, Node]) -> int:
-    """Return the number of chunks that the last receiver lacks."""
     return max(node.num_chunks - node.num_have for node in nodes.values())
 
 
@@ -222,7 +218,6 @@ def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:
 
 
 def _ring_order(nodes: dict[str, Node]) -> list[Node]:
-    """Return members in the order of a ring: by arrival, with the members of a rack or host adjacent."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
         for place in _ring_places(node):

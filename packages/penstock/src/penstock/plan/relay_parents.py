@@ -57,7 +57,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     num_complaining: int = 0
     """Number of callers that complain. A caller counts once by its credentials, however many members it speaks for."""
     parent: str = ""
-    """Its current upstream."""
     second_parent: str = ""
     """Its current upstream for the chunks of the second tree. Empty means the same as `parent`."""
     follows_trees: bool = False
@@ -110,7 +109,6 @@ def _serves(parent: Node, child: Node) -> bool:
 
 
 def _furthest(node: Node) -> tuple[object, ...]:
-    """Return a sort key that puts the member with the most chunks first."""
     return -node.num_have, node.order
 
 
@@ -170,7 +168,6 @@ class Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
-        """Keep the parents that still serve, and break the cycles that result."""
         # Members with the most chunks choose first, because they lose most if their parent gets other children.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
@@ -185,7 +182,6 @@ class Chains:
             self._cut(cycle)
 
     def _cut(self, cycle: list[str]) -> None:
-        """Break a cycle of parents at the member with the most chunks."""
         child = min((self._nodes[name] for name in cycle), key=_furthest)
         parent = self._nodes[self.parents.pop(child.member)]
         self._children[parent.member].remove(child.member)
@@ -229,7 +225,6 @@ class Chains:
         return _RECEIVER if self._depth[node.member] < self._max_depth else _TOO_DEEP
 
     def _offer(self, node: Node) -> None:
-        """Offer a member as a parent at every place where it accepts children."""
         if node.last_resort:
             return
         for place in places(node):
@@ -239,7 +234,6 @@ class Chains:
                 heapq.heappush(self._open.setdefault(place, []), offer)
 
     def _choose(self, child: Node) -> Node:
-        """Return the best open parent: with more chunks and as near as possible, then any, then one of last resort."""
         for must_be_ahead in (True, False):
             for place in places(child):
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
@@ -248,7 +242,6 @@ class Chains:
         return self._last_resort(child)
 
     def _last_resort(self, child: Node) -> Node:
-        """Return the best member of last resort, for a child without an open member."""
         best = []
         for distance, place in enumerate(places(child)):
             reserve = self._reserve.get(place, [])
@@ -265,7 +258,6 @@ class Chains:
         return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
-        """Return the most willing member of a place from which this child may read, or None."""
         heap = self._open.get(place, [])
         near = place[0] in {"kind", "host"}
         skipped: list[_Offer] = []
@@ -338,7 +330,6 @@ class Trees:
         self._place((tree, head) for head in heads for tree in range(NUM_TREES))
 
     def _hang_hosts(self) -> None:
-        """Choose a head for each host without a complete holder, and place the other members below a head or holder."""
         by_host: dict[str, list[Node]] = {}
         for node in self._nodes.values():
             by_host.setdefault(node.host, []).append(node)
@@ -359,13 +350,11 @@ class Trees:
                         self._attach(self._nodes[child], self._nodes[parent], tree)
 
     def _as_head(self, node: Node) -> tuple[object, ...]:
-        """Return the reasons against a member as the head of its host, most serious first."""
         parent = self._nodes.get(node.parent)
         is_head = parent is not None and parent.host != node.host
         return node.draining or node.demoted, not is_head, -node.num_have, node.order
 
     def _keep(self, heads: list[Node]) -> None:
-        """Keep the parents of heads that can still serve, and break the cycles among them."""
         for tree, parents in enumerate(self.trees):
             for head in heads:
                 parent = self._nodes.get((tree and head.second_parent) or head.parent)
@@ -395,7 +384,6 @@ class Trees:
             count[tree] += 1
 
     def _place(self, wanted: Iterable[tuple[int, Node]]) -> None:
-        """Assign the best open parent to heads without a parent in a tree."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
                 # The heads of a tree can send one half more than they need. The first head reserves it for members that
@@ -418,7 +406,6 @@ class Trees:
             self._on_links[shared_links(parent)] = self._on_links.get(shared_links(parent), 0) + 1
 
     def _detach(self, child: Node, tree: int) -> None:
-        """Undo `_attach` for a parent on another host."""
         parent = self._nodes[self.trees[tree].pop(child.member)]
         self._children[tree][parent.member].remove(child.member)
         self._num_readers[parent.member] -= not self._reads(child, parent)
@@ -452,7 +439,6 @@ class Trees:
         return max(halves, self._on_links.get(shared_links(node), 0) // num_links) if num_links else halves
 
     def _rank(self, node: Node, tree: int) -> _Rank:
-        """Return the rank at which the member accepts one more child from another host in a tree."""
         halves = self._num_halves(node)
         if node.demoted:
             return _DEMOTED, halves

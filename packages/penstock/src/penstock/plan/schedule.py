@@ -40,7 +40,6 @@ class LoadPlan:
     row_slab: I64
     """Slab of each row, or -1 for a row without bytes."""
     row_offset: I64
-    """Offset of the row in its slab."""
     row_nbytes: I64
     """Bytes of the row at the destination, which are the bytes of its box if it has one."""
     slab_nbytes: I64
@@ -191,7 +190,6 @@ def plan_load(
 
 
 def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Runs]:
-    """Return the byte runs of each row with a box. Raise PlanError with the tensor's name if its box does not fit."""
     runs = {}
     for i, box in enumerate(boxes):
         if box is None:
@@ -206,7 +204,6 @@ def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Ru
 
 
 def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I64, I64, I64]:
-    """Return the slab and the offset of every row with bytes, and the sizes of the slabs."""
     slab = np.full(len(rows), -1, np.int64)
     at = np.zeros(len(rows), np.int64)
     full = np.flatnonzero(nbytes > 0)
@@ -304,7 +301,6 @@ class _Spans:
 
 
 def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: int) -> _Spans:
-    """Merge pieces whose gap is small enough to read, and align the spans outward within their file."""
     start, stop, tall = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1
     breaks = np.ones(len(start), bool)
     breaks[1:] = (
@@ -489,7 +485,6 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
 
 
 def _chunk_starts(row_start: I64, leaf_bytes: int, chunk_bytes: int) -> I64:
-    """Return the start of each chunk in the line, then the line's length."""
     # Use Python numbers, because numpy costs more than the work of an iteration.
     bounds = row_start.tolist()
     length, step = bounds[-1], chunk_bytes // leaf_bytes * leaf_bytes

@@ -200,7 +200,6 @@ class SyncPlan:
     num_tensors: int
     sources: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Registration of each source. See `Layout.address`."""
     receivers: tuple[str, ...]
     unwanted: tuple[str, ...]
     """Tensors that are held but wanted by no receiver."""
@@ -288,7 +287,6 @@ class SyncPlan:
         )
 
     def _first_source(self, receiver: int, nbytes: I64) -> int:
-        """Return the source with which a receiver starts. `nbytes` is the number of bytes it reads from each source."""
         if not len(self.sources):
             return 0
         # The bytes of a small source are spread over all layers, and a source that quantises finishes the last layer
@@ -433,7 +431,6 @@ def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I6
 
 
 def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> tuple[I64, I64]:
-    """Return the wanted rows sorted by receiver and layer, and the bucket of each row."""
     order, layer = layer_order(matched.names)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -446,7 +443,6 @@ def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) ->
 
 
 def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
-    """Return the error that lists tensors with wanted elements that no rank holds."""
     kinds = np.searchsorted(matched.wanted.first, np.array(sorted(holes), np.int64), side="right") - 1
     lines = []
     for want, kind in zip(sorted(holes), kinds.tolist(), strict=True):
@@ -480,7 +476,6 @@ class TeamLines:
 
 
 def _quotas(whole: I64, teams: Groups) -> I64:
-    """Return the bytes that each rank of each team sends, assigned to the ranks with the least load so far."""
     quota = np.repeat(whole, teams.counts)
     load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
     # Teams of one rank have no choice, so add their load first.

@@ -194,7 +194,6 @@ class TensorParallel:
     def _check_heads(
         self, name: str, shape: Sequence[int], rule: SplitRule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
     ) -> None:
-        """Raise PlanError if a head could be cut, or if heads would be repeated in a module with different heads."""
         if len(rule.heads) != 1 or not name.endswith(".weight") or max(to, of) == 1:
             return
         # Key heads are as wide as query heads. Value heads may have a different width.
@@ -277,11 +276,7 @@ class TensorParallelRank:
 
 
 def tensor_parallel(
-    *,
-    rank: int,
-    size: int,
-    rules: Sequence[tuple[str, str]] = (),
-    heads: Sequence[int] | None = None,
+    *, rank: int, size: int, rules: Sequence[tuple[str, str]] = (), heads: Sequence[int] | None = None
 ) -> TensorParallelRank:
     """Return the slices of a model that belong to one rank of tensor parallelism, for `boxes=` of `load` and `stream`.
 

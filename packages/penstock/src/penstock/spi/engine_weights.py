@@ -144,7 +144,6 @@ def _is_text(value: object) -> bool:
 
 
 def _require(options: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-    """Raise ConfigError if an option is present and invalid."""
     if name in options and not is_valid(options[name]):
         raise ConfigError(f"model_loader_extra_config {name!r} must be {expected}, not {options[name]!r}")
 
@@ -216,7 +215,6 @@ def checkpoint(
 
 
 def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
-    """Attach to the weights in the weight cache's host memory. If the cache is away, log a warning and return None."""
     import penstock
     from penstock.storage.weight_set import open_weights
 
@@ -282,7 +280,6 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
 
 
 def _name_of(model: str) -> str:
-    """Return the last segment of a model's name, directory or URI."""
     # A directory may be written as `.`, which has no last segment.
     return model_name(os.path.abspath(model) if os.path.isdir(model) else model)
 
@@ -293,12 +290,7 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 
 
 def join(
-    options: FleetOptions,
-    uris: str | Sequence[str],
-    *,
-    log: Log,
-    rank: int = 0,
-    memory_bytes: int | str | None = None,
+    options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, memory_bytes: int | str | None = None
 ) -> Fleet | None:
     """Join the fleet. If its hub does not respond, storage is read, and this process joins when the hub responds.
 
@@ -354,7 +346,6 @@ _drain_files: set[str] = set()
 
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
-    """Stay a source until the process ends, its drain file appears, or new weights of this model are loaded."""
     keys = _keys(fleet)
     # An engine that is updated from a disk would otherwise keep one more checkpoint in memory after each update.
     for former in [other for other in _serving if _keys(other) & keys]:
@@ -374,12 +365,10 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
 
 
 def _keys(fleet: Fleet) -> set[tuple[str, str]]:
-    """Return the models and layouts that a fleet's member serves. Two revisions of a model have the same keys."""
     return {(weights.identity.model, weights.identity.layout) for weights in fleet.member.weights}
 
 
 def _drain(drain_file: Path, log: Log) -> None:
-    """Wait for the drain file, leave all fleets, and create the done file."""
     pause = threading.Event()
     while not drain_file.exists():
         pause.wait(_LOOK_S)

@@ -198,7 +198,6 @@ class _HubCache:
         self._stall_s = stall_s
 
     def fill(self, copy: Copy) -> list[Path]:
-        """Write missing files into the cache, and return the paths of the files written."""
         with typed(self._root):
             self._locks.mkdir(parents=True, exist_ok=True)
             (self._repository / "blobs").mkdir(parents=True, exist_ok=True)

@@ -320,7 +320,6 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text. A long value is replaced by its type and length."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value

@@ -331,7 +331,6 @@ def texts_of(uri: Uris) -> list[str]:
 
 
 def _text(uri: object) -> str:
-    """Return a path or URI as text. The name of a repository becomes its hf:// URI."""
     text = text_of(uri)
     if is_remote(text):
         return text
@@ -398,7 +397,6 @@ def is_part(name: str) -> bool:
 
 
 def _parts(file: str) -> list[str]:
-    """Return all parts of the split GGUF model that `file` belongs to, or only `file`."""
     part = _PART.fullmatch(file)
     if part is None or not int(part["number"]) <= int(part["count"]) or "00000" in (part["number"], part["count"]):
         return [file]
@@ -406,7 +404,6 @@ def _parts(file: str) -> list[str]:
 
 
 def _sidecar_of_only_file(file: str) -> str | None:
-    """Return the manifest of the directory in which `file` is the only model, for engines that pass only the file."""
     if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
     prefix = file[: file.rfind("/") + 1]
@@ -430,7 +427,6 @@ def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
 
 
 def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    """Return the files of the only GGUF model in a directory, or of all models that a glob matches."""
     files = sorted(name for name in uris if name.lower().endswith(GGUF_SUFFIX))
     if prefix is not None:
         files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
@@ -543,7 +539,6 @@ def _last_segment(file: str) -> str:
 
 
 def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: str) -> list[str]:
-    """Return the files for which `is_other` is False, and log the rest."""
     others = [file for file in files if is_other(_last_segment(file))]
     if not others:
         return files
@@ -553,7 +548,6 @@ def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: s
 
 @functools.lru_cache(maxsize=256)
 def _log_once(uri: str, why: str, names: tuple[str, ...]) -> None:
-    """Log the omitted files. A load checks a directory several times, so the cache prevents repetition."""
     named = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     level = logging.INFO if why in {_HIDDEN, _DUPLICATE} else logging.WARNING
     log.log(level, "%s: left out %s (%s). Name a file to load it.", uri, named, why)

@@ -181,7 +181,6 @@ class _Listing:
                 return found
 
     def _below(self, root: str) -> list[_ListedFile]:
-        """Return all entries below a directory, by one request or by one for each subdirectory."""
         named = {"Root": root} if root else {}
         found = self._ask(Recursive="True", **named)
         if len(found) < _MAX_FILES:
@@ -211,7 +210,6 @@ class _Listing:
 
 
 def _cookie(token: str) -> str:
-    """Return the token as a cookie, which older servers need. Empty if it cannot be a cookie."""
     return f"m_session_id={token}" if token and re.fullmatch(r"[\w.~+/=-]+", token) else ""
 
 
@@ -239,7 +237,6 @@ _hubs: dict[tuple[str, str], Any] = {}
 
 
 def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
-    """Return the library's client for the site that has the repository."""
     library = _library()
     # The environment may have changed since the last call.
     config = library.HubConfig(endpoint=options.get("endpoint"), token=options.get("token"))

@@ -306,7 +306,6 @@ def _store(
 
 
 def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the options with the profile's region and endpoint, unless the caller or the environment sets them."""
     given = {name.lower().removeprefix("aws_") for name in (*options, *environ)}
     named = dict(options)
     if profile.region and not {"region", "default_region"} & given:
@@ -318,7 +317,6 @@ def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapp
 
 
 def _uses_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], environ: Iterable[tuple[str, str]]) -> bool:
-    """Return whether to use a profile's credentials, by boto3's order of precedence."""
     if any(name == "profile" for name, _ in options):
         return True
     given = {name.lower().removeprefix("aws_") for name, _ in (*options, *environ)}

@@ -276,7 +276,6 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
 
 
 def _pages_below(place: ObjectKey, prefix: str) -> Iterator[list[str]]:
-    """Yield pages with all keys below a prefix, each with a separate deadline."""
     pages = _ask(place.uri, obstore.list, place.store, prefix or None, chunk_size=1000)
     while (page := _ask(place.uri, next, pages, None)) is not None:
         yield [meta["path"] for meta in page]

@@ -95,7 +95,6 @@ def _prefix(path: Path) -> str:
 
 
 def _reason_to_stay(path: Path) -> str:
-    """Return why a directory must stay, or "" if another directory may get its name."""
     if _is_mount(path):
         return "it is a mount point"
     with contextlib.suppress(OSError):
@@ -193,7 +192,6 @@ def foreign(directory: Path) -> list[str]:
 
 
 def _written(directory: Path) -> frozenset[str]:
-    """Return the names of the files that Penstock wrote to a directory. Empty without a manifest."""
     try:
         manifest = decode(read_bounded(str(directory / SIDECAR), MAX_SMALL_BYTES), uri=str(directory / SIDECAR))
     except (FormatError, IntegrityError, SourceError):
@@ -436,7 +434,6 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
 
 
 def _move_back(place: Path, staging: Path) -> None:
-    """Undo an interrupted `fill`."""
     with contextlib.suppress(NotFound, FormatError, *MALFORMED):
         names = msgspec.json.decode(read_bounded(str(staging / _MOVING), MAX_SMALL_BYTES), type=list[str])
         for name in names:

@@ -221,7 +221,6 @@ class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
 
 
 def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
-    """Return why no tensor can have this dtype and shape, or None if it can."""
     if len(shape) > MAX_RANK:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
@@ -341,7 +340,6 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
 
 
 def _is_below(shard: str) -> bool:
-    """Return whether a shard's name stays in the index's directory, as a local path and as an object key."""
     parts = PurePosixPath(shard).parts
     # Backslash and colon are separators on other systems, and NUL ends a name in C.
     hostile = "\\" in shard or "\0" in shard or ":" in shard
@@ -429,7 +427,6 @@ def num_strings(raw: bytes) -> int:
 
 
 def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
-    """Raise FormatError for a duplicate key in any object."""
     if len(raw) > _WALK_LIMIT_BYTES:
         raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
 

@@ -259,7 +259,6 @@ def _resolve_duplicates(opened: Sequence[_Opened], weight_map: Mapping[str, str]
 
 
 def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
-    """Join the tables of all files. Raises FormatError if two files hold the same name."""
     if len(tables) == 1:
         return tables[0]
     names = tuple(chain.from_iterable(table.names for table in tables))
@@ -326,7 +325,6 @@ def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> No
 def _manifest(
     opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Location
 ) -> tuple[Manifest, str | None]:
-    """Return the manifest of the opened files, and why it has no digests, or None if it has digests."""
     files = tuple(
         FileEntry(
             name=shard.name, nbytes=shard.source.nbytes, identity=shard.source.identity, metadata=shard.header.metadata
@@ -410,7 +408,6 @@ def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequenc
 
 
 def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
-    """Return the rows that `names` selects, in ascending order."""
     if isinstance(names, re.Pattern):
         return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
     if names is None:
@@ -554,7 +551,6 @@ def _digest_bodies(
 
 
 def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
-    """Yield ranges of files in order. Neighbouring small tensors share a window."""
     order = np.lexsort((table.offset, table.file_index))
     columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
     file = start = stop = -1

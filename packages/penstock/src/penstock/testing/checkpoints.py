@@ -253,7 +253,6 @@ def _write(
     rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
     blocks: Callable[[int], Iterator[bytes | memoryview]],
 ) -> None:
-    """Write one safetensors file: the header from `rows`, then the blocks of each row."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, nbytes in rows:

@@ -39,11 +39,9 @@ class Faults:
     every: int = 1
     """Affect only every n-th of these requests."""
     status: int = 0
-    """Respond with this status instead."""
     absent_status: int = 404
     """Respond with this status if an object does not exist. Stores send 403 to users without permission to list."""
     retry_after: str = ""
-    """Value of the `Retry-After` header, sent with `status`."""
     error_code: str = ""
     """The `<Code>` in the XML body, sent with `status`, as object stores do."""
     reset_after: int | None = None
@@ -65,7 +63,6 @@ class Faults:
     total_bytes_per_s: int | None = None
     """Limit the total rate of all responses, like storage whose bandwidth all readers share."""
     ignore_range: bool = False
-    """Respond with 200 and the whole object."""
     ignore_if_match: bool = False
     """Serve the object even if the condition does not hold."""
     wrong_content_range: bool = False
@@ -73,15 +70,11 @@ class Faults:
     wrong_total: bool = False
     """Send a total size that is one byte too large."""
     weak_etag: bool = False
-    """Mark the ETag as weak."""
     no_etag: bool = False
     """Send `Last-Modified` only."""
     no_validators: bool = False
-    """Send neither ETag nor `Last-Modified`."""
     content_encoding: str = ""
-    """Send this `Content-Encoding`."""
     chunked: bool = False
-    """Send the body with chunked transfer encoding and no `Content-Length`."""
     redirect_to: str = ""
     """Redirect (302) to this absolute URL. If it ends in `/`, append the request's path."""
 

@@ -231,7 +231,6 @@ class TransportTests:
             self._gone(receiver, into, handle.descriptor)
 
     def _gone(self, receiver: Transport, into: Handle, source: Descriptor) -> None:
-        """Check that a read with this descriptor blames the source and writes nothing."""
         before = self.read(into.memory)
         error = _raised(_GONE, lambda: self.fetch(receiver, into, source, [(0, 0, 1000)]))
         assert (error.blame, error.mutated) == ("source", False)
@@ -239,7 +238,6 @@ class TransportTests:
 
 
 def _raised(kinds: type[PenstockError] | tuple[type[PenstockError], ...], call: object) -> PenstockError:
-    """Return the error that `call()` raised. It must be of these kinds."""
     assert callable(call)
     try:
         call()
