@@ -157,11 +157,7 @@ class CudaPending:
 
 
 class CudaPlace:
-    """Slabs on one CUDA device. `slabs` are flat uint8 tensors to fill, and slabs that are None are allocated.
-
-    Attributes:
-        is_out_of_memory: whether `allocate` failed for lack of memory.
-    """
+    """Slabs on one CUDA device. `slabs` are flat uint8 tensors to fill, and slabs that are None are allocated."""
 
     def __init__(
         self, device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor | None] | None = None

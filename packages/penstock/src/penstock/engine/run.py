@@ -46,8 +46,6 @@ class Run(Closeable):
     A journey derives a class, posts items to the executors and calls `ticket.finish` after the last item.
 
     Args:
-        nbytes: number of bytes to move.
-        trace: receives the spans.
         stall_s: seconds without progress after which a wait fails.
         is_quick: let the process hand over the GIL quickly while the executors have threads. See `quick_handover`.
         threads: kept threads that the executors use. None means new threads.
@@ -169,13 +167,11 @@ class RunState:
     """The state of one run: progress, outcome and cancellation. The first error wins. Thread-safe.
 
     Attributes:
-        nbytes: number of bytes to move.
         moved_bytes: number of bytes at their destination so far.
         is_busy: returns whether an executor runs an item, whose deadline then applies instead of the ticket's.
         received: returns the bytes received so far, including those of running items. If None, only whole items count.
         error: the first error. None if there was no error or the ticket was released.
         stopped: whether the run failed or was cancelled, so that no new item may start.
-        is_finished: whether all bytes arrived.
         changed: condition that is notified at every change. Changes are made while its lock is held.
         waits: scope of the items' waits, which end when the work stops.
     """
@@ -325,7 +321,6 @@ class Executor:
     Args:
         name: `fetch`, `place`, `compute`, `send` or `ask`, for the trace and the threads.
         num_threads: maximum number of threads. The first `post` starts them.
-        ticket: the first error of an item stops it.
         stall_s: seconds that an item may run on a device before the ticket fails.
         on_thread_start: called once in each thread, for example to choose its device. Not allowed with kept threads.
         is_quick, threads: see `Run`.

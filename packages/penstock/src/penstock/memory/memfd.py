@@ -35,7 +35,6 @@ class MappedMemfd(mmap.mmap):
         fd: the memfd, which is open as long as the mapping exists.
         inode: number that is unique until the host reboots.
         address, nbytes: the mapping, in whole pages.
-        close_fd: closes the memfd, once.
     """
 
     fd: int

@@ -69,9 +69,7 @@ class _TieredBlock:
 
     Attributes:
         again: whether `fill` can be called again.
-        at: index of its tier or of the source.
         used: sequence number of its last use.
-        busy: whether a thread is moving or filling it.
         gone: whether it was removed, so that waiting threads must not use it.
     """
 
@@ -90,7 +88,6 @@ class Tiers(Closeable):
     """Blocks in tiers with budgets. Thread-safe. Leaving the `with` block frees every room.
 
     Args:
-        levels: tiers with budgets, fastest first.
         stall_s: seconds to wait for another thread's move that makes no progress.
         num_prefetching: maximum number of concurrent prefetches.
     """

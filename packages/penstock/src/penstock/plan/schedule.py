@@ -147,7 +147,6 @@ def plan_load(
 
     Args:
         table: wanted rows, in any order.
-        file_nbytes: size of each file in the table.
         chunk_bytes: maximum size of a read, before it is aligned outward.
         boxes: wanted region of each row, or None for the whole row.
         pack: whether small rows share slabs. If False, every row is a slab, as for live parameters.

@@ -79,11 +79,7 @@ def open_cached(source: Source, *, settings: Settings) -> Source:
 
 
 class CachedSource(HashedReads):
-    """A `Source` that caches another `Source`. Use `open_cached`.
-
-    Attributes:
-        why: why the cache is not used or not written. None while it works.
-    """
+    """A `Source` that caches another `Source`. Use `open_cached`. `why` is None while the cache is used and written."""
 
     def __init__(self, source: Source, directory: CacheDirectory, *, settings: Settings) -> None:
         self.uri = source.uri

@@ -163,13 +163,11 @@ class RepositoryStorage(ABC):
 
     `storage_options` are `token` and `endpoint`, which replace the values from the environment. An empty token disables
     tokens.
-
-    Attributes:
-        sign_in: how a user signs in to the hub, for hints.
     """
 
     scheme: str
     sign_in: str
+    """How a user signs in to the hub, for hints."""
 
     def __init__(self) -> None:
         self._listings: OrderedDict[tuple[str, ...], Mapping[str, RepositoryFile]] = OrderedDict()
@@ -181,12 +179,9 @@ class RepositoryStorage(ABC):
     def list_revision(
         self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
-        """Return a revision that does not move, and its files, with at most one request.
+        """Return a fixed revision and its files, with at most one request. Raises SourceError or MissingExtra.
 
-        Raises SourceError or MissingExtra.
-
-        Args:
-            is_new: offline, read the local cache again, because another process may have filled it.
+        If offline, `is_new` reads the local cache again, because another process may have filled it.
         """
 
     @abstractmethod

@@ -73,15 +73,11 @@ class Counting(Protocol):
 
 @runtime_checkable
 class Digested(Protocol):
-    """A source whose storage states a digest of its whole content.
-
-    Attributes:
-        is_checked: whether the digest was checked and matches.
-    """
+    """A source whose storage states a digest of its whole content."""
 
     @property
     def is_checked(self) -> bool:
-        """See `Digested`."""
+        """Return whether the digest was checked and matches."""
 
     def check_whole(self) -> bool:
         """Check the digest while the content is read, once and completely, from now on. Return False without a digest.
@@ -287,11 +283,7 @@ class TimedReads:
 
 
 def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
-    """Read a small source and close it. Raises FormatError if it has more than `MAX_SMALL_BYTES`.
-
-    Args:
-        stall_s: see `TimedReads`. None sets no deadline.
-    """
+    """Read a small source and close it. Raises FormatError if it has more than `MAX_SMALL_BYTES`."""
     if stall_s is not None:
         source = TimedReads(source, stall_s)
     try:

@@ -448,7 +448,6 @@ def build(
 
     Args:
         weights: an open set with all of its tensors. Leaves of its manifest are ignored.
-        leaf_bytes: bytes covered by each digest.
         threads: reader threads, each with a buffer of 8 MiB, or of one leaf if that is longer. 0 chooses by cores.
         on_bytes: called with the size of each window read, by one thread at a time.
     """
