@@ -19,12 +19,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.compare import assert_same, by_safetensors
+from tests.support.every_dtype import every_dtype
 
 import penstock as ps
 from penstock.cli.main import run
 from penstock.fetcher import to_files
 from penstock.storage import local
-from penstock.testing.checkpoints import every_dtype, write_llama
+from penstock.testing.checkpoints import write_llama
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file
+from tests.support.every_dtype import every_dtype
 from tests.support.jobs import convert_as
 
 import penstock
@@ -27,7 +28,7 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.testing.checkpoints import every_dtype, write_llama
+from penstock.testing.checkpoints import write_llama
 from penstock.types import DType
 from penstock_convert.convert import WorkerSettings, convert
 from penstock_convert.request import plan

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.conftest import Host, assert_fetched
 from tests.support.compare import assert_same, bits, by_safetensors
+from tests.support.every_dtype import every_dtype
 from tests.support.fleet import digests
 
 import penstock as ps
 from penstock.errors import NotFound, PlanError
 from penstock.hub.messages import WhyRequest
-from penstock.testing.checkpoints import every_dtype, write_moe
+from penstock.testing.checkpoints import write_moe
 from penstock.types import MIB, DType
 
 

@@ -17,9 +17,10 @@ import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
 from tests.support.compare import assert_same, bits, by_safetensors
+from tests.support.every_dtype import every_dtype
 
 import penstock
-from penstock.testing.checkpoints import every_dtype, write_llama, write_moe
+from penstock.testing.checkpoints import write_llama, write_moe
 from penstock.types import MIB, Box
 
 KIB = 1 << 10

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.every_dtype import every_dtype
 
-from penstock.testing.checkpoints import LlamaShape, every_dtype, write_llama, write_moe
+from penstock.testing.checkpoints import LlamaShape, write_llama, write_moe
 from penstock.types import GIB, MIB, DType
 
 torch = pytest.importorskip("torch")

@@ -456,7 +456,6 @@ class Tiers(Closeable):
         return is_free and (entry.again or entry.at + 1 < self._source)
 
     def _push_down(self, entry: _TieredBlock) -> bool:
-        """Move an entry down to the next tier with enough space. Return False if it is in use. Call it in `_turn`."""
         with self._state:
             if entry.busy or entry.gone or entry.at == self._source or entry.places[entry.at].pins:
                 return False

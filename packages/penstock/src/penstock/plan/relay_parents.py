@@ -432,7 +432,6 @@ class Trees:
         return self._num_readers.get(node.member, 0) >= (node.max_readers or DEFAULT_CHILDREN)
 
     def _num_halves(self, node: Node) -> int:
-        """Return the number of halves of a copy that already leave its host over its link."""
         first, second = self._halves
         halves = first.get(node.member, 0) + second.get(node.member, 0)
         num_links = num_shared_links(node)

@@ -268,7 +268,6 @@ def _pieces(
 def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
-    """Return rectangles that fit a chunk if their gaps are small enough to read, or single runs."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
     # Reading a rectangle with its gaps takes fewer reads.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
@@ -325,7 +324,6 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
 
 
 def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
-    """Cut the spans at multiples of `chunk_bytes`, so that neighbouring reads share no page. Compute the segments."""
     # Number the chunks of each span. A rectangle is one chunk.
     grid_first = np.where(spans.tall, 0, spans.start // chunk_bytes)
     grid_last = np.where(spans.tall, 0, (spans.stop - 1) // chunk_bytes)

@@ -295,7 +295,6 @@ class SyncPlan:
         return int(np.argmin(np.where(nbytes >= START_FRACTION * nbytes.max(), turn, len(self.sources))))
 
     def _slots(self, receiver: int, strip: I64) -> I64:
-        """Return the source of each strip of a receiver, as an index into the ranks of all teams."""
         order = np.argsort(self.strip_team[strip], kind="stable")
         team = self.strip_team[strip][order]
         nbytes = (self.strip_run * self.strip_rows)[strip][order]

@@ -123,7 +123,6 @@ class WholeTensorShares:
             shard.tensor.copy_(part)
 
     def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
-        """Return this rank's rows of a tensor, or None if it has no rows."""
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows < self._world_size:
             # There are too few rows to share.

@@ -97,8 +97,6 @@ class VersionReceiver(Closeable):
 
 
 class _Ranks(GroupCollectives):
-    """The ranks that receive the same version."""
-
     poll_s = 0.01
 
     def agree(self, why: str) -> None:

@@ -366,7 +366,6 @@ def _is_glob(uri: str) -> bool:
 
 
 def _is_file(uri: str) -> bool:
-    """Return whether `uri` names one weight file. Local paths are checked on disk, remote URIs by their suffix."""
     if _is_glob(uri):
         return False
     if not is_remote(uri):

@@ -424,7 +424,6 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
 
 
 def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
-    """Return the error for an HTTP status for which obstore has no error type."""
     text = str(error)
     match = re.search(r"status code: (\d{3})", text)
     status = int(match[1]) if match else 0

@@ -302,7 +302,6 @@ def _offsets(entries: dict[str, _TensorEntry], uri: str) -> tuple[I64, I64]:
 
 
 def _check_contiguous(table: TensorTable, uri: str) -> int:
-    """Return the total size of all bodies. Raises FormatError unless they are contiguous from offset 0."""
     stop = table.offset + table.nbytes
     expected = np.concatenate((np.zeros(1, np.int64), stop))
     wrong = np.flatnonzero(table.offset != expected[:-1])

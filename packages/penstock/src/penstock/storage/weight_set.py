@@ -174,7 +174,6 @@ def _open_all(
     options: Mapping[str, str] | None,
     rename: Rename | None,
 ) -> tuple[list[_Opened], bytes | None]:
-    """Open all files and read their headers. Also return the manifest's bytes, or None without a manifest."""
     remote = any(is_remote(uri) for _, uri in files)
     if not remote:
         # Each file may be opened three times: for buffered reads, for direct reads, and for a mapping.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -175,35 +175,6 @@ def write_moe(
         rows = 128 if tensor_bytes % 256 == 0 else 1
         tensors.append(_weight(name, (rows, tensor_bytes // 2 // rows), -6 - layer % 3))
     return _write_sharded(Path(directory), tensors, shards=shards, seed=seed)
-
-
-def every_dtype(
-    path: str | os.PathLike[str], *, seed: int = 0, aligned: bool = True, skip: Container[DType] = ()
-) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
-    """Write one file with every dtype but `skip` in every kind of shape: plain, odd, scalar, empty.
-
-    Tensors are ordered by element width, as safetensors does. With `aligned=False` a one-byte tensor comes first, so
-    that every other tensor starts at an odd offset. Returns the dtype, the shape, and the expected bytes by name.
-    """
-    rng = np.random.default_rng(seed)
-    made: dict[str, tuple[DType, tuple[int, ...], bytes]] = {}
-    for dtype in (dtype for dtype in DType if dtype not in skip):
-        # Four elements of any type fill whole bytes. Packed types do not allow odd counts.
-        odd = (3, 5, 4) if dtype.bits < 8 else (3, 5, 7)
-        shapes = {"matrix": (16, 24), "odd": odd, "empty": (0,), "empty_rows": (0, 8), "empty_columns": (8, 0)}
-        shapes |= {"one": (1, 1, 4 if dtype.bits < 8 else 1)} | ({} if dtype.bits < 8 else {"scalar": ()})
-        for shape_class, shape in shapes.items():
-            nbytes = bits_to_bytes(prod(shape), dtype)
-            high = 2 if dtype is DType.BOOL else 256
-            data = rng.integers(0, high, nbytes, dtype=np.uint8).tobytes()
-            made[f"{dtype.value.lower()}.{shape_class}"] = (dtype, shape, data)
-    order = sorted(made, key=lambda name: (-made[name][0].bits if aligned else 0, name))
-    if not aligned:
-        made = {"a.shift": (DType.U8, (1,), b"\x01"), **made}
-        order = ["a.shift", *order]
-    rows = [(name, made[name][0], made[name][1], len(made[name][2])) for name in order]
-    _write(Path(path), rows, lambda row: iter([made[rows[row][0]][2]]))
-    return made
 
 
 def _weight(name: str, shape: tuple[int, ...], exponent: int) -> Tensor:
