@@ -179,8 +179,7 @@ class Arena:
         with self._lock:
             offsets, at = offsets_of(nbytes, self._used_bytes)
             if at > self.nbytes:
-                message = f"an arena of {self.nbytes} bytes has {self.free_bytes} left"
-                raise BudgetTooSmall(message, minimum_bytes=at)
+                raise BudgetTooSmall(f"an arena of {self.nbytes} bytes has {self.free_bytes} left", minimum_bytes=at)
             self._used_bytes = at
         return offsets
 
@@ -189,8 +188,7 @@ class Arena:
         import torch
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            message = f"bytes [{offset}, {offset + nbytes}) are outside an arena of {self.nbytes} bytes"
-            raise ConfigError(message)
+            raise ConfigError(f"bytes [{offset}, {offset + nbytes}) are outside an arena of {self.nbytes} bytes")
         # Create the tensor each time, because a stored tensor would be a cycle that the garbage collector cannot see.
         owner = self._owner
         whole = torch.frombuffer(owner, dtype=torch.uint8) if isinstance(owner, MappedMemfd) else owner

@@ -424,8 +424,7 @@ class Tiers(Closeable):
                 return
             by_use = sorted(self._entries.values(), key=lambda entry: entry.used)
             idle = [entry for entry in by_use if entry.at == at and self._may_leave(entry)]
-            copies = [entry for entry in by_use if entry.at < at and at in entry.places]
-            copies = [entry for entry in copies if not entry.busy and not entry.places[at].pins]
+            copies = [e for e in by_use if e.at < at and at in e.places and not e.busy and not e.places[at].pins]
             # Compute this first, because moving blocks down in vain would cost their reload.
             least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:

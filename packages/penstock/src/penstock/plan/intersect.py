@@ -383,7 +383,8 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
         layout.check()
     names: dict[str, int] = defaultdict(count().__next__)
     # Sort by spec, so that the pairs of one tensor with one spec are neighbours.
-    forms = sorted({form for layout in (*holdings, *wants) for form in layout.forms}, key=_order)
+    unsorted = {form for layout in (*holdings, *wants) for form in layout.forms}
+    forms = sorted(unsorted, key=lambda form: (*_spec(form), form.box.start, form.box.stop, form.strides))
     number = {form: i for i, form in enumerate(forms)}
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
@@ -432,10 +433,6 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
 
 def _spec(form: Form) -> tuple[object, ...]:
     return str(form.dtype), form.shape, form.tag
-
-
-def _order(form: Form) -> tuple[object, ...]:
-    return *_spec(form), form.box.start, form.box.stop, form.strides
 
 
 def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form, int]) -> _Rows:

@@ -68,8 +68,7 @@ def text_of(uri: object) -> str:
     """
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
-        hint = "pass a str or an os.PathLike of str"
-        raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint=hint)
+        raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint="pass a str or an os.PathLike of str")
     if not text:
         raise ConfigError("the path is empty")
     # Without this check, a NUL or a lone surrogate raises ValueError deep inside `os`.

@@ -313,8 +313,7 @@ class FileSource(LocalFile):
             self.require_unmodified()
         except SourceError as error:
             return error
-        message = f"the read returned no bytes at offset {offset} of {self.nbytes}"
-        return SourceUnavailable(message, uri=self.uri)
+        return SourceUnavailable(f"the read returned no bytes at offset {offset} of {self.nbytes}", uri=self.uri)
 
 
 def _align(

@@ -24,8 +24,7 @@ def read_object(raw: bytes, uri: str, *, hint: str | None = None) -> dict[str, A
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the file is not a JSON object: {error}", uri=uri, hint=hint) from error
     if not isinstance(value, dict):
-        message = f"the file is not a JSON object, but a {type(value).__name__}"
-        raise FormatError(message, uri=uri, hint=hint)
+        raise FormatError(f"the file is not a JSON object, but a {type(value).__name__}", uri=uri, hint=hint)
     return value
 
 

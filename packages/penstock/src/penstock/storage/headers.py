@@ -35,8 +35,7 @@ def gguf_header(source: Source) -> gguf.GgufHeader | None:
 def read_header(source: Source) -> Header:
     """Read and check a safetensors or GGUF header. Raises FormatError, UnsafeFormat (a pickle) or SourceTruncated."""
     is_named = source.uri.partition("?")[0].endswith(gguf.SUFFIX)
-    guess = gguf.GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES
-    first = bytearray(min(guess, source.nbytes))
+    first = bytearray(min(gguf.GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
     if first:
         source.readv(0, [memoryview(first)])
     # Files in a cache have no suffix. As the length of a safetensors header, these bytes would be too large.
@@ -44,7 +43,8 @@ def read_header(source: Source) -> Header:
         return gguf.read_header(source, first)
     if is_named:
         raise FormatError("not a GGUF file: it does not begin with 'GGUF'", uri=source.uri)
-    if _is_pickle(first):
+    # The header length of a safetensors file may look like a pickle's magic, but JSON follows.
+    if first.startswith(_MAGICS) and first[4:9] != b"\0\0\0\0{":
         raise pickle_refusal([source.uri], source.uri)
     return safetensors.read_header(source, first=first)
 
@@ -53,12 +53,6 @@ def is_pickled_name(name: str) -> bool:
     """Return whether a file name is usual for pickled weights."""
     last = name.partition("?")[0].rpartition("/")[2]
     return last.endswith(_SUFFIXES) and not last.startswith(_OTHERS)
-
-
-def _is_pickle(first: bytes | bytearray) -> bool:
-    # The header length of a safetensors file may look like a pickle's magic, but JSON follows.
-    is_safetensors = bytes(first[4:9]) == b"\0\0\0\0{"
-    return bytes(first[:4]).startswith(_MAGICS) and not is_safetensors
 
 
 def pickle_refusal(files: Sequence[str], uri: str) -> UnsafeFormat:

@@ -304,8 +304,7 @@ def sidecar_uri(uri: Uri) -> str:
     prefix = _prefix_of(place)
     where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
     if where is None:
-        message = "a glob over directories or a URL with a query cannot have a manifest"
-        raise ConfigError(message, uri=display(place))
+        raise ConfigError("a glob over directories or a URL with a query cannot have a manifest", uri=display(place))
     return where
 
 

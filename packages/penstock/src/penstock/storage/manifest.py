@@ -95,8 +95,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
     # The revision is the root of the leaves, so this check detects any changed leaf.
     revision = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
     if revision != sidecar.revision:
-        message = f"the manifest says {sidecar.revision[:70]!r}, but its content is {revision}"
-        raise IntegrityError(message, uri=uri)
+        raise IntegrityError(f"the manifest says {sidecar.revision[:70]!r}, but its content is {revision}", uri=uri)
     return sidecar
 
 
@@ -130,8 +129,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
         # Hostile sizes could overflow int64, and real counts are far below 2^53.
         expected = leaf.num_leaves(nbytes, sidecar.leaf_bytes).sum(dtype=np.float64)
         if expected != leaves.size:
-            message = f"the manifest has {leaves.size} leaves, but its tensors have {expected:.0f}"
-            raise FormatError(message, uri=uri)
+            raise FormatError(f"the manifest has {leaves.size} leaves, but its tensors have {expected:.0f}", uri=uri)
     return Manifest(
         files=tuple(
             FileEntry(name=file.name, nbytes=file.nbytes, identity=file.identity, metadata=file.metadata)

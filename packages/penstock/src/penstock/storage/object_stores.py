@@ -249,8 +249,7 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
         except ValueError:
             is_url = False
         if not is_url:
-            hint = "write it as http://host:port or https://host"
-            raise ConfigError(f"{name} is not the URL of a server", hint=hint)
+            raise ConfigError(f"{name} is not the URL of a server", hint="write it as http://host:port or https://host")
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -490,8 +489,7 @@ def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
 def _sections(path: str, *, must_parse: bool) -> dict[str, dict[str, str]]:
     parser = configparser.RawConfigParser(default_section="", strict=False, allow_no_value=True)
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        parser.read_string(text)
+        parser.read_string(Path(path).expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeError, configparser.Error, RuntimeError) as error:

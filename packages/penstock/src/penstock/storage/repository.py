@@ -130,8 +130,7 @@ def ask_hub(
     try:
         return status, headers, msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
-        message = f"the hub's answer about a repository is malformed: {error}"
-        raise FormatError(message[:300], uri=uri) from error
+        raise FormatError(f"the hub's answer about a repository is malformed: {error}"[:300], uri=uri) from error
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:

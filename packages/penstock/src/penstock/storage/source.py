@@ -288,8 +288,7 @@ def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
         source = TimedReads(source, stall_s)
     try:
         if source.nbytes > MAX_SMALL_BYTES:
-            message = f"{source.nbytes} bytes are too many for an index or a manifest"
-            raise FormatError(message, uri=source.uri)
+            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
         # A server may claim any size, so allocate after the check.
         data = bytearray(source.nbytes)
         source.readv(0, [memoryview(data)])
