@@ -310,7 +310,6 @@ class _Search:
                 if member.host != here:
                     num_elsewhere += holding.kept
                     continue
-                # The cache brings a model back from a lower tier for a lease.
                 is_complete = holding.kept and (holding.state == "whole" or bool(holding.tier))
                 kind = holding.device.partition(":")[0]
                 if is_complete and (self.device is None or self.device.type == kind):

@@ -43,7 +43,6 @@ class LeaseRenewal:
         start_thread(self._thread)
 
     def _become(self, state: LeaseState, why: str = "") -> None:
-        # A damaged or lost lease stays so until it is released.
         is_usable = self.state in (LeaseState.KEPT, LeaseState.DRAINING)
         if is_usable or (state is LeaseState.GIVEN_BACK and self.state is not state):
             self.why = why or self.why

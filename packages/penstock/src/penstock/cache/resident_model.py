@@ -65,12 +65,7 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """A model in a cache. The memory tiers call its methods, one call at a time.
-
-    Attributes:
-        weights: the served weights. None until the first fetch.
-        why: reason for a state other than `kept`, or for the last reload.
-    """
+    """A model in a cache. The memory tiers call its methods, one call at a time."""
 
     can_reload = True
 

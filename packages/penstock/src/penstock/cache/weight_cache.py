@@ -521,7 +521,6 @@ class WeightCache:
         if users := self._users():
             log.warning("waiting at most %.0f s for %s", drain_s, users)
         self.member.leave(drain_s)
-        # The fetch has deadlines, so a running reload finishes.
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()

@@ -148,10 +148,7 @@ class Assignment:
             return self._choice.is_idle()
 
     def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
-        """Assign chunks to every upstream with a free slot, and post their reads under the lock.
-
-        Return the seconds until the next round, and whether an upstream failed, so that the hub should be asked.
-        """
+        """Post reads to upstreams with a free slot. Return the seconds until the next round, and any failure."""
         pause_s, has_failed, reads = self._timing.fetch_turn_s, False, list[Read]()
         with self._lock:
             for reader in self._choice.readers:

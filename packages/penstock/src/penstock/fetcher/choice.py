@@ -22,10 +22,7 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 
 
 class ChunkChoice:
-    """The upstreams of a fetch, and which chunks are present or being read. The owner's lock guards it.
-
-    With two `num_trees`, one tree has the even chunks and the other tree the odd chunks.
-    """
+    """The upstreams of a fetch, and which chunks are present or being read. The owner's lock guards it."""
 
     def __init__(self, have: Bools, flying: Bools) -> None:
         self.readers: list[UpstreamReader] = []

@@ -82,10 +82,7 @@ class FetchTarget:
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
     ) -> tuple[LocalWeights, Callable[[], list[torch.Tensor]] | None]:
-        """Return the local weights to fill, and a function that makes their tensors if the memory is new.
-
-        Raise PlanError for an unsupported dtype or shape, or BudgetTooSmall, DestinationError or DeviceOutOfMemory.
-        """
+        """Return the local weights to fill, and a function that makes their tensors if the memory is new."""
         if self.rows is not None:
             weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
             return weights, None
@@ -166,7 +163,15 @@ class Discovery:
             identity = self._state_of(identity, {"revision"}, wait_s).identity
             return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
         state = self._state_of(self._identity, {"revision", "layout"}, wait_s)
-        return FetchTarget(identity=state.identity, layout=self._layout_of(state, device, wait_s), device=device)
+        layout = self._retry_until(
+            "a free holder",
+            lambda left_s: self._layout_now(state, device, left_s),
+            wait_s,
+            SourceError,
+            PeerLost,
+            HubUnavailable,
+        )
+        return FetchTarget(identity=state.identity, layout=layout, device=device)
 
     def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], has_tensors: bool) -> FetchTarget:
         table, rows = session.table(), None
@@ -250,16 +255,6 @@ class Discovery:
                 return False
             return self._state_now(same, set()).is_of(requested)
         return False
-
-    def _layout_of(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
-        return self._retry_until(
-            "a free holder",
-            lambda left_s: self._layout_now(state, device, left_s),
-            wait_s,
-            SourceError,
-            PeerLost,
-            HubUnavailable,
-        )
 
     def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
         """Call `ask` with the remaining seconds until it returns. Raise errors of these kinds only after `wait_s`."""

@@ -14,7 +14,7 @@ from penstock.engine.run import RunState
 from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, SourceBusy
 from penstock.fetcher.assignment import Assignment
 from penstock.fetcher.report import Provenance
-from penstock.hub.messages import ClaimReply, UpstreamsReply
+from penstock.hub.messages import ClaimReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.timing import Timing
@@ -104,7 +104,10 @@ class HubPoller:
             if is_first:
                 self._first_claim = reply.claim
             self.become(HubState.ANSWERS)
-            self._note_storage_readers(reply)
+            # While other members make progress with storage, waiting for their chunks is no stall.
+            is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
+            valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
+            self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
             if not self._assignment.can_read_storage:
                 self.answer = f"named {len(reply.upstreams)} members to read from"
             return reply.ask_again_s, self._assignment.follow(reply)
@@ -142,11 +145,6 @@ class HubPoller:
             if is_fault and self._member.complain(member, self._weights.key, reader.error):
                 self._assignment.note_reported(member)
             reader.close()
-
-    def _note_storage_readers(self, reply: UpstreamsReply) -> None:
-        is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
-        valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
-        self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
     def do_others_read(self) -> bool:
         """Return whether other members are reading the missing chunks from storage, by the hub's last reply."""

@@ -12,8 +12,7 @@ BUSY_TRIES = 10
 
 
 class RetryTimes:
-    """Members that failed or were full, by their ids. The caller holds the lock of the fetch. The longest pause after a
-    failure is `stall_s` seconds."""
+    """Members that failed or were full, by their ids. The caller holds the lock of the fetch."""
 
     def __init__(self, stall_s: float, timing: Timing) -> None:
         self._stall_s = stall_s

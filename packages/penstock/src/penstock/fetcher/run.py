@@ -184,7 +184,6 @@ class FetchRun(Run):
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         start_thread(thread)
-        # `close` joins only threads that were started.
         self._threads.append(thread)
 
     def received_bytes(self) -> int:
@@ -333,7 +332,6 @@ class FetchRun(Run):
         self._become(FetchState.CLOSED)
         if not self.ticket.done:
             self.ticket.cancel()
-        # From now on a reply from the hub starts no reader.
         readers = self._assignment.close()
         self.hub.close()
         if self._claims is not None:

@@ -31,10 +31,7 @@ LITTLE = 0.5
 
 
 class StorageReader:
-    """The storage reads of one fetch into `rows`, the flat uint8 tensors for the rows of the layout.
-
-    `is_touched` tells whether a byte of the destination may have been written.
-    """
+    """The storage reads of one fetch into `rows`, the flat uint8 tensors for the rows of the layout."""
 
     def __init__(self, session: LoadSession, layout: WeightLayout, rows: Sequence[torch.Tensor]) -> None:
         self._session = session

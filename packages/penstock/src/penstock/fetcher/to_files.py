@@ -71,8 +71,7 @@ def fetch_to_files(
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
     place = OutputPlace.at(to)
-    sources = [] if fallback is None else texts_of(fallback)
-    place.require_free(replace=replace, sources=sources)
+    place.require_free(replace=replace, sources=[] if fallback is None else texts_of(fallback))
     remove_dead(place, _TOKEN)
     # Stage on the file system of the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
@@ -142,7 +141,6 @@ def _fetch_model(
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
-    # Ask only in this case, because the answer lists all members of the model.
     mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
     if mine is None or set(report.why.values()) != {NO_MEMBER}:
         return report

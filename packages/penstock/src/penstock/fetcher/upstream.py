@@ -90,8 +90,7 @@ class UpstreamReader:
         self._weights = weights
         self._links = links
         self._ticket = ticket
-        count = weights.layout.chunks.num_chunks
-        self.has = np.zeros(count, bool)
+        self.has = np.zeros(weights.layout.chunks.num_chunks, bool)
         self.num_flying = self.moved_bytes = 0
         self.step_chunks = 1
         self.not_before = self.last_read = 0.0
@@ -293,8 +292,7 @@ class UpstreamReader:
             return
         try:
             with self.peer as peer:
-                lease = peer.lease()
-                self._apply_limit(lease.max_bytes_per_s)
+                self._apply_limit(peer.lease().max_bytes_per_s)
                 self._connect(peer.map())
                 self._alive_at = [time.monotonic()] * NUM_TREES
                 try:
@@ -351,7 +349,6 @@ class UpstreamReader:
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
             if reply.state != "filling" and reply.serial == serial:
-                # The peer has no further news, so only renew the lease.
                 self._closing.wait(self._timing.log_wait_s)
             elif len(chunks):
                 self._closing.wait(self._timing.log_gather_s)

@@ -23,21 +23,9 @@ from penstock.errors import (
     printable,
 )
 from penstock.http.control import Connect, ControlConnection, over_tcp
+from penstock.hub import messages
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url
 from penstock.hub.auth import certificate_names
-from penstock.hub.messages import (
-    MEMBER_PREFIX,
-    UPGRADE_HINT,
-    AnnouncedVersion,
-    HoldingMap,
-    Lease,
-    LeaseRequest,
-    LogReply,
-    MemberFault,
-    MemberSession,
-    Upstream,
-    version_fault,
-)
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import private_socket_fault
@@ -48,14 +36,11 @@ T = TypeVar("T")
 
 
 class PeerClient(Closeable):
-    """A client for one peer's server and one key. It is a context manager. Only `interrupt` may be called concurrently.
-
-    `same_host` allows the peer's Unix sockets, and `stall_s` is the timeout of each request in seconds.
-    """
+    """A client for one peer's server and one key. Only `interrupt` may be called concurrently."""
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: messages.Upstream,
         *,
         member: str,
         key: str,
@@ -68,7 +53,7 @@ class PeerClient(Closeable):
         self._member = member
         self._key = key
         self._trust = trust
-        self._lease: Lease | None = None
+        self._lease: messages.Lease | None = None
         self._ending = threading.Lock()
         self._is_ending = False
         self._is_requesting = False
@@ -140,35 +125,31 @@ class PeerClient(Closeable):
                     hint = "let the member listen at one address for both ports"
                     raise FormatError(message, uri=self._uri(), hint=hint)
 
-    def lease(self, *, attach: bool = False) -> Lease:
+    def lease(self, *, attach: bool = False) -> messages.Lease:
         """Get a lease for reading, or with `attach` for mapping a weight cache's memory.
 
-        Raises:
-            SourceBusy: the member has reached its maximum number of readers.
-            PermissionDenied: the grant was refused, or with `attach` the member is not a weight cache.
-            NotFound: the member does not hold the key.
-            PeerLost: the member cannot be reached.
-            SourceStalled: the member did not respond in time.
-            PlanError: the member uses another major version of the protocol.
+        Raise SourceBusy without a free slot, PermissionDenied if the grant was refused, or NotFound without the key.
         """
         body = msgspec.msgpack.encode(
-            LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
+            messages.LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
-        self._lease = lease = self._ask("POST", "/v1/leases", Lease, body)
+        self._lease = lease = self._ask("POST", "/v1/leases", messages.Lease, body)
         return lease
 
     def _decode(self, raw: bytes, kind: type[T]) -> T:
         """Decode a response. Raise PlanError for another major protocol version, or one of `MALFORMED`."""
         # Decode the version first, because fields of another version may not decode here.
-        if kind is Lease or kind is MemberSession:
-            theirs = msgspec.msgpack.decode(raw, type=AnnouncedVersion).protocol
-            if theirs and (fault := version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")):
-                raise PlanError(fault, uri=self._uri(), hint=UPGRADE_HINT)
+        if kind is messages.Lease or kind is messages.MemberSession:
+            theirs = msgspec.msgpack.decode(raw, type=messages.AnnouncedVersion).protocol
+            if theirs and (
+                fault := messages.version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")
+            ):
+                raise PlanError(fault, uri=self._uri(), hint=messages.UPGRADE_HINT)
         return msgspec.msgpack.decode(raw, type=kind)
 
-    def map(self) -> HoldingMap:
+    def map(self) -> messages.HoldingMap:
         """Return the peer's memory map. Call `lease` first."""
-        peer_map = self._ask("GET", f"{self._path()}/map", HoldingMap)
+        peer_map = self._ask("GET", f"{self._path()}/map", messages.HoldingMap)
         self.check_data_ports(peer_map.regions)
         return peer_map
 
@@ -176,13 +157,13 @@ class PeerClient(Closeable):
         """Return the peer's tensor table. Call `lease` first."""
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
-    def log(self, after: int, wait_s: float) -> LogReply:
+    def log(self, after: int, wait_s: float) -> messages.LogReply:
         """Renew the lease and return the chunks verified since serial `after`. Raise PeerLost after `interrupt`."""
         # `interrupt` sets and reads these flags in the opposite order, so it either prevents or aborts the request.
         self._is_requesting = True
         if self._is_interrupted:
             raise PeerLost("the connection to the member's server was interrupted", uri=self._uri())
-        return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
+        return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", messages.LogReply)
 
     def recheck(self, chunk: int) -> None:
         """Ask the peer to digest a chunk that differs here. Raise SourceBusy if the peer's chunk is corrupt too."""
@@ -220,7 +201,7 @@ class PeerClient(Closeable):
             self._is_requesting = False
 
     def _uri(self) -> str:
-        return MEMBER_PREFIX + self.upstream.member
+        return messages.MEMBER_PREFIX + self.upstream.member
 
     def interrupt(self) -> None:
         """Abort a request in another thread, which then raises PeerLost. `close` still releases the lease."""
@@ -254,14 +235,14 @@ class PeerClient(Closeable):
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
     """Return the error for a member's response with a status other than 200. A member named in it replaces `uri`."""
     try:
-        fault = msgspec.msgpack.decode(raw, type=MemberFault)
+        fault = msgspec.msgpack.decode(raw, type=messages.MemberFault)
     except MALFORMED:
-        fault = MemberFault(error=f"HTTP {code}")
+        fault = messages.MemberFault(error=f"HTTP {code}")
     fault = msgspec.structs.replace(fault, error=printable(fault.error), hint=printable(fault.hint))
     if code == 429:
         others = ", ".join(reader[:8] for reader in fault.alternatives)
         return SourceBusy(fault.error, uri=uri, hint=f"read from one of its readers instead: {others}")
     kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
     kind = kinds.get(code, PeerLost)
-    named = uri if fault.member is msgspec.UNSET else MEMBER_PREFIX + fault.member
+    named = uri if fault.member is msgspec.UNSET else messages.MEMBER_PREFIX + fault.member
     return kind(fault.error, uri=named, hint=fault.hint or None)

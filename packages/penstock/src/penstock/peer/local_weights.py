@@ -395,8 +395,7 @@ class LocalWeights:
             theirs, ours = divmod(pair, len(self.place.regions))
             # A joined read may overwrite padding in this process's arenas, but elsewhere the gap may be a tensor.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
-            padding = ALIGN_BYTES - 1 if is_ours else 0
-            joined[theirs, ours] = segments.joined(padding_bytes=padding)
+            joined[theirs, ours] = segments.joined(padding_bytes=ALIGN_BYTES - 1 if is_ours else 0)
         return joined
 
     def digest(self, chunks: I64) -> U64:

@@ -33,31 +33,10 @@ from penstock.errors import (
     without_frames,
 )
 from penstock.http.phases import PhasesHandler
+from penstock.hub import messages
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
 from penstock.hub.grants import GrantChecker, GrantSigner
-from penstock.hub.messages import (
-    Beat,
-    ClaimReply,
-    ClaimRequest,
-    DecideReply,
-    DecideRequest,
-    Drain,
-    FailureReport,
-    FaultReport,
-    FleetDecision,
-    Hello,
-    HoldingState,
-    LeaseRequest,
-    Replica,
-    SyncReply,
-    SyncRequest,
-    SyncState,
-    Upstream,
-    UpstreamsReply,
-    UpstreamsRequest,
-    Welcome,
-)
 from penstock.lifecycle import is_ending
 from penstock.logs import log_named
 from penstock.net.unix_sockets import RuntimeDir, host_id
@@ -95,7 +74,7 @@ class Member:
         on_damaged: called with corrupt weights that are no longer served, and the error.
     """
 
-    welcome: Welcome
+    welcome: messages.Welcome
 
     def __init__(
         self,
@@ -121,10 +100,10 @@ class Member:
         self._stall_s = stall_s
         self.min_bytes_per_s = min_bytes_per_s
         self._weights: dict[str, LocalWeights] = {}
-        self.syncs: list[Callable[[], SyncState]] = []
+        self.syncs: list[Callable[[], messages.SyncState]] = []
         self.hub_is_away = False
         self.away: HubUnavailable | None = None
-        self._drain: Drain | None = None
+        self._drain: messages.Drain | None = None
         self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
@@ -137,7 +116,7 @@ class Member:
         self._record = boot_record()
         self._beaten_s = self._reported_s = 0.0
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
-        self._hello = Hello(
+        self._hello = messages.Hello(
             member=self.id,
             host=self.host,
             doors=tuple(server.addresses),
@@ -187,8 +166,7 @@ class Member:
             )
             # The port was opened for this transport. Without the transport readers would silently use another one.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
-                hint = "give another data_port, or 0 for any free one"
-                raise ConfigError(links.refused["http"], hint=hint)
+                raise ConfigError(links.refused["http"], hint="give another data_port, or 0 for any free one")
             server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
                 # `member` is created below. No reader knows the address before the registration.
@@ -240,7 +218,7 @@ class Member:
             yield "penstock_sync_version", (state_of_sync.name, state_of_sync.side), state_of_sync.version
             yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
 
-    def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
+    def _register(self, join_s: float | None, *, needs_hub: bool) -> messages.Welcome:
         # This process may just have started this host's hub, which takes time on a busy host.
         timeout_s = None if self.hub.is_local else join_s
         deadline = time.monotonic() + self._stall_s
@@ -256,12 +234,12 @@ class Member:
                     )
                     # Accept no grant until a hub sends its public key.
                     self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
-                    return Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
+                    return messages.Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
                 if not self.hub.is_local or time.monotonic() >= deadline:
                     raise
             time.sleep(JOIN_AGAIN_S)
 
-    def _greet(self, timeout_s: float | None = None) -> Welcome:
+    def _greet(self, timeout_s: float | None = None) -> messages.Welcome:
         welcome = self.hub.hello(self._hello, timeout_s=timeout_s)
         if self.away is not None:
             log.warning("member %s has joined the fleet, because its hub answers now", self.id)
@@ -275,7 +253,7 @@ class Member:
                 self._grants.trust(welcome.grant_key)
         return welcome
 
-    def check_grant(self, request: LeaseRequest) -> str:
+    def check_grant(self, request: messages.LeaseRequest) -> str:
         """Validate and consume a grant. Return the reader's caller. Raise GrantRefused for an invalid grant."""
         assert self._grants is not None
         return self._grants.check(request.grant, key=request.key, reader=request.member)
@@ -399,11 +377,11 @@ class Member:
             if weights.damage is not None:
                 raise weights.damage
 
-    def _state(self) -> Beat:
+    def _state(self) -> messages.Beat:
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         boot = self._record.snapshot()
-        return Beat(
+        return messages.Beat(
             holdings=tuple(map(self._status, self.weights)),
             syncs=tuple(syncs),
             failures=tuple(map(_report_of, recent_failures())),
@@ -411,16 +389,16 @@ class Member:
             boot=None if boot is None else msgspec.structs.replace(boot, phases=(), error=None),
         )
 
-    def _replica(self, boot: Boot) -> Replica:
+    def _replica(self, boot: Boot) -> messages.Replica:
         fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
-        return Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
+        return messages.Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
     def _epoch(self) -> int:
         """Return the epoch that grants for this member must contain."""
         assert self._grants is not None
         return self._grants.epoch()
 
-    def _status(self, weights: LocalWeights) -> HoldingState:
+    def _status(self, weights: LocalWeights) -> messages.HoldingState:
         return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
     def _call_hub(self, call: Callable[[], T]) -> T:
@@ -432,9 +410,11 @@ class Member:
                 self.hub.beat(self.id, self._state())
             return call()
 
-    def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False) -> UpstreamsReply:
+    def upstreams(
+        self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False
+    ) -> messages.UpstreamsReply:
         """Return the upstreams to read from. The first response may also contain chunks to read from storage."""
-        request = UpstreamsRequest(
+        request = messages.UpstreamsRequest(
             member=self.id,
             holding=self._status(weights),
             can_read_storage=can_read_storage,
@@ -446,37 +426,37 @@ class Member:
             self._reported_s = time.monotonic()
         return reply
 
-    def find_holders(self, wanted: HoldingState, *, within_s: float) -> UpstreamsReply:
+    def find_holders(self, wanted: messages.HoldingState, *, within_s: float) -> messages.UpstreamsReply:
         """Return members that know the layout of a key. Raise HubUnavailable without a response in `within_s`."""
-        request = UpstreamsRequest(member=self.id, holding=wanted)
+        request = messages.UpstreamsRequest(member=self.id, holding=wanted)
         return self._call_hub(lambda: self.hub.upstreams(request, within_s=within_s))
 
-    def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
+    def claim(self, weights: LocalWeights, *, ask: bool = True) -> messages.ClaimReply:
         """Claim chunks to read from storage. With `ask=False` only return claims. Raise HubUnavailable."""
-        request = ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
+        request = messages.ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
         return self._call_hub(lambda: self.hub.claim(request))
 
-    def sync(self, name: str, grants: Sequence[str] = ()) -> SyncReply:
+    def sync(self, name: str, grants: Sequence[str] = ()) -> messages.SyncReply:
         """Return the members of a sync, with grants for `grants`. Raise HubUnavailable if the hub does not respond."""
-        request = SyncRequest(member=self.id, name=name, grants=tuple(grants))
+        request = messages.SyncRequest(member=self.id, name=name, grants=tuple(grants))
         return self._call_hub(lambda: self.hub.sync(request))
 
-    def decide(self, name: str, decision: FleetDecision) -> DecideReply:
+    def decide(self, name: str, decision: messages.FleetDecision) -> messages.DecideReply:
         """Propose a decision on a version. Return the valid decision. An empty outcome only requests the decision."""
-        request = DecideRequest(member=self.id, name=name, decision=decision)
+        request = messages.DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
         """Report an unusable source, but not a source that is only busy. Return False if the hub does not accept it."""
         fault = next((word for kind, word in _FAULTS if isinstance(error, kind)), "unreachable")
         detail = error.message[:1024]
-        complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]
+        complaint = messages.FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
             self._call_hub(lambda: self.hub.complain(complaint))
             return True
         return False
 
-    def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
+    def peer(self, upstream: messages.Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
         """Return a client for another member and a key. `stall_s` replaces this member's deadline."""
         return PeerClient(
             upstream,
@@ -519,8 +499,8 @@ class Member:
         self.leave()
 
 
-def _report_of(failure: JourneyFailure) -> FailureReport:
-    return FailureReport(
+def _report_of(failure: JourneyFailure) -> messages.FailureReport:
+    return messages.FailureReport(
         age_s=time.monotonic() - failure.at,
         verb=failure.kind,
         model=failure.model,

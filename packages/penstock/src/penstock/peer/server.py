@@ -47,18 +47,7 @@ from penstock.errors import (
 )
 from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import HttpServer, RequestRefused, ServerExchange
-from penstock.hub.messages import (
-    MEMBER_PREFIX,
-    UNANNOUNCED,
-    UPGRADE_HINT,
-    AnnouncedVersion,
-    Fault,
-    HoldingMap,
-    Lease,
-    LeaseRequest,
-    MemberFault,
-    version_fault,
-)
+from penstock.hub import messages
 from penstock.net.listener import bound_socket
 from penstock.net.shares import Shares
 from penstock.peer.local_weights import LocalWeights, to_message
@@ -71,7 +60,7 @@ MAX_WAIT_S = 5.0
 LEASE_TTL_S = 15.0
 """Seconds after which a lease expires. Each log request renews the lease, every few seconds."""
 
-CheckGrant = Callable[[LeaseRequest], str]
+CheckGrant = Callable[[messages.LeaseRequest], str]
 """Checks a grant and returns the caller that the hub named, or an empty text. Raises PermissionDenied."""
 Recall = Callable[[str], AbstractContextManager[str]]
 """Brings the weights of a key back from a lower tier and pins them. Yields a reason while they are still on the way."""
@@ -106,10 +95,7 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member. Its methods may be called from any thread.
-
-    `addresses` are its URLs, `handlers` serve the paths `/v1/NAME`, and `recheck` tells whether a chunk changed.
-    """
+    """The server of one member. Its methods may be called from any thread."""
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
         self._check_grant = check_grant
@@ -232,7 +218,7 @@ class PeerServer:
         for server in servers:
             server.close()
 
-    def lease(self, request: LeaseRequest) -> Lease | Fault:
+    def lease(self, request: messages.LeaseRequest) -> messages.Lease | messages.Fault:
         """Grant a lease, or return the reason for a refusal. Weights in a lower tier are brought back first."""
         # A hub before version 2.6 names no caller. Then each member counts as a separate caller.
         caller = self._check_grant(request) or request.member
@@ -240,7 +226,7 @@ class PeerServer:
         if lease is None:
             with self.recall(request.key) as why:
                 if why:
-                    return Fault(error=why, hint="retry")
+                    return messages.Fault(error=why, hint="retry")
                 # Only `recall` keeps the weights in memory until the lease exists.
                 lease = self._lease(request, caller)
         if lease is None:
@@ -251,7 +237,7 @@ class PeerServer:
             raise NotFound("this member does not hold that key")
         return lease
 
-    def _lease(self, request: LeaseRequest, caller: str) -> Lease | Fault | None:
+    def _lease(self, request: messages.LeaseRequest, caller: str) -> messages.Lease | messages.Fault | None:
         with self._lock:
             self._expire()
             weights = self._weights.get(request.key)
@@ -271,7 +257,7 @@ class PeerServer:
                 if gave_way is None:
                     others = tuple(leased.reader for _, leased in reading)
                     message = "this member has reached its maximum number of readers"
-                    return Fault(error=message, hint="read from one of its readers", alternatives=others)
+                    return messages.Fault(error=message, hint="read from one of its readers", alternatives=others)
                 displaced = gave_way
             for lease in displaced:
                 self._leases[lease].is_displaced = True
@@ -282,7 +268,7 @@ class PeerServer:
             new_lease = secrets.token_hex(16)
             self._leases[new_lease] = _Leased(request.member, caller, weights, request.attach)
             weights.num_readers = len(reading) - len(displaced) + (not request.attach)
-        return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
+        return messages.Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
         """Return each reader's current share of the limit in bytes per second. 0 means no limit."""
@@ -302,7 +288,7 @@ class PeerServer:
             leased.seen = time.monotonic()
             return leased.weights
 
-    def map(self, lease: str) -> HoldingMap:
+    def map(self, lease: str) -> messages.HoldingMap:
         """Return the memory map, which is valid while the lease lasts. Raise the same errors as `leased`."""
         weights = self.leased(lease)
         # Creating descriptors for many regions takes a while, so do not hold the lock.
@@ -346,11 +332,11 @@ class PeerServer:
         try:
             value = self._route(exchange)
         except RefusedVersion as error:
-            _send(exchange, HTTPStatus.UPGRADE_REQUIRED, Fault(error=str(error), hint=UPGRADE_HINT))
+            _send(exchange, HTTPStatus.UPGRADE_REQUIRED, messages.Fault(error=str(error), hint=messages.UPGRADE_HINT))
         except PermissionDenied as error:
             _send(exchange, HTTPStatus.FORBIDDEN, fault_of(error))
         except NotFound as error:
-            _send(exchange, HTTPStatus.NOT_FOUND, Fault(error=error.message))
+            _send(exchange, HTTPStatus.NOT_FOUND, messages.Fault(error=error.message))
         except SourceBusy as error:
             _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, fault_of(error))
         except PlanError as error:
@@ -367,7 +353,7 @@ class PeerServer:
         else:
             if value is _ANSWERED:
                 return
-            if isinstance(value, Fault):
+            if isinstance(value, messages.Fault):
                 # Neither side is at fault. The reader retries or tries another member.
                 _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
             else:
@@ -398,7 +384,7 @@ class PeerServer:
                 case "POST", ["v1", "leases"]:
                     body = _body(exchange, MAX_BODY_BYTES)
                     check_version(body)
-                    value = self.lease(msgspec.msgpack.decode(body, type=LeaseRequest))
+                    value = self.lease(msgspec.msgpack.decode(body, type=messages.LeaseRequest))
                 case "POST", ["v1", "leases", lease, "doubt"]:
                     value = self._recheck(lease, int(query.get("chunk", ["-1"])[0]))
                 case "DELETE", ["v1", "leases", lease]:
@@ -433,9 +419,9 @@ class PeerServer:
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such path")
 
-    def _recheck(self, lease: str, chunk: int) -> Fault | None:
+    def _recheck(self, lease: str, chunk: int) -> messages.Fault | None:
         if self.recheck(self.leased(lease), chunk):
-            return Fault(
+            return messages.Fault(
                 error=f"chunk {chunk} changed in the holder's memory, which it no longer serves",
                 hint="read from another member",
             )
@@ -453,8 +439,10 @@ class RefusedVersion(Exception):
 def check_version(body: bytes) -> None:
     """Raise RefusedVersion if the reader uses another major version. A malformed request raises one of `MALFORMED`."""
     # Decode only this field, because the other fields of another version may not decode.
-    announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
-    if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):
+    announced = msgspec.msgpack.decode(body, type=messages.AnnouncedVersion)
+    if fault := messages.version_fault(
+        announced.protocol or messages.UNANNOUNCED, f"reader {announced.sender}", "this member"
+    ):
         raise RefusedVersion(fault)
 
 
@@ -465,19 +453,21 @@ def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
     return exchange.read_body(max_bytes)
 
 
-def fault_of(error: PenstockError) -> Fault:
+def fault_of(error: PenstockError) -> messages.Fault:
     """Return the response for an error. If a member was lost, the response names that member."""
     message, hint = error.message, error.hint or ""
     # A planner that cannot reach a rank is alive, so the response must name the rank and not the planner.
-    if isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX):
-        return MemberFault(error=message, hint=hint, member=str(error.uri).removeprefix(MEMBER_PREFIX))
-    return Fault(error=message, hint=hint)
+    if isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(messages.MEMBER_PREFIX):
+        return messages.MemberFault(
+            error=message, hint=hint, member=str(error.uri).removeprefix(messages.MEMBER_PREFIX)
+        )
+    return messages.Fault(error=message, hint=hint)
 
 
 def _send_malformed(exchange: ServerExchange, error: Exception) -> None:
     # After a malformed request the rest of the stream cannot be trusted.
     exchange.closes = True
-    _send(exchange, HTTPStatus.BAD_REQUEST, Fault(error=str(error)[:512]))
+    _send(exchange, HTTPStatus.BAD_REQUEST, messages.Fault(error=str(error)[:512]))
 
 
 def _send(exchange: ServerExchange, status: int, value: object) -> None:

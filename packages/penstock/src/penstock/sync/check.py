@@ -88,7 +88,6 @@ class _CopiedTensors(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        # The inherited method would copy the tensor.
         return name in self._tensors
 
 

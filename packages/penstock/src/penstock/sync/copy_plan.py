@@ -100,10 +100,7 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy behind the device's current stream, and return the seconds until every byte has arrived.
-
-        `meanwhile` is called once while the devices copy. Raise DestinationError if a device failed or stalled.
-        """
+        """Copy behind the device's current stream and return the seconds. Raise DestinationError if a device fails."""
         begun = time.perf_counter()
         events = self.queue()
         meanwhile()

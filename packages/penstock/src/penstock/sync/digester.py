@@ -66,7 +66,6 @@ class Digester:
             return
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             warm_up(self._device)
-            # Strips with gaps need a second kernel.
             memory, scratch = torch.zeros(2, 1024, dtype=torch.uint8, device=self._device)
             at, run_bytes, num_rows, pitch = np.array([[0], [16], [8], [32]])
             gapped = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
@@ -148,7 +147,6 @@ class PrecomputedDigests:
         self._live = live
         self._digester = digester
         self._lock = threading.Lock()
-        # The keys are the bytes of a strip's four columns.
         self._requested: set[bytes] = set()
         self._known: dict[bytes, int] = {}
 
@@ -160,7 +158,6 @@ class PrecomputedDigests:
             self._known = {}
         if not requested:
             return
-        # An optimizer step may still be queued.
         if self._live.device != "cpu" and not is_passed(_event_on(self._live.device), stall_s):
             return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T

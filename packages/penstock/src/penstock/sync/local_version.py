@@ -321,10 +321,7 @@ class LocalVersion:
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
-        """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds.
-
-        Raise StaleDescriptor if the caller's map is stale, or PlanError if a strip is outside the memory.
-        """
+        """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds."""
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
         if events is None:
@@ -337,10 +334,7 @@ class LocalVersion:
         return Answer(digests=digests, num_ready=num_ready)
 
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
-        """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer.
-
-        Raise StaleDescriptor if the caller's map is stale, or PlanError if the strips exceed one region or one buffer.
-        """
+        """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer."""
         strips.check(self.regions.nbytes)
         packer = self.packer
         region = np.unique(locate(self.regions.first, strips.at, strips.stop))

@@ -38,25 +38,12 @@ from penstock.hub.messages import Fault, MemberSession, SessionRequest, SyncMemb
 from penstock.peer.client import PeerClient, refusal_of
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode
+from penstock.sync import messages
 from penstock.sync.local_version import Answer, VersionMap
-from penstock.sync.messages import (
-    BeginsAfter,
-    Decision,
-    DigestReply,
-    DigestRequest,
-    NewsReply,
-    PackLeases,
-    PackReply,
-    PackRequest,
-    PartReply,
-    PartRequest,
-    RankProgress,
-    TableReply,
-)
 from penstock.timing import Timing
 
 T = TypeVar("T")
-_OfStrips = TypeVar("_OfStrips", DigestReply, PackReply)
+_OfStrips = TypeVar("_OfStrips", messages.DigestReply, messages.PackReply)
 Whereabouts = Literal["there", "left", "gone"]
 
 
@@ -289,17 +276,19 @@ class SyncClient(PeerClient):
         layout.check()
         return layout
 
-    def checkpoint(self) -> TableReply:
+    def checkpoint(self) -> messages.TableReply:
         """Return the names, dtypes and shapes of the tensors of all publishers together."""
-        return self._ask("GET", f"{self._session_path}/table", TableReply)
+        return self._ask("GET", f"{self._session_path}/table", messages.TableReply)
 
-    def part(self, request: PartRequest) -> PartReply:
+    def part(self, request: messages.PartRequest) -> messages.PartReply:
         """Request this receiver's part of the plan. See `Planner.part`."""
-        return self._ask("POST", f"{self._session_path}/part", PartReply, request)
+        return self._ask("POST", f"{self._session_path}/part", messages.PartReply, request)
 
-    def news(self, after: int, wait_s: float) -> NewsReply:
+    def news(self, after: int, wait_s: float) -> messages.NewsReply:
         """Return the member's status after a version above `after` has begun, or after `wait_s` seconds."""
-        return self._ask("GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", NewsReply)
+        return self._ask(
+            "GET", f"{self._session_path}/news?after={after}&wait_ms={int(wait_s * 1000)}", messages.NewsReply
+        )
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
         """Return the descriptors of a version. Raise StaleDescriptor if it is past, or NotFound after `wait_s`."""
@@ -311,8 +300,8 @@ class SyncClient(PeerClient):
 
     def digests(self, strips: Strips, version: int, generation: int, wait_s: float) -> Answer:
         """See `LocalVersion.digests`."""
-        request = DigestRequest(version=version, generation=generation, strips=b"", wait_s=wait_s)
-        reply = self._ask_of(strips, "digests", request, DigestReply)
+        request = messages.DigestRequest(version=version, generation=generation, strips=b"", wait_s=wait_s)
+        reply = self._ask_of(strips, "digests", request, messages.DigestReply)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
         # A short reply would leave the last strips unverified.
@@ -320,33 +309,37 @@ class SyncClient(PeerClient):
             raise FormatError("the peer sent a different number of digests from the number requested", uri=self._uri())
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
 
-    def pack(self, strips: Strips, version: int, generation: int, wait_s: float, release: tuple[str, ...]) -> PackReply:
+    def pack(
+        self, strips: Strips, version: int, generation: int, wait_s: float, release: tuple[str, ...]
+    ) -> messages.PackReply:
         """Release the leases in `release`, and then pack strips. See `LocalVersion.pack`."""
-        request = PackRequest(version=version, generation=generation, strips=b"", wait_s=wait_s, release=release)
-        reply = self._ask_of(strips, "pack", request, PackReply)
+        request = messages.PackRequest(
+            version=version, generation=generation, strips=b"", wait_s=wait_s, release=release
+        )
+        reply = self._ask_of(strips, "pack", request, messages.PackReply)
         if reply.regions is not None:
             self.check_data_ports((reply.regions,))
         return reply
 
     def hold_packed(self, keep: tuple[str, ...], release: tuple[str, ...]) -> None:
         """See `LocalVersion.hold_packed`."""
-        self._ask("POST", f"{self._session_path}/packed", type(None), PackLeases(keep=keep, release=release))
+        self._ask("POST", f"{self._session_path}/packed", type(None), messages.PackLeases(keep=keep, release=release))
 
-    def progress(self, progress: RankProgress) -> None:
+    def progress(self, progress: messages.RankProgress) -> None:
         """Report this receiver's progress to a planner."""
         self._ask("POST", f"{self._session_path}/progress", type(None), progress)
 
-    def decision(self, version: int, wait_s: float) -> Decision:
+    def decision(self, version: int, wait_s: float) -> messages.Decision:
         """Return rank 0's decision about a live version, with the outcome for each subscriber."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
-        return self._ask("GET", f"{self._session_path}/decision?{query}", Decision)
+        return self._ask("GET", f"{self._session_path}/decision?{query}", messages.Decision)
 
     def begins_after(self, rank: int, wait_s: float) -> int:
         """Return the version above which a rank begins. Raise NotFound if rank 0 does not own the name yet."""
         query = f"rank={rank}&wait_ms={int(wait_s * 1000)}"
-        return self._ask("GET", f"{self._session_path}/begins_after?{query}", BeginsAfter).version
+        return self._ask("GET", f"{self._session_path}/begins_after?{query}", messages.BeginsAfter).version
 
-    def _ask_of(self, strips: Strips, route: str, request: DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
+    def _ask_of(self, strips: Strips, route: str, request: messages.DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
         sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in strips.columns]
         # The strips of a plan can be megabytes, so send them only if the member does not know their name.
         named = msgspec.structs.replace(request, strips=name_of_strips(*sent))

@@ -46,7 +46,6 @@ class MemoryDigests:
             memory = Memory(
                 address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage
             )
-            # Freed memory has no bytes, so there are fewer digests, and they differ.
             if memory.nbytes:
                 by_address.setdefault(memory.address, memory)
         # The order is that of the tensors, because an engine may restore the bytes at different addresses.

@@ -178,7 +178,6 @@ class Packer(Closeable):
                 for buffer in pool.buffers:
                     if buffer.lease and buffer.lease in release:
                         buffer.lease, buffer.until = "", 0.0
-                        # One thread may wait for a buffer on a different device.
                         self._changed.notify_all()
                     elif buffer.lease and buffer.lease in keep:
                         buffer.until = until
@@ -187,7 +186,6 @@ class Packer(Closeable):
         """End all leases and make their descriptors stale. Call it together with the fence of the packed memory."""
         with self._changed:
             for pool in self._pools.values():
-                # The device may have enough memory again for the next version.
                 pool.most = NUM_BUFFERS
                 for buffer in pool.buffers:
                     buffer.fence()

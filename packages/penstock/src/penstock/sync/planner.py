@@ -58,13 +58,7 @@ class Planner:
         self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _EncodedPlan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
-        """Return a receiver's part of the plan with its sources.
-
-        Raises:
-            PlanError: the receiver's tensors do not match the sources' tensors.
-            StaleDescriptor: the version is past, and no member has it.
-            NotFound: a source's layout differs from the layout that it reported.
-        """
+        """Return a receiver's part of the plan with its sources. Raise PlanError for mismatching tensors."""
         # Learn the layout before anything that may fail, so that the receiver need not send it again.
         if not self._learn(asker, request):
             return LayoutNeeded()
@@ -117,7 +111,6 @@ class Planner:
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
         rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
         for _, layout in self._layouts(holders):
-            # A layout has hundreds of thousands of rows and a handful of forms.
             specs = [(form.tag, (str(form.dtype), form.shape)) for form in layout.forms]
             for name, i in zip(layout.names, layout.form.tolist(), strict=True):
                 rows.setdefault((name, specs[i][0]), specs[i][1])
@@ -146,7 +139,6 @@ class Planner:
         return next((member.state.epoch for member in reversed(members) if member.state.epoch == member.member), "")
 
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
-        # This member may be a receiver that is behind others.
         epoch, ours = self._epoch_of(members), self.version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
         # A dead publisher stays listed for a while, with a version that may have been withdrawn since.

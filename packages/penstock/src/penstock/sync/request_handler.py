@@ -24,19 +24,9 @@ from penstock.hub.messages import LeaseRequest, MemberSession, SessionRequest
 from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.layout import encode
+from penstock.sync import messages
 from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
 from penstock.sync.membership import name_of_strips
-from penstock.sync.messages import (
-    BeginsAfter,
-    DigestReply,
-    DigestRequest,
-    PackLeases,
-    PackReply,
-    PackRequest,
-    PartRequest,
-    RankProgress,
-    TableReply,
-)
 from penstock.sync.part_outcome import PartOutcome, encode_outcome
 
 if TYPE_CHECKING:
@@ -53,10 +43,10 @@ MAX_STRIPS = 4 << 20
 class Plans(Protocol):
     """A planner for other members: a sync's `Planner`, or among publishers a `BoundaryPlanner`."""
 
-    def part(self, asker: str, request: PartRequest) -> PartOutcome:
+    def part(self, asker: str, request: messages.PartRequest) -> PartOutcome:
         """Return the requester's part of the plan."""
 
-    def table(self) -> TableReply:
+    def table(self) -> messages.TableReply:
         """Return the table of the offered tensors."""
 
 
@@ -139,7 +129,7 @@ class SyncHandler:
             case "decision" if self.subscriber_progress is not None:
                 return self.subscriber_progress.decision(number["version"], wait_s)
             case "begins_after" if self.first_versions is not None:
-                return BeginsAfter(version=self.first_versions.of(number["rank"], member, wait_s))
+                return messages.BeginsAfter(version=self.first_versions.of(number["rank"], member, wait_s))
         raise NotFound(f"there is no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
@@ -149,17 +139,17 @@ class SyncHandler:
                 # Planning may take longer than the deadline of a live publish.
                 if progress is not None:
                     progress.note_request(member)
-                return encode_outcome(self.planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
+                return encode_outcome(self.planner.part(member, msgspec.msgpack.decode(raw, type=messages.PartRequest)))
             case "digests":
-                return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
+                return self._digests(msgspec.msgpack.decode(raw, type=messages.DigestRequest))
             case "pack":
-                return self._pack(msgspec.msgpack.decode(raw, type=PackRequest))
+                return self._pack(msgspec.msgpack.decode(raw, type=messages.PackRequest))
             case "packed":
-                leases = msgspec.msgpack.decode(raw, type=PackLeases)
+                leases = msgspec.msgpack.decode(raw, type=messages.PackLeases)
                 self._served().hold_packed(leases.keep, leases.release)
                 return None
             case "progress":
-                report = msgspec.msgpack.decode(raw, type=RankProgress)
+                report = msgspec.msgpack.decode(raw, type=messages.RankProgress)
                 if progress is not None:
                     progress.note_progress(member, report)
                 return None
@@ -190,26 +180,26 @@ class SyncHandler:
             raise StaleDescriptor(f"version {version} was replaced by version {version_map.version}")
         return version_map
 
-    def _digests(self, request: DigestRequest) -> DigestReply:
+    def _digests(self, request: messages.DigestRequest) -> messages.DigestReply:
         strips = self._known_strips(request)
         if strips is None:
-            return DigestReply(digests=None, num_ready=0, is_unknown=True)
+            return messages.DigestReply(digests=None, num_ready=0, is_unknown=True)
         wait_s = min(request.wait_s, MAX_WAIT_S)
         answer = self._served().digests(strips, version=request.version, generation=request.generation, wait_s=wait_s)
         encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
-        return DigestReply(digests=encoded, num_ready=answer.num_ready)
+        return messages.DigestReply(digests=encoded, num_ready=answer.num_ready)
 
-    def _pack(self, request: PackRequest) -> PackReply:
+    def _pack(self, request: messages.PackRequest) -> messages.PackReply:
         served = self._served()
         # Release buffers first, because the caller may get the buffer that it has just read.
         served.hold_packed((), request.release)
         strips = self._known_strips(request)
         if strips is None:
-            return PackReply(is_unknown=True)
+            return messages.PackReply(is_unknown=True)
         wait_s = min(request.wait_s, MAX_WAIT_S)
         return served.pack(strips, version=request.version, generation=request.generation, wait_s=wait_s)
 
-    def _known_strips(self, request: DigestRequest) -> Strips | None:
+    def _known_strips(self, request: messages.DigestRequest) -> Strips | None:
         """Return the strips that were sent under this name, or None if the peer must send them."""
         with self._lock:
             strips = self._strips.get(request.strips)

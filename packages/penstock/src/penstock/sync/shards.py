@@ -139,7 +139,6 @@ def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[
 
 def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
     """Return the layout of rows, with offsets that count through `regions`. Raise PlanError for a row in no region."""
-    # An MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
@@ -150,7 +149,6 @@ def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequ
     span = np.array([form.span_bytes for form in numbers] or [0], np.int64)[form]
     address_of = np.fromiter((row.tensor.data_ptr() for row in rows), np.uint64, len(rows))
     offset = np.zeros(len(rows), np.int64)
-    # Rows without elements have no address and keep offset 0.
     some = np.flatnonzero(span)
     at = np.searchsorted(begin, address_of[some], side="right") - 1
     outside = at < 0 if len(regions) else np.ones(len(some), bool)

@@ -92,7 +92,6 @@ class BoundaryPlanner:
             return NotYet(why=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
             plan = self._planned(ranks)
-        # A rank whose shards end at block edges is only a source.
         if member not in plan.receivers:
             return Granted(epoch="", version=request.version, key=plan.key)
         same = request.have_key == plan.key

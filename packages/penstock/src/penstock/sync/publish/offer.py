@@ -149,7 +149,6 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
     order = order[layout.offset[order] + span[order] <= first[-1]]
-    # Copies on one stream finish in order, so the first rows arrive first.
     streams = streams_of(src)
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
@@ -175,10 +174,6 @@ class VersionSnapshot(Closeable):
     """A copy of a rank's regions with the same layout. It is a context manager.
 
     Receivers read a device copy while it is made, layer by layer, and a host copy when it is complete.
-
-    Args:
-        address: identifies the copy's registrations in its layout.
-        filled: regions of the layout after `live`, which the caller fills. They are served without a copy.
     """
 
     def __init__(
@@ -251,7 +246,6 @@ class VersionSnapshot(Closeable):
         num_ahead = len(self._batches)
         ready = partial(self.local_version.ready, is_written=True)
         fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
-        # Mark rows without bytes too, which are in no batch.
         ready(rows)
         return time.perf_counter() - begun
 

@@ -254,7 +254,6 @@ class Publisher(Closeable):
             begun = time.perf_counter()
             self._check(version)
             check_metadata(texts)
-            # The previous version can be read until its decision.
             self._finish_decision()
             self._register_moved()
             self._progress.offer_check(version, values)

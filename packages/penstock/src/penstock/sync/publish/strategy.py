@@ -70,8 +70,7 @@ class TrainerRank:
             )
         # Receivers read the plain rows while the tagged rows are filled, and wait only for the tagged rows they need.
         if not offer.is_copied:
-            ready = partial(local_version.ready, is_written=True)
-            offer.fill(version, epoch, ready, stall_s=self.stall_s)
+            offer.fill(version, epoch, partial(local_version.ready, is_written=True), stall_s=self.stall_s)
         return copy_s
 
     def end_reads(self) -> None:

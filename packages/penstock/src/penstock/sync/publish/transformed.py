@@ -64,10 +64,7 @@ class _Batch:
 
 
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
-    """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice.
-
-    Raise ConfigError for an unknown tag, or PlanError if a format needs a whole tensor that this rank has sharded.
-    """
+    """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice."""
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
@@ -101,12 +98,7 @@ def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[st
 
 
 class Transformed:
-    """Memory for the codes and scales of the chosen rows, which each publish fills. It keeps views of the parameters.
-
-    Attributes:
-        rows: codes and scales, under their tags.
-        wants: rows in the boundary buffers for elements from other ranks.
-    """
+    """Memory for the codes and scales of the chosen rows, which each publish fills from views of the parameters."""
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
         mine, parts, boundary = _lay_out(chosen)

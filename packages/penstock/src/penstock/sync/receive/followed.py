@@ -54,6 +54,5 @@ class FollowedTarget:
             return []
         moved = [name for name in self._placed.moved() if name not in self._unfilled]
         if not moved:
-            # A model may replace its table of positions for longer texts.
             self._placed.refresh()
         return moved

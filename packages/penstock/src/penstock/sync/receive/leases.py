@@ -29,7 +29,6 @@ class Leases:
         """Lease the live version during the block, for at most `ttl_s` seconds. See `Subscriber.pinned`."""
         deadline = time.monotonic() + ttl_s
         with self._changed:
-            # A new reader must not delay a flip.
             while self._is_closed_to_readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             live = self._live()
@@ -60,7 +59,6 @@ class Leases:
             while self._ends:
                 left = max(self._ends.values()) - time.monotonic()
                 if left <= 0:
-                    # The readers raise VersionNotLive at the end of their blocks.
                     self._ends.clear()
                     return
                 self._changed.wait(left)

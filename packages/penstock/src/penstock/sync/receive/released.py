@@ -340,8 +340,7 @@ def _shard(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
     if (tensor.dtype, tuple(tensor.shape)) != wanted:
-        stored = f"{tensor.dtype} {list(tensor.shape)}"
-        message = f"stored as {stored}, published as {wanted[0]} {list(wanted[1])}"
+        message = f"stored as {tensor.dtype} {list(tensor.shape)}, published as {wanted[0]} {list(wanted[1])}"
         raise PlanError(message, tensor=row.name, mutated=True)
     # A box counts elements, but torch counts two elements of F4 as one.
     if form.dtype is DType.F4 and form.box != Box.full(form.shape):

@@ -74,10 +74,7 @@ class LiveVersion:
 
 
 class SubscriberStates:
-    """The state of one subscriber. Any thread may read it, and only `enter` changes it.
-
-    `at_rest` is the last state at rest. `live` is the version that is or was live, before a release or a move.
-    """
+    """The state of one subscriber. Any thread may read it, and only `enter` changes it."""
 
     def __init__(self) -> None:
         self.now = S.IDLE

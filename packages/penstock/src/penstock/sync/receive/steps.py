@@ -88,8 +88,7 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
 
 def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
     """Return the segments in this order, split to at most `piece_bytes`, and the segment of each piece."""
-    run = part.run_bytes[order]
-    counts = -(-run // piece_bytes)
+    counts = -(-part.run_bytes[order] // piece_bytes)
     at = np.repeat(order, counts)
     skipped = spread(np.zeros(len(order), np.int64), counts) * piece_bytes
     width = np.minimum(part.run_bytes[at] - skipped, piece_bytes)
@@ -136,7 +135,6 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
 
 def some_of(step: Step, which: I64) -> Step:
     """Return a step with only the selected strips. `which` has their numbers in ascending order."""
-    # Filtering the prepared reads is cheaper than cutting again.
     is_taken = np.zeros(len(step.ours), bool)
     is_taken[which] = True
     number = np.cumsum(is_taken) - 1

@@ -516,7 +516,6 @@ class Subscriber(Closeable):
             try:
                 return self._update_loop.receive(version, pause)
             except StaleDescriptor:
-                # A receiver that has just finished the version reports it within a heartbeat.
                 if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:

@@ -48,10 +48,7 @@ class TensorSelection:
 def select_tensors(
     checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None
 ) -> TensorSelection:
-    """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources.
-
-    Without `requested`, the model's parameters decide. Raise PlanError if a requested tag is not offered.
-    """
+    """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources."""
     tags = checkpoint.tags or ("",) * len(checkpoint.names)
     offered = tuple(dict.fromkeys(tag for tag in tags if tag))
     if requested is None:
@@ -63,11 +60,10 @@ def select_tensors(
             f"no publisher offers tensors as {', '.join(missing)}, only as {', '.join(offered) or 'plain tensors'}"
         )
         raise PlanError(message, hint="pass transforms= to the publisher")
-    # Codes and scales replace the tensors from which they were made.
     rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
     for name, _, _, tag in _rows(checkpoint, tags):
         if tag in chosen:
-            rows.pop(name.removesuffix(_suffix(tag)), None)
+            rows.pop(name.removesuffix(format_of(tag).values_suffix if is_format(tag) else ""), None)
     for name, dtype, shape, tag in _rows(checkpoint, tags):
         if tag in chosen:
             if name in rows:  # two of the requested tags store a tensor under the same name
@@ -79,10 +75,6 @@ def select_tensors(
 
 def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[int, ...], str]]:
     return list(zip(checkpoint.names, checkpoint.dtypes, checkpoint.shapes, tags, strict=True))
-
-
-def _suffix(tag: str) -> str:
-    return format_of(tag).values_suffix if is_format(tag) else ""
 
 
 def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
@@ -130,10 +122,7 @@ def requirements_for(
     strict: bool,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return the requirements of a result of `tensors_of`. `tags` maps names to tags under which they are read.
-
-    Raise PlanError for mismatches, for unfilled parameters with `strict`, or without any tensor.
-    """
+    """Return the requirements of a result of `tensors_of`. `tags` maps names to tags under which they are read."""
     if not len(table):
         raise PlanError("the publishers have no tensors")
     if isinstance(target, torch.nn.Module):
@@ -214,10 +203,6 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
 class ReceiveBuffers:
     """The memory that receives versions: the target's memory, and in staged mode a staging copy.
 
-    Attributes:
-        wanted: the rows, and the steps after their arrival.
-        local_version: the target's memory for other members. None if it is not served.
-
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.
         ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or there is too little.
@@ -263,7 +248,6 @@ class ReceiveBuffers:
 
     def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
         """Return whether strips of the target's memory have these digests now."""
-        # In staged mode without `serve` the target's memory is not registered.
         with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 

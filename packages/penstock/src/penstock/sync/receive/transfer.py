@@ -65,10 +65,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 
 
 class ChangedRanges:
-    """The digests of one `Transfer`, for one plan and one memory of a receiver.
-
-    `asks_first` tells whether this run requests digests before it reads. `density` is the changed fraction of bytes.
-    """
+    """The digests of one `Transfer`, for one plan and one memory of a receiver."""
 
     def __init__(self) -> None:
         self.asks_first = False
@@ -85,7 +82,6 @@ class ChangedRanges:
     def begin(self, nbytes: int) -> None:
         """Begin a run of `nbytes`, and decide whether it requests digests first."""
         self._changed_bytes = 0
-        # Only a run that knows the change of every step measures the density.
         self._is_whole = bool(self._digests)
         if not self._digests:
             self.asks_first = False
@@ -274,7 +270,6 @@ class _TransferRun(Run):
         self.stats = TransferStats(self._reads)
         num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
-        # An idle thread only competes for the lock.
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
         # One thread can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
@@ -471,7 +466,6 @@ class _TransferRun(Run):
 
     def _verified(self, step: Step) -> None:
         with self._lock:
-            # The watermark limits bytes that are not verified yet.
             self._unverified_bytes -= step.nbytes
             self._left[step.window] -= 1
             self.ticket.moved_bytes += step.nbytes

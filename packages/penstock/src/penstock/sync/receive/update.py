@@ -316,7 +316,6 @@ class UpdateLoop:
         live = self.states.version
         if version > live:
             return False
-        # The live version repairs a dirty or moved target.
         if version == live and not self.states.is_current:
             return False
         # The same version number in another epoch has different bytes.
@@ -343,7 +342,6 @@ class UpdateLoop:
         return zeros + sorted(receivers, key=lambda receiver: (-receiver.state.version, receiver.member))
 
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        # After a loss, a process may have replaced the lost one.
         candidates = [member for member in self._planners(max_age_s=0.0 if lost else None) if member.member not in lost]
         if not candidates:
             if lost:
@@ -447,7 +445,6 @@ class UpdateLoop:
             is_outdated=self._is_outdated,
         )
         outcome = self._ask_part(planner, request)
-        # Layouts have megabytes too, so a planner gets the layout only on request.
         if isinstance(outcome, LayoutNeeded):
             outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
             if isinstance(outcome, LayoutNeeded):

@@ -39,7 +39,6 @@ class Buffer:
         self.untouched = piece is not None
         # For each checkpoint tensor that was completely overwritten, the tensor that replaced it.
         self.replaced: dict[str, str] = {}
-        # Most temporaries are never written, so create the index at the first write.
         self._boxes: _Boxes | None = None
 
     def names(self) -> tuple[str, ...]:
@@ -118,7 +117,6 @@ def identity(box: Box) -> StrideMap:
     return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
 
 
-# Loaders copy thousands of tensors with the same few shapes.
 grid_of = functools.lru_cache(maxsize=1024)(StrideGrid)
 
 

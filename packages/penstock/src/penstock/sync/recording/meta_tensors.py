@@ -273,7 +273,9 @@ class LoadRecorder:
         if not view.buffer.untouched and sum(box.num_elements for _, box in pieces) < target.numel():
             self.unknown([target], self.names([source]), "elements that were never written")
         if steps:
-            pieces = [(_stepped(piece, steps), box) for piece, box in pieces]
+            pieces = [
+                (p if p.value is not None or p.why else replace(p, steps=(*p.steps, *steps)), box) for p, box in pieces
+            ]
         to.buffer.put(pieces)
 
     def view_of(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -346,10 +348,6 @@ class LoadRecorder:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _stepped(piece: BufferPiece, steps: list[Step]) -> BufferPiece:
-    return piece if piece.value is not None or piece.why else replace(piece, steps=(*piece.steps, *steps))
 
 
 _aten = torch.ops.aten
@@ -470,7 +468,6 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
-    # Everything is padding until the source is written over the middle.
     out = recorder.allocated(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
