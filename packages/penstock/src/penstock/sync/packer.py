@@ -1,8 +1,6 @@
 """Buffers into which a source packs short runs for readers on other hosts.
 
-A buffer has a separate registration, which is fenced before the buffer is filled again. A reader whose lease expired
-therefore raises StaleDescriptor and never reads another reader's bytes. The reader compares digests of the strips at
-their origin, so it also detects corruption in the buffer.
+A buffer is fenced before it is filled again, so a reader whose lease expired raises StaleDescriptor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The tensors that a caller passed to a sync, to detect that a tensor was moved or replaced.
 
-A trainer or an engine may move a parameter at any time: with `.data =`, a cast, `load_state_dict(assign=True)`,
-offloading, `module.to` or `setattr`. Every verb therefore compares before it uses an address. `transport.storages`
-tells whether a storage still has its memory.
+A trainer or an engine may move a parameter at any time, so every verb compares before it uses an address.
 """
 
 from __future__ import annotations

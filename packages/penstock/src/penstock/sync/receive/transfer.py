@@ -1,15 +1,8 @@
 """The transfer of one receiver's part of a sync from several sources at once, with verification.
 
-Sources that are devices on this host share one queue for each device that reads them, because receivers that read
-several of them at once would share links. Every other source has a separate queue.
-
-If a source had all rows at the start, the digests of many steps are requested together while the steps are read.
-Otherwise the digests of each step are requested before it is read.
-
-With `ChangedRanges`, only strips that changed since the last version are read. The first run of a plan reads everything
-and stores its digests. The next run requests digests before it reads a step. The measured density and bandwidth then
-decide whether to continue so, or to read everything. A skipped strip is digested like a strip that was read, so the
-stored digests are never trusted.
+Devices on this host share one queue for each device that reads them, because concurrent reads would share links. With
+`ChangedRanges`, only strips that changed since the last version are read, if the measured density and bandwidth favour
+it. A skipped strip is digested like a strip that was read, so the stored digests are never trusted.
 """
 
 from __future__ import annotations
