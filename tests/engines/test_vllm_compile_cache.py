@@ -66,7 +66,7 @@ def test_second_home_reuses_compiled_code(tmp_path: Path) -> None:
         # vLLM traces the model only in the first home.
         assert ("saved AOT compiled function" in said) == (name == "first")
         assert ("Directly load AOT compilation" in said) == (name == "second")
-        (root,) = [path for path in (home / "cache" / "penstock" / "compile_cache").iterdir() if path.is_dir()]
+        (root,) = [path for path in (home / "cache" / "penstock" / "compile-cache").iterdir() if path.is_dir()]
         files.append({path.relative_to(root) for path in root.rglob("*.so")})
     assert found[0] == found[1]
     # Everything that Inductor built in the first home is in the second one, and nothing was built there.
