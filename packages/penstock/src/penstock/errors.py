@@ -124,7 +124,6 @@ class CauseText(Exception):
 
 
 def _sendable_cause(cause: BaseException | None) -> BaseException | None:
-    """Return a cause that another process can unpickle: the cause itself, or its text."""
     if cause is None or isinstance(cause, PenstockError | CauseText):
         return cause
     # Every process knows the built-in classes, but their arguments may be objects of any class.

@@ -85,8 +85,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class _PhaseSpan:
-    """A phase in the record. Times come from `time.perf_counter`."""
-
     name: str
     journey: str
     model: str

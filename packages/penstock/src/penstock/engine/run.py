@@ -386,7 +386,6 @@ class Executor:
             thread.join()
 
     def _next(self, in_flight: bool) -> WorkItem | None:
-        """Return the next item, or None if the queue is empty and work is in flight or the executor is closed."""
         with self._state:
             # A device wakes no thread when it is done, so check it again soon.
             if not self._heap and in_flight:

@@ -155,7 +155,6 @@ class StagingPool:
         return self._prepared(buffer)
 
     def _wait_for_free(self, stall_s: float) -> None:
-        """Wait until a buffer is free. Call it with the lock."""
         deadline, num_released = time.monotonic() + stall_s, self._num_released
         while not self._free and not self._cancelled:
             self._state.wait(max(0.0, deadline - time.monotonic()))

@@ -213,7 +213,6 @@ def _num_left(nodes: dict[str, Node]) -> int:
 
 
 def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Return the places whose members are neighbours in a ring, nearest first."""
     return ("host", node.host), ("rack", node.rack), ("any",)
 
 

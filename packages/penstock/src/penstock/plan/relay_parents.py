@@ -190,7 +190,6 @@ class Chains:
         self._far[shared_links(parent)] -= not near
 
     def _attach(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another, and count the load of the parent and of its links to other hosts."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
@@ -212,7 +211,6 @@ class Chains:
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
 
     def _rank(self, node: Node, near: bool) -> int | None:
-        """Return the rank at which the member accepts one more child over a near or far link, or None."""
         load = self._load.get((node.member, near), 0)
         if num_shared_links(node) and not near:
             load = max(load, self._far.get(shared_links(node), 0) // num_shared_links(node))

@@ -129,7 +129,6 @@ class _Pieces:
 
     @property
     def span(self) -> I64:
-        """Return the size of each piece in bytes, including gaps between rows."""
         return (self.rows - 1) * self.pitch + self.run
 
 

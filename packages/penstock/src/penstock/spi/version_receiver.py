@@ -86,7 +86,6 @@ class VersionReceiver(Closeable):
         self._subscriber.close()
 
     def _allocate(self, published: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Allocate the published tensors in one arena, so that a peer on this host reaches them with one mapping."""
         arena = Arena.allocate(needed_bytes(tensor.nbytes for tensor in published.values()), self._device)
         offsets = arena.place(tensor.nbytes for tensor in published.values())
         self._tensors = {

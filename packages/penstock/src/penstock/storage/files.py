@@ -276,7 +276,6 @@ class FileSource(LocalFile):
         return offset
 
     def _open_direct(self) -> int:
-        """Return the descriptor for direct I/O, or -1 if direct I/O is refused, see `why`."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
         # Ctrl-C between the open and the assignment would leak the descriptor.

@@ -179,7 +179,6 @@ def _storage(uri: str) -> HuggingFaceStorage:
 
 
 def _inside(uri: str) -> str:
-    """Return the path of a pinned URI inside its repository, or "" for the repository itself."""
     return uri.partition("@")[2].partition("/")[2].rstrip("/")
 
 

@@ -295,7 +295,6 @@ def _fields(reader: _Reader, count: int) -> dict[str, Field]:
 
 
 def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
-    """Return the element type, the number of elements, and the elements if the array is short."""
     kind, count = reader.number(_U32), reader.number(_U64)
     what = f"elements of {clip(key)!r}"
     if kind == _STRING:

@@ -255,7 +255,6 @@ def _nothing_at(path: str) -> NotFound:
 
 
 def _locate_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
-    """Return the weight set at a URI that cannot be listed, by the two usual names of checkpoints."""
     index = f"{prefix}{_INDEX}"
     try:
         raw = read_small(index, settings=settings, storage_options=options)

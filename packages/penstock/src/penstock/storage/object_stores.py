@@ -341,7 +341,6 @@ def _profile_credentials(profile: str) -> S3CredentialProvider:
 
 
 def _proxy(prefix: str, bucket: str, options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the proxy and its exclusions in obstore's form, or None if the environment names no proxy."""
     named = {name.lower().removeprefix("aws_"): value for name, value in (*environ.items(), *options.items())}
     region = named.get("region") or named.get("default_region") or "us-east-1"
     host = {

@@ -312,7 +312,6 @@ class OutputSet:
             self.remove()
 
     def _take_place_of(self, into: Path) -> None:
-        """Exchange the directory with `into`, so that one of the two exists at every moment."""
         try:
             exchange(self.directory, into)
             return

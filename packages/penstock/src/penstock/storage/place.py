@@ -327,7 +327,6 @@ def _not_ours(staging: Path) -> DestinationError:
 
 
 def _lock_file(folder: int) -> int:
-    """Lock a staging directory. Return the descriptor of the lock, or -1 if another process holds it."""
     fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

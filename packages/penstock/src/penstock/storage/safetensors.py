@@ -157,7 +157,6 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
-    """Return the file's `__metadata__`, and the header with `null` in its place."""
     leading = _LEADING_METADATA.match(raw)
     # With an odd number of quotes, the closing brace is inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
@@ -445,7 +444,6 @@ def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
 
 
 def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
-    """Return `raw` with `value`, which msgspec left undecoded, replaced by `null`."""
     # Use the address, because the same bytes may occur in the document twice.
     start = _address(memoryview(value)) - _address(memoryview(raw))
     return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]

@@ -59,7 +59,6 @@ def _identity(folder: str) -> tuple[int, int]:
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
-    """Yield the visible entries of a folder, each with the reason if it cannot be used, or ""."""
     try:
         with os.scandir(folder) as entries:
             listed = sorted((entry for entry in entries if entry.name[0] != "."), key=lambda entry: entry.name)
