@@ -395,7 +395,6 @@ class _Search:
 
 
 def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None:
-    """Return the index of a cache's GPU in this process, or None for the host. Raise ConfigError if it is unusable."""
     if holding.device == "cpu":
         return None
     # Compare GPU ids, because a GPU's index depends on CUDA_VISIBLE_DEVICES.
@@ -415,7 +414,6 @@ MAX_THREADS = 16
 
 
 def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:
-    """Return the cache's digests in the order of the layout. Raise FormatError unless every leaf has a digest."""
     chunks = decode_column(log.chunks, "<u4")
     digests = decode_digests(log.leaves)
     count = layout.chunks.num_chunks

@@ -156,7 +156,6 @@ def cache_parameters(
 
 
 def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the parameters and persistent buffers. Raise PlanError if a tensor's class holds more than its bytes."""
     tensors = own_state(module, whole=True)
     odd = [
         f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor.data) is not torch.Tensor
@@ -188,7 +187,6 @@ def _cache_of(device: torch.device) -> Path:
 
 
 def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None:
-    """Ask a cache to keep the parameters that this process offers, and wait. Raise the reason if the cache fails."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     body = msgspec.msgpack.encode(wanted)
     with ControlConnection(over_unix(str(server)), "localhost") as control:

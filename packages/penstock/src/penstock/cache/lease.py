@@ -17,7 +17,6 @@ class LeaseState(StrEnum):
 
     KEPT = "kept"
     DRAINING = "draining"
-    """The cache waits for its engines to detach."""
     DAMAGED = "damaged"
     """The cache found corrupt bytes in this memory. `LOST` is less severe, because lost memory has the right bytes."""
     LOST = "lost"

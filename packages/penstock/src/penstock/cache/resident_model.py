@@ -34,7 +34,6 @@ class ResidentState(StrEnum):
 
     KEPT = "kept"
     RELOADING = "reloading"
-    """The model's memory was corrupted, and the model is being read again."""
     LOST = "lost"
     DROPPING = "dropping"
     """The model waits for engines and readers to leave, and cannot return from a lower tier. After a timeout the

@@ -22,7 +22,6 @@ from penstock.timing import Timing
 from penstock.types import I64
 
 READS_OF_ONE = 3
-"""Number of concurrent reads from one upstream, so that its link stays busy between two reads."""
 
 MakeReader = Callable[[Upstream, tuple[int, ...]], UpstreamReader]
 Read = tuple[UpstreamReader, I64]

@@ -12,8 +12,7 @@ from penstock.peer.local_weights import Bools
 from penstock.types import I64
 
 
-def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-    """Return the position of each member in the hub's order for each tree of chunks, or in the single order."""
+def _ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
     orders = reply.orders or (tuple(range(len(reply.upstreams))),)
     return {
         upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
@@ -36,7 +35,7 @@ class ChunkChoice:
         if reply.is_placed or not self._is_placed:
             self._is_placed = reply.is_placed
             self.num_trees = max(1, len(reply.orders))
-            return ranks_of(reply)
+            return _ranks_of(reply)
         # A restarted hub names arbitrary holders, so keep the parents by ranking new upstreams last.
         ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
         behind = 1 + max((rank for by_tree in ranks.values() for rank in by_tree if rank != UNNAMED), default=-1)

@@ -55,14 +55,14 @@ class ClaimLoop:
     def run(self) -> None:
         """Claim and read until all chunks are here. This is the body of the thread."""
         # The hub's first reply contains the first claim, which saves one request for each starting member.
-        while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self.should_skip_claims()):
+        while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self._should_skip_claims()):
             pass
         first = self.hub.pop_first_claim()
         while not (self._closing.is_set() or self.weights.is_whole) and self.assignment.can_read_storage:
             wait_s = self.timing.hub_retry_s
             ranges: Ranges = ()
             try:
-                if first is None and self.should_skip_claims():
+                if first is None and self._should_skip_claims():
                     ranges = to_ranges(self.assignment.missing(ALONE_CHUNKS))
                     wait_s = self.timing.fetch_turn_s
                 else:
@@ -86,8 +86,7 @@ class ClaimLoop:
             except PenstockError:
                 self._closing.wait(self.timing.hub_retry_s)
 
-    def should_skip_claims(self) -> bool:
-        """Return True if storage is read without a claim, because the hub refuses this member or no byte arrives."""
+    def _should_skip_claims(self) -> bool:
         state = self.hub.state
         # Wait longer than `read_stall_s`, after which the hub grants claims on the chunks of a silent holder.
         patience_s = self.stall_s / 2 if state is HubState.AWAY else 0.75 * self.stall_s

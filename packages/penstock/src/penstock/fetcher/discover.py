@@ -55,7 +55,6 @@ MIN_TIMEOUT_S = 0.5
 """Minimum timeout of a request to the hub, in seconds. Even with `timeout_s=0` a working hub needs time to respond."""
 LOG_AFTER_S = 2.0
 REQUEST_PAUSE_S = 0.2
-"""Minimum pause between two requests to the hub while no member holds the model, in seconds."""
 
 
 class PlacedTarget(dict[str, torch.Tensor], ABC):

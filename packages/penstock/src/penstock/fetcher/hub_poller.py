@@ -26,7 +26,6 @@ class HubState(Enum):
     UNKNOWN = auto()
     ANSWERS = auto()
     AWAY = auto()
-    """The last request failed. Claims are still requested."""
     REFUSES = auto()
     """The hub refused this member for good, so storage will be read without claims."""
     UNUSED = auto()
@@ -85,7 +84,7 @@ class HubPoller:
         """Ask for upstreams repeatedly. This is the body of the thread."""
         while not self._closing.is_set():
             self.wanted.clear()
-            self.drop_failed()
+            self._drop_failed()
             wait_s, full_s = self._ask()
             self.answered.set()
             self._closing.wait(self.rest_s)
@@ -136,8 +135,7 @@ class HubPoller:
         if is_refused and not self._assignment.can_read_storage and not self._assignment.readers:
             self._ticket.fail(error)
 
-    def drop_failed(self) -> None:
-        """Drop upstreams that failed or are full, and complain to the hub about failed upstreams."""
+    def _drop_failed(self) -> None:
         for reader in self._assignment.pop_failed():
             assert reader.error is not None
             member = reader.upstream.member

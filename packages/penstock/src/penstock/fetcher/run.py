@@ -52,7 +52,6 @@ class FetchState(Enum):
 
     NEW = auto()
     STARTED = auto()
-    """The fetch asks the hub and connects to upstreams. No byte was requested."""
     MOVING = auto()
     CLOSED = auto()
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 FLEET_PREFIX = "penstock+"
 """Prefix for URIs that another storage initializer in the cluster would also claim."""
 PARTIAL = ".penstock.partial"
-"""Directory inside the destination where files are written before they are renamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +253,6 @@ def _require_no_others(target: Path, names: Collection[str]) -> None:
 
 
 def _publish(partial: Path, target: Path) -> tuple[int, int]:
-    """Rename all files into the target, with index and manifest last. Return their number and total size in bytes."""
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     _require_no_others(target, names)
     nbytes = sum((partial / name).stat().st_size for name in names)

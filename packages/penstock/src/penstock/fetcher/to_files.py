@@ -194,7 +194,6 @@ class _MappedFiles(PlacedTarget):
 
 
 def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
-    """Place the rows in files of at most `SHARD_BYTES`, widest elements first. Also return the size of each file."""
     nbytes = table.nbytes.tolist()
     file_index, offset = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
     bodies = [0]

@@ -255,7 +255,6 @@ class UpstreamReader:
             self.fail(SourceStalled(message, hint=hint))
 
     def _apply_limit(self, max_bytes_per_s: int) -> None:
-        """Apply the holder's limit for this reader, in bytes/s. 0 means no limit."""
         if max_bytes_per_s and not self.not_before:
             # A read begins once the limit allows all of its bytes, so the first read waits too.
             chunk_s = self._weights.layout.chunks.chunk_bytes / max_bytes_per_s
@@ -308,7 +307,6 @@ class UpstreamReader:
                 self.fail(error)
 
     def _connect(self, peer_map: HoldingMap) -> None:
-        """Check the peer's map against our layout, and choose a transport for each pair of regions."""
         chunks, ours = self._weights.layout.chunks, self._weights.place
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
         expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)

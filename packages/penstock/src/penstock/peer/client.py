@@ -137,7 +137,6 @@ class PeerClient(Closeable):
         return lease
 
     def _decode(self, raw: bytes, kind: type[T]) -> T:
-        """Decode a response. Raise PlanError for another major protocol version, or one of `MALFORMED`."""
         # Decode the version first, because fields of another version may not decode here.
         if kind is messages.Lease or kind is messages.MemberSession:
             theirs = msgspec.msgpack.decode(raw, type=messages.AnnouncedVersion).protocol

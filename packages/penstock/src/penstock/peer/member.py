@@ -394,7 +394,6 @@ class Member:
         return messages.Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
     def _epoch(self) -> int:
-        """Return the epoch that grants for this member must contain."""
         assert self._grants is not None
         return self._grants.epoch()
 
@@ -520,7 +519,6 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
 
 
 _POLL_S = 0.2
-"""Seconds of one wait. Python runs signal handlers in the main thread only between waits."""
 
 
 def until_stopped(

@@ -82,7 +82,6 @@ class RequestHandler(Protocol):
 class _Leased:
     reader: str
     caller: str
-    """The caller to which this reader counts. Callers share the places for readers equally."""
     weights: LocalWeights
     attached: bool
     is_displaced: bool = False
@@ -447,7 +446,6 @@ def check_version(body: bytes) -> None:
 
 
 def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
-    """Receive the body. Raise FormatError if it is empty or longer than `max_bytes`."""
     if not 0 < exchange.body_bytes <= max_bytes:
         raise FormatError(f"the body has {exchange.body_bytes} bytes, but must have 1 to {max_bytes}")
     return exchange.read_body(max_bytes)

@@ -152,7 +152,6 @@ class DecisionReply:
     """A process's reply to a question, or its silence."""
 
     at: float
-    """Time of the reply on a monotonic clock, in seconds."""
     decision: FleetDecision | None = None
     kind: Literal["open", "gone", "silent", "past"] = "open"
     """State without a decision: not decided yet, process gone, no reply in time, or later versions already decided."""

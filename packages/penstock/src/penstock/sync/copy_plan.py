@@ -62,11 +62,10 @@ class _Region:
         for at, nbytes in zip(self.long.dst.tolist(), self.long.nbytes.tolist(), strict=True):
             to[at : at + nbytes] = of[at : at + nbytes]
         for at, *shape in zip(*(column.tolist() for column in self.short.columns), strict=True):
-            strip_view(to, at, *shape)[...] = strip_view(of, at, *shape)
+            _strip_view(to, at, *shape)[...] = _strip_view(of, at, *shape)
 
 
-def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
-    """Return a view of a strip, which has `rows` runs of `run` bytes at intervals of `pitch` bytes."""
+def _strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 
 
@@ -236,7 +235,6 @@ class StagingCopy(Closeable):
         return self._copies[key]
 
     def _check_mapped(self) -> None:
-        """Raise DestinationError if an earlier flip left live addresses without memory."""
         for memory in self._live:
             live = memory_of(memory.address)
             if live is not None and not live.is_mapped:

@@ -35,7 +35,6 @@ class _Buffer:
     memory: Memory
     handles: dict[str, Handle]
     lease: str = ""
-    """Empty if the buffer is free or is being filled."""
     until: float = 0.0
     is_filling: bool = False
 

@@ -39,13 +39,11 @@ class Granted:
     version: int = -1
     """Version number, or -1 for the publishers' next version."""
     key: str = ""
-    """Key of the part. Empty if the part is not planned yet."""
     part: bytes | None = None
     """None if the receiver has the part already or needs none."""
     decide_s: float | None = None
     """Maximum number of seconds until the fleet's decision. None means that the version may go live at once."""
     later: FleetDecision | None = None
-    """Decision by which a later version was withdrawn."""
     check: bytes = b""
 
 

@@ -51,7 +51,6 @@ class Shard:
 Declarable = torch.Tensor | Shard | Sequence[Shard]
 
 _PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
-"""Wrappers that add the prefix `module.` to all names."""
 
 _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shards by name"
 
@@ -94,16 +93,16 @@ def row_of(
         raise PlanError(f"{message} have different numbers of dims", tensor=name)
     require_stored(name, tensor)
     try:
-        form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
+        form = _form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
-        # `form_of` is cached and does not know the name.
+        # `_form_of` is cached and does not know the name.
         error.tensor = name
         raise
     return ShardRow(name=name, tensor=tensor, form=form)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def form_of(
+def _form_of(
     kind: torch.dtype,
     global_shape: tuple[int, ...],
     offset: tuple[int, ...],
@@ -203,8 +202,7 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module inside one wrapper of torch.compile or data parallelism, or None."""
+def _wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(module, _PARALLEL):
         inner: torch.nn.Module = module.module
         return inner
@@ -214,7 +212,7 @@ def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside all wrappers of torch.compile and data parallelism."""
-    while (inner := wrapped_in(module)) is not None:
+    while (inner := _wrapped_in(module)) is not None:
         module = inner
     return module
 

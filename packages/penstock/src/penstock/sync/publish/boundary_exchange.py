@@ -211,7 +211,6 @@ class BoundaryExchange:
             self._membership.ask(epoch, lambda sync_client: sync_client.progress(progress), channel="progress")
 
     def _ranks(self, epoch: str) -> list[SyncMember]:
-        """Return the newest process of each rank of this epoch. Raise SourceStalled if a rank does not join in time."""
         deadline = time.monotonic() + self._stall_s
         while True:
             newest = {
@@ -286,7 +285,6 @@ class BoundaryExchange:
             raise PeerLost(error.message, uri=f"penstock:{epoch}") from error
 
     def _wait_for_ranks(self, version: int, epoch: str) -> None:
-        """Wait until all ranks are done. Raise an error if a rank failed or is late."""
         if self._peers is not None:
             decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:

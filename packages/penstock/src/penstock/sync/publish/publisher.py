@@ -387,7 +387,6 @@ class Publisher(Closeable):
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
-        """Return a decision. Raise VersionRefused if it withdrew the version."""
         if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
             raise refusal(self.name, decision.fleet)
         return decision

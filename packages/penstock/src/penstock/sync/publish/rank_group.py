@@ -192,7 +192,6 @@ def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[Sync
 
 
 _KEPT = 8
-"""Number of versions whose decision other ranks may still request."""
 
 
 @dataclass(slots=True)

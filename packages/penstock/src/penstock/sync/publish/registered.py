@@ -33,7 +33,6 @@ class OfferOptions:
     """The options for a rank's `Offer`. See `publisher`."""
 
     copies: str | None
-    """Destination of the copies of versions, `device` or `cpu`. None means no copies."""
     transforms: Transforms | None
     keep_plain: bool
     arena: bool

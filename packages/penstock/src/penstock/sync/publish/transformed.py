@@ -43,7 +43,6 @@ class Chosen:
     row: ShardRow
     form: Format
     owned: Box
-    """The blocks that this rank serves. Empty if other ranks serve them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,6 @@ from typing import Literal
 from penstock.sync.check import Check
 
 Around = Literal["before_pause", "at_commit", "after_resume"]
-"""The callbacks around a flip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

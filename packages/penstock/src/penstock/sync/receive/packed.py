@@ -17,7 +17,6 @@ from penstock.sync.messages import PackReply
 from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4
-"""Seconds between two renewals of a lease."""
 
 
 class Packing(Protocol):

@@ -164,7 +164,6 @@ class ReleasedVersion:
     memory: ReleasedMemory | None
     """None if the engine frees the memory, and allocates it again before a restore."""
     digests: MemoryDigests | None
-    """Digests of the memory, if the engine restores the bytes itself."""
 
     def read_stored(
         self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError

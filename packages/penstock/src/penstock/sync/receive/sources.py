@@ -410,7 +410,6 @@ class LinkReport:
     why: str = ""
     nbytes: int = 0
     wire_s: float = 0.0
-    """Seconds during which at least one read from the source was running."""
     ready_s: float = 0.0
     """Seconds from requests for digests until their replies, summed."""
     short_runs: ShortRuns
@@ -428,7 +427,6 @@ class TransferReport:
     """Seconds during which at least one read was running."""
     ready_s: float
     digest_s: float
-    """Seconds for computing digests on the receiver, summed over threads."""
     peak_bytes: int
     """Peak number of bytes that were being read or were not yet verified."""
     links: tuple[LinkReport, ...]

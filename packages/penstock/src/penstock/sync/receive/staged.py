@@ -24,7 +24,6 @@ class Staged:
     begun: float
     attempts: int
     nbytes: int = 0
-    """Number of bytes read, which excludes bytes that the receiver had already."""
     version_bytes: int = 0
     delta: str = ""
     packed_bytes: int = 0

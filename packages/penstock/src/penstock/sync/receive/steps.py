@@ -32,7 +32,6 @@ class Step:
     reads: tuple[tuple[int, int, Rectangles], ...]
     """The same strips as rectangles between a source region and a receiver region, with offsets within each."""
     places: tuple[I64, ...]
-    """Numbers of the strips in each entry of `reads`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -87,7 +86,6 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
 
 
 def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
-    """Return the segments in this order, split to at most `piece_bytes`, and the segment of each piece."""
     counts = -(-part.run_bytes[order] // piece_bytes)
     at = np.repeat(order, counts)
     skipped = spread(np.zeros(len(order), np.int64), counts) * piece_bytes

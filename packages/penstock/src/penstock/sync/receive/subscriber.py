@@ -1,8 +1,7 @@
 """An inference rank as a subscriber. It receives version after version, each complete and verified.
 
 A staged update is `stage`, which reads, verifies, checks and votes, and then `commit`, which waits for the fleet's
-decision and flips. A direct update reads during the flip. One thread at a time updates, while the server's threads read
-the version, the layout and the memory.
+decision and flips. A direct update reads during the flip.
 """
 
 from __future__ import annotations

@@ -151,7 +151,6 @@ def requirements_for(
 
 
 def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
-    """Return the tensors that another tensor replaces in a tied parameter. Raise PlanError if their forms differ."""
     kinds = {name: (dtype, tuple(shape)) for name, dtype, shape in _columns(table)}
     for name, other in recording.repeated.items():
         if kinds[name] != kinds[other]:
@@ -182,7 +181,6 @@ def _tagged(row: ShardRow, tag: str) -> ShardRow:
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
-    """Raise PlanError if no published tensor fills some of the parameters."""
     # The model itself computes buffers such as rotary tables.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]

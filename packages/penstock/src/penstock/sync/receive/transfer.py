@@ -209,7 +209,6 @@ class Transfer:
         return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
-        """Return the steps, which depend only on the plan and the sizes of regions."""
         used = np.flatnonzero(self.part.link_bytes()).tolist()
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
         if missing:
@@ -298,7 +297,6 @@ class _TransferRun(Run):
         return step.source if device is None else device
 
     def carry_out(self) -> None:
-        """Read and verify every step. Raise the error that stopped the run."""
         with self._lock:
             self._advance()
             self._assign()
@@ -408,7 +406,6 @@ class _TransferRun(Run):
 
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
-        """Wait for a turn to read, if the queue has turns. Raise Cancelled if the run is over."""
         # A step that waits for its source's rows must not occupy the link, so acquire the turn after that.
         turns = self._queues[self._key_of(step)].turns
         if turns is None:

@@ -167,7 +167,6 @@ class UpdateLoop:
         self.decision = decision
 
     def _refuse_withdrawn(self, withdrawn: FleetDecision | None) -> None:
-        """Raise VersionRefused for a withdrawn version, once for each version."""
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self.membership.name, withdrawn)

@@ -66,9 +66,7 @@ class Recording:
     """The copies of a loader from a checkpoint. No element of a parameter is in two records."""
 
     layout: str
-    """Digest of the recorded checkpoint's names, dtypes and shapes."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the checkpoint tensors that are recorded or unrecorded."""
     records: tuple[LayoutRecord, ...]
     constants: tuple[Constant, ...]
     unrecorded: Mapping[str, str]

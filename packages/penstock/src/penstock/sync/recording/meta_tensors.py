@@ -1,9 +1,7 @@
 """Tensors without storage, and the effect of each torch operator on the known provenance of their elements.
 
-A recorder stores the disjoint pieces of each buffer. A piece is a box of a checkpoint tensor, a number, or unknown with
-a reason. Views need no rules, because a meta tensor has a storage, an offset and strides. Operators that allocate
-(`MAKE`) or copy elements (`RULES`) have rules. Other operators make their results unknown, so a loader that the
-recorder does not understand costs time at each update, but stays correct.
+A piece of a buffer is a box of a checkpoint tensor, a number, or unknown with a reason. Operators that allocate
+(`MAKE`) or copy elements (`RULES`) have rules. Views need no rules, and other operators make their results unknown.
 """
 
 from __future__ import annotations
@@ -179,7 +177,6 @@ class LoadRecorder:
         return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
 
     def _view(self, tensor: torch.Tensor) -> View | None:
-        """Return a tensor's view of its buffer. Raise NotBoxes if their elements have different widths."""
         buffer = self._buffer(tensor)
         return None if buffer is None else self._view_of(buffer, tensor)
 
@@ -253,7 +250,6 @@ class LoadRecorder:
                 self.unknown([target], self.names([source]), str(error))
 
     def _copy(self, buffer: Buffer, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the pieces of a source to a target in a buffer, with conversions. Raise NotBoxes."""
         expanded = source
         if source.shape != target.shape:
             expanded = self.view_of(source, lambda meta: meta.expand(target.shape))
@@ -331,7 +327,7 @@ class LoadRecorder:
         if simpler is not NotImplemented:
             return simpler
         try:
-            out = func(*on_meta(args), **on_meta(kwargs))
+            out = func(*_on_meta(args), **_on_meta(kwargs))
         except (NotImplementedError, RuntimeError) as error:
             # The operator has no meta kernel, so the shape of its result depends on values.
             raise self.refuse(tensors, what) from error
@@ -367,9 +363,7 @@ MAKE = _EMPTY | _ZEROS
 """Operators that allocate a tensor, which a loader may fill piece by piece."""
 
 
-def on_meta(arguments: Any) -> Any:
-    """Return an operator's arguments with each tensor and device replaced by its meta counterpart."""
-
+def _on_meta(arguments: Any) -> Any:
     def to_meta(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
             return torch.device("meta")
@@ -406,7 +400,7 @@ def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
-    meta = func(*on_meta(args), **kwargs, device="meta")
+    meta = func(*_on_meta(args), **kwargs, device="meta")
     whole = identity(Box.full(meta.shape))
     return recorder.allocated(
         meta, device, BufferPiece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None
@@ -436,13 +430,13 @@ def _fill(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _clone(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device") or args[0].device
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory", "non_blocking"}}
-    out = recorder.allocated(func(*on_meta(args), **kwargs), torch.device(device))
+    out = recorder.allocated(func(*_on_meta(args), **kwargs), torch.device(device))
     recorder.write(out, args[0])
     return out
 
 
 def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    meta = func(*on_meta(args), **on_meta(kwargs))
+    meta = func(*_on_meta(args), **_on_meta(kwargs))
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(meta.ndim, 1)
     out, at = recorder.allocated(meta, args[0][0].device), 0
     for part in args[0]:
@@ -456,7 +450,7 @@ def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _stack(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    meta = func(*on_meta(args), **on_meta(kwargs))
+    meta = func(*_on_meta(args), **_on_meta(kwargs))
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     out = recorder.allocated(meta, args[0][0].device)
     for at, part in enumerate(args[0]):
@@ -467,7 +461,7 @@ def _stack(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    meta = func(*on_meta(args), **on_meta(kwargs))
+    meta = func(*_on_meta(args), **_on_meta(kwargs))
     out = recorder.allocated(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")

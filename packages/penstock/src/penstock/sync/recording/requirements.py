@@ -1,9 +1,8 @@
 """A receiver's requirements from a checkpoint. `record` runs the model's own loader once, and `wanted` derives rows.
 
-The loader gets tensors that only know the provenance of their elements. Its copies into live memory are recorded and
-not executed. `Requirements` are rows for the planner that contain each element once. A record whose target has the same
-order, dtype and contiguous runs gets a row in the parameter itself, and other records get rows in scratch. `install`
-then permutes, casts and copies the rows. `finish` passes unrecorded tensors through the loader and sets constants.
+A record whose target has the same order, dtype and contiguous runs gets a row in the parameter itself, and other
+records get rows in scratch. `install` permutes, casts and copies them. `finish` passes unrecorded tensors through the
+loader and sets constants.
 """
 
 from __future__ import annotations
