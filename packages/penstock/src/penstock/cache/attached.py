@@ -461,8 +461,7 @@ def _tensors_in(
 
 def _bytes_of(region: MappedRegion) -> torch.Tensor:
     if region.device == "cpu":
-        whole = torch.frombuffer(region.owner, dtype=torch.uint8)
-        return whole[region.offset : region.offset + region.nbytes]
+        return torch.frombuffer(region.owner, dtype=torch.uint8)[region.offset : region.offset + region.nbytes]
     # Wait for kernels that use the memory, because unmapping does not wait for them.
     weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
     return torch.as_tensor(region.owner, device=region.device)

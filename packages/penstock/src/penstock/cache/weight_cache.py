@@ -294,7 +294,6 @@ class WeightCache:
                 raise ConfigError(f"{wanted.model!r} is already kept with different bytes", hint=hint)
         fleet = self._fleet(Identity(model=wanted.model, revision=wanted.revision, parallel=wanted.parallel))
         resident = ResidentModel(fleet, wanted.revision, wanted.nbytes)
-        # The engine may have exited before the model is needed again, so the model must stay in a tier.
         self._add(resident, again=False)
         log.info("keeping %s from an engine: %d bytes", wanted.model, wanted.nbytes)
 

@@ -35,10 +35,7 @@ class HubState(Enum):
 class HubPoller:
     """Asks for upstreams until it is closed. If `away` is set, storage is read without claims from the start.
 
-    Attributes:
-        answer: the hub's last reply or failure, as text.
-        answered: set after the first request, whose reply contains the first claim.
-        wanted: set to ask the hub soon.
+    The first reply, which contains the first claim, sets `answered`. Setting `wanted` sends the next request soon.
     """
 
     def __init__(

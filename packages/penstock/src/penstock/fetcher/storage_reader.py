@@ -70,7 +70,6 @@ class StorageReader:
             offset=table.offset[pieces.row] + pieces.start,
             nbytes=pieces.nbytes,
         )
-        # Sort by file and offset, so that reads are sequential.
         order = np.lexsort((wanted.offset, wanted.file_index))
         wanted = wanted.take(order.tolist())
         columns = (pieces.row[order].tolist(), pieces.start[order].tolist(), pieces.nbytes[order].tolist())

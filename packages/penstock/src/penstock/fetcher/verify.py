@@ -48,7 +48,6 @@ def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple
     for entry in batch:
         stop = at + int(table.leaf_counts(entry.chunks).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
-        # Without a manifest, the digests of chunks that are read from storage become the reference.
         if wanted is None and weights.has_manifest:
             wanted = weights.leaves[table.leaves_of(entry.chunks)]
         wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]

@@ -126,10 +126,7 @@ class PeerClient(Closeable):
                     raise FormatError(message, uri=self._uri(), hint=hint)
 
     def lease(self, *, attach: bool = False) -> messages.Lease:
-        """Get a lease for reading, or with `attach` for mapping a weight cache's memory.
-
-        Raise SourceBusy without a free slot, PermissionDenied if the grant was refused, or NotFound without the key.
-        """
+        """Get a lease for reading, or with `attach` for mapping a weight cache's memory."""
         body = msgspec.msgpack.encode(
             messages.LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )

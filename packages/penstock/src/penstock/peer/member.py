@@ -63,11 +63,6 @@ JOIN_AGAIN_S = 0.1
 class Member:
     """A run of a process in the fleet, created by `join`. Leaving its `with` block leaves the fleet.
 
-    Args:
-        trust: TLS context that checks the certificates of other members. None means no TLS.
-        min_bytes_per_s: rate below which an upstream is not used. 0 means no minimum.
-        stall_s: seconds without progress after which an operation fails.
-
     Attributes:
         away: the error if this member has not joined yet. None after joining.
         syncs: functions that return the sync states for each heartbeat.
@@ -477,7 +472,6 @@ class Member:
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
-        # The next regular heartbeat will not be sent, so report recent failures now.
         if recent_failures() and not self.hub_is_away:
             with contextlib.suppress(PenstockError):
                 self._report(LEAVE_S)

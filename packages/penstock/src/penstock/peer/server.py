@@ -71,10 +71,7 @@ class RequestHandler(Protocol):
     """A handler of all requests below one path. It must check grants itself."""
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return a value for msgpack, or None for an empty response. Errors are sent as a `Fault`.
-
-        `body` reads the body, or raises FormatError if the body is empty or longer than its argument.
-        """
+        """Return a value for msgpack, or None for an empty response. Errors are sent as a `Fault`."""
         ...
 
 

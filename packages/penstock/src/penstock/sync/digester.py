@@ -56,7 +56,6 @@ class Digester:
             on_host.copy_(on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        # Another thread can queue launches while the device works.
         done.synchronize()
         return np.asarray(on_host.numpy()).view(np.uint64)
 

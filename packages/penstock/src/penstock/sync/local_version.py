@@ -202,13 +202,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalVersion:
-    """The memory of one rank and its version. Thread-safe.
+    """The memory of one rank and its version, which is None between a fence and the next `begin`. Thread-safe.
 
     The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods.
-
-    Attributes:
-        version: version in the memory. None between a fence and the next `begin`.
-        generation: changes with every fence. Maps from before a fence are stale.
     """
 
     def __init__(
@@ -438,8 +434,7 @@ class _RowSpans:
     """The rows sorted by their first byte, for finding all rows that a strip may touch."""
 
     def __init__(self, layout: Layout) -> None:
-        span = np.array([form.span_bytes for form in layout.forms], np.int64)
-        stop = layout.offset + span[layout.form]
+        stop = layout.offset + np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
         self.order: I64 = np.argsort(layout.offset, kind="stable")
         self._start: I64 = layout.offset[self.order]
         # Column slices of one tensor interleave, so store how far any previous row reaches.

@@ -67,7 +67,6 @@ class Planner:
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
         if request.is_ahead and ranks and not _missing(ranks):
-            # Layouts do not change between versions, so the next version's plan is known.
             plan, raw = self._planned(asker, members, ranks)
             return Granted(epoch=epoch, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
         versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
@@ -256,7 +255,6 @@ class Planner:
                 with self._lock:
                     self._layouts_by_digest[holder.state.layout] = layout
             layouts.append((holder, layout))
-        # A layout can have megabytes, and a long run sees many restarts.
         with self._lock:
             current = {member.state.layout for member in self.membership.look(max_age_s=60.0)}
             self._layouts_by_digest = {

@@ -132,7 +132,6 @@ class BoundaryExchange:
         self._world_size = world_size
         self._stall_s = sync.stall_s
         self._timing = sync.timing
-        # Starting threads takes milliseconds, so keep them between versions.
         self._threads = KeptThreads()
         self.moved_bytes = 0
         memories = regions_of(rows)
@@ -162,10 +161,7 @@ class BoundaryExchange:
 
     @contextlib.contextmanager
     def exchanged(self, version: int, epoch: str) -> Iterator[None]:
-        """Read elements from other ranks, run the body, and then wait until every rank is done.
-
-        Call this on every rank. If a rank fails, the other ranks raise PeerLost or SourceStalled.
-        """
+        """Read elements from other ranks, run the body, and wait until every rank is done. Call it on every rank."""
         self._local_version.begin(version)
         self._local_version.ready()
         self._version_status.post(epoch, version, is_open=True)

@@ -181,7 +181,6 @@ def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, r
 
 
 def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
-    # The order of registration, and then the id, decide which of two simultaneous groups is first.
     mine = next(
         ((member.since, member.member) for member in members if member.member == membership.member.id),
         (float("inf"), ""),

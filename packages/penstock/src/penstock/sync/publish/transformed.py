@@ -178,7 +178,6 @@ def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
 def _inside(choice: Chosen) -> Box:
     box, shape = choice.row.form.box, choice.row.form.shape
     step = alignment(choice.form, shape)
-    # Round down to whole blocks. At the end of the tensor the last block may be short.
     ends = zip(choice.owned.start, box.stop, step, shape, strict=True)
     stop = tuple(max(a, b if b == n else b // s * s) for a, b, s, n in ends)
     return Box(start=choice.owned.start, stop=stop)

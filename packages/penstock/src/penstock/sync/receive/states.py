@@ -98,10 +98,7 @@ class SubscriberStates:
         return S.RELEASED if self.at_rest is S.RELEASED else S.DIRTY
 
     def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
-        """Change the state, and the live version if `live` is set. Raise InvalidTransition without a change.
-
-        In a closed subscriber, and in a busy subscriber that enters MOVED, only `at_rest` changes.
-        """
+        """Change the state, and the live version if `live` is set. Raise InvalidTransition without a change."""
         with self._lock:
             previous = self.now
             if state is previous and live is None:

@@ -59,10 +59,7 @@ class Windows:
 
 
 def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
-    """Divide a checked part into windows of up to `window_bytes` and steps of up to twice `piece_bytes`.
-
-    `theirs` and `ours` have the start of each region and the end of the last. PlanError means a strip in two regions.
-    """
+    """Divide a checked part into windows of up to `window_bytes` and steps of up to twice `piece_bytes`."""
     # A part can have millions of segments, so only the loop over steps below is in Python.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))

@@ -36,7 +36,6 @@ class _Reads:
 
     @property
     def theirs(self) -> Strips:
-        # The pitch of a single run has no meaning, but must not be below the run.
         pitch = np.where(self.num_rows > 1, self.src_pitch, self.run_bytes)
         return Strips(at=self.src, run_bytes=self.run_bytes, num_rows=self.num_rows, pitch=pitch)
 

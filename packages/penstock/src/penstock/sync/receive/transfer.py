@@ -140,14 +140,7 @@ LEAST_BYTES = MIB
 class Transfer:
     """A receiver's part of a sync. `run` it for each version, as long as the plan's key is the same.
 
-    Attributes:
-        moved_bytes: bytes verified in this run or the last one.
-        proven: strips in the receiver's memory with their verified digests, from the last run.
-        lost: source whose failure ended the last run, or None.
-
-    Args:
-        watermark_bytes: maximum number of bytes that are read and not yet verified.
-        delta: skips unchanged strips. None means that everything is read.
+    `watermark_bytes` limits the bytes that are read and not yet verified. `lost` is the source that failed, or None.
     """
 
     part: ReceiverPlan

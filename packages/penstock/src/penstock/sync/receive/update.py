@@ -95,7 +95,6 @@ class UpdateLoop:
         self._stall_s = self.membership.stall_s
         self._followed = FollowedTarget(self.target, self.options.load, self.options.strict)
         self._storages = RegisteredStorages(())
-        # Starting threads takes milliseconds, so keep them between versions.
         self._threads = KeptThreads()
         self._live_proven: list[tuple[Strips, U64]] = []
         self._epoch = ""

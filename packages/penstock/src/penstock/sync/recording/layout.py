@@ -132,10 +132,7 @@ def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
 def fill(
     recording: Recording, source: Mapping[str, torch.Tensor], model: torch.nn.Module, *, load: Load | None = None
 ) -> None:
-    """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer.
-
-    Raise PlanError without a change if tensors are unrecorded and `load`, the model's own loader, is missing.
-    """
+    """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer."""
     if recording.unrecorded and load is None:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
         hint = "pass the model's loader as load="

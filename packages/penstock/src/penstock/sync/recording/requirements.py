@@ -373,10 +373,6 @@ def wanted(
 ) -> Requirements:
     """Return a model's requirements from the recorded checkpoint. Rows keep live memory and scratch alive.
 
-    Args:
-        load: see `record`. It is only called for unrecorded tensors.
-        tags: the tag for each tensor that is read under a tag.
-
     Raises:
         PlanError: the recording is from another table, the model has no memory, or torch lacks a dtype.
         DestinationError: there is not enough memory for the scratch.
