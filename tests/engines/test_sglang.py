@@ -157,7 +157,7 @@ def test_update_returns_success_or_reason(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
     assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
-    assert "the path does not name a version of a sync" in said[4], said[4]
+    assert "the path does not name a sync version" in said[4], said[4]
 
 
 def test_truncated_file_raises_named_error(done: dict) -> None:

@@ -120,7 +120,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.stop()
 
 
-def test_hub_in_environment_makes_replica_join(llama: Path, hub: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_replica_joins_hub_from_environment(llama: Path, hub: str, caplog: pytest.LogCaptureFixture) -> None:
     first = read(llama)
     assert f"storage {llama}" in caplog.text
     # This heartbeat is sent at the end of the fetch, which does not wait for it.

@@ -160,7 +160,7 @@ def test_restarted_rank_continues_numbering(stack: ExitStack) -> None:
     assert received(stack, 2)[0] == 2
 
 
-def test_rank_follows_restarted_rank_0(stack: ExitStack) -> None:
+def test_rank_reconnects_to_restarted_rank_0(stack: ExitStack) -> None:
     trainer = Trainer(stack, 2, 1.0)
     trainer.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 4)
     trainer.publishers.pop(0).close()

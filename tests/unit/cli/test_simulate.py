@@ -125,7 +125,7 @@ def test_tensor_parallel_size_above_receivers_is_refused(group: str, llama: str)
         CliRunner().invoke(app, [group, "sync", llama, "--receivers", "2", "--tp", "3"], catch_exceptions=False)
 
 
-def test_task_bytes_below_leaf_are_refused(llama: str) -> None:
+def test_task_bytes_below_leaf_size_are_rejected(llama: str) -> None:
     for command in (["plan", "convert", llama], ["convert", llama, "out"]):
         with pytest.raises(ConfigError, match="--task-bytes 1 is too small"):
             CliRunner().invoke(app, [*command, "--to", "cast:F32", "--task-bytes", "1"], catch_exceptions=False)

@@ -72,7 +72,7 @@ def test_only_cached_tasks_are_held(opened: WeightSet) -> None:
     assert bytes_read([opened]) == (source.nbytes, request)
 
 
-def test_half_cached_input_holds_task(opened: WeightSet) -> None:
+def test_task_is_reserved_for_worker_with_cached_input(opened: WeightSet) -> None:
     """Of one tensor: chunks from its first on, until the task that reads it is held."""
     job, table = job_of(opened), opened.manifest.tensors
     task = int(job.tasks.in_bytes.argmax())

@@ -83,7 +83,7 @@ def test_unmapped_memory_is_renewed_at_same_address() -> None:
     write(memory, b"again")
 
 
-def test_last_reference_frees_addresses() -> None:
+def test_dropping_last_reference_frees_addresses() -> None:
     driver = FakeCuda()
     driver.most_bytes = UNIT_BYTES
     with pytest.raises(DeviceOutOfMemory):

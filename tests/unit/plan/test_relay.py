@@ -254,7 +254,7 @@ def test_many_hosts_need_one_copy_per_member() -> None:
 
 
 @pytest.mark.parametrize("num_links", [1, 2])
-def test_host_sends_no_more_copies_than_links(num_links: int) -> None:
+def test_host_sends_no_more_copies_than_it_has_links(num_links: int) -> None:
     fleet = many(48, 8, num_links=num_links)
     _, by_host = far_children(fleet, Relay(fleet).parents)
     assert max(by_host.values()) == num_links

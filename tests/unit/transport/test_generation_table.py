@@ -170,7 +170,7 @@ def test_concurrent_mutual_opens_do_not_deadlock(monkeypatch) -> None:
         endpoint.close()
 
 
-def test_exhausted_slots_raise_until_returned(page) -> None:
+def test_exhausted_table_raises_until_slot_is_returned(page) -> None:
     slots = [page.take_slot() for _ in range(NUM_SLOTS)]
     assert len(set(slots)) == NUM_SLOTS
     with pytest.raises(ConfigError, match="arena"):

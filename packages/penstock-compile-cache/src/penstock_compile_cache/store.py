@@ -1,7 +1,7 @@
 """Save, restore and list the bundles next to a model, in a directory, an object store or a fleet.
 
-A start must not fail because compiled code is missing. `restore` returns a report with the reason, and logs a warning
-if it refused a bundle. The engine then compiles into a directory that `save` can read.
+A start must not fail because compiled code is missing. `restore` returns a report that gives the reason, and logs a
+warning if it refused a bundle. The engine then compiles into a directory that `save` can read.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class _Bundles:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
     def open(self, uri: str) -> WeightSet:
-        """Open a bundle, whose tensors `_read_part` reads. Raise the errors of `open_weights`."""
+        """Open a bundle. `_read_part` reads its tensors. Raise the errors of `open_weights`."""
         return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:

@@ -93,8 +93,8 @@ class CheckpointWriter(Staging, StorageWriter):
     Args:
         uri: a directory, or a prefix in an object store. None means that DCP passes it as `checkpoint_id`.
         replace: whether to replace a checkpoint in that directory. The old one stays until the new one is complete.
-        scratch: for an object store, a directory shared by all ranks, in which the files are written. None means the
-            system's temporary directory, if all ranks are on one host.
+        scratch: for an object store, a directory shared by all ranks, to which the files are written first. None means
+            the system's temporary directory, if all ranks are on one host.
         staging_bytes: limit in bytes for host memory with copies for an asynchronous save. None means as much as the
             state needs. Tensors that do not fit are written before `async_save` returns.
         storage_options: credentials and endpoint of an object store.

@@ -54,7 +54,7 @@ _EPOCH = " run="
 
 @runtime_checkable
 class Revised(Protocol):
-    """A report with a revision of weights, such as `LoadReport`, `FetchReport` and `VerifyReport`."""
+    """A report that contains a revision of weights, such as `LoadReport`, `FetchReport` and `VerifyReport`."""
 
     @property
     def revision(self) -> str:

@@ -276,7 +276,7 @@ def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mappi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plain:
-    """A model that is one module on one device, in the dtype of its options, without quantisation."""
+    """A model that is one module on one device, in the dtype from its options, without quantisation."""
 
     config: Any
     concrete: Any

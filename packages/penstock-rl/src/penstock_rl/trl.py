@@ -70,7 +70,7 @@ class PenstockWeightTransfer:
         if not trl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ConfigError(
                 f"Penstock was run with TRL {', '.join(VERSIONS)}, not {trl_version}",
-                hint="install one of these releases, or send with penstock_vllm.trainer from a callback",
+                hint="install one of these releases, or send the weights with penstock_vllm.trainer from a callback",
             )
         self.engine: PenstockTrainerEngine | None = None
         self.num_restored = 0

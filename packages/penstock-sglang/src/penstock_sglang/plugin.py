@@ -371,7 +371,7 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
 
     name, _, version = path.removeprefix(SYNC).partition("/")
     if not name or not version.isdecimal():
-        raise ConfigError("the path does not name a version of a sync", uri=path, hint=f"use {SYNC}NAME/VERSION")
+        raise ConfigError("the path does not name a sync version", uri=path, hint=f"use {SYNC}NAME/VERSION")
     if name not in _receivers:
         group = _parallel_group()
         _receivers[name] = VersionReceiver(

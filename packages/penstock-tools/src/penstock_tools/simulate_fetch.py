@@ -248,7 +248,8 @@ class _FetchEvents:
             until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
             until = min(until, deaths[0][0]) if deaths else until
             assert np.isfinite(until), "a fetch that does not end"
-            # Add a quantum, so that close events are one step. The number of steps then limits the simulation's time.
+            # Add a quantum, so that events at almost the same time form one step. This bounds the simulation's run
+            # time.
             until = max(until, now) + self.quantum
             self._move(now, until, ready, rate)
             now = until

@@ -104,7 +104,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
             raise ConfigError(
-                "vLLM moves experts between ranks (EPLB), so the layout of a sync changes", hint="disable EPLB"
+                "vLLM moves experts between ranks (EPLB), so the layout of the sync changes", hint="disable EPLB"
             )
         self._joined: tuple[Any, StagingModel] | None = None
         self._thread = ThreadPoolExecutor(1, "penstock-receive")

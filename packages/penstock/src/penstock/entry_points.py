@@ -32,7 +32,7 @@ _OWN = {"compile-cache", "convert", "dcp", "rl", "sglang", "tools", "transformer
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
-    """Return the entry points in a group, optionally with one name. The scan of all packages takes milliseconds."""
+    """Return the entry points in a group, optionally only those with one name. The scan takes milliseconds."""
     in_group = importlib.metadata.entry_points(group=group)
     return iter(in_group if name is None else in_group.select(name=name))
 

@@ -35,7 +35,7 @@ class Segments:
         return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
-        """Raise PlanError for the first segment that is outside memory of these sizes."""
+        """Raise PlanError for the first segment that lies outside memory of these sizes."""
         if not len(self.src) == len(self.dst) == len(self.nbytes):
             lengths = f"{len(self.src)}, {len(self.dst)} and {len(self.nbytes)}"
             raise PlanError(f"the columns of the segments have different lengths: {lengths}")

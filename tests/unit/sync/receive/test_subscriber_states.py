@@ -658,7 +658,7 @@ def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHo
 
 
 @MODES
-def test_wrong_stored_version_stays_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_wrong_stored_version_keeps_weights_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)

@@ -83,7 +83,7 @@ def test_cast_and_transpose_use_scratch() -> None:
     assert torch.equal(model.p, W.t().to(torch.bfloat16))
 
 
-def test_reinterpreted_bits_arrive_in_parameter() -> None:
+def test_bit_reinterpretation_reaches_parameter() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     table = table_of({"w": raw})

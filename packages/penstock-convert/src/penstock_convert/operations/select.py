@@ -55,8 +55,8 @@ def select(
     only: Sequence[str] = ("*.weight",),
     stored: Collection[str] = (),
 ) -> Selection:
-    """Select linear weights: tensors of two dims whose name matches `only` and not `keep` (shell patterns for the whole
-    name).
+    """Select linear weights: tensors with two dims whose name matches `only` and not `keep` (shell patterns for the
+    whole name).
 
     Args:
         form: format in which they are to be stored.

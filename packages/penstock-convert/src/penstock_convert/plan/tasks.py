@@ -78,7 +78,7 @@ class Input:
     at: int | None = 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes of the tensor that these rows of the recipe read, which are rows of full width."""
+        """Return the byte range of the tensor that these recipe rows read. The range consists of full-width rows."""
         box = self.taken(start, stop)
         first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
         row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits

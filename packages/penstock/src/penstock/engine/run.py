@@ -1,6 +1,6 @@
 """The run loop of every journey. Executors run work items by priority, and a ticket holds progress and the first error.
 
-An executor calls `start` of an item, and then `finish` once its work is complete. If the ticket is stopped or `start`
+An executor calls an item's `start`, and then `finish` once its work is complete. If the ticket is stopped or `start`
 fails, it calls `abandon` instead. After `Run.close`, no item touches memory any more.
 """
 

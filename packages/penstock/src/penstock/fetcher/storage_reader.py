@@ -49,7 +49,7 @@ class StorageReader:
     @property
     def received_bytes(self) -> int:
         """Return a progress counter. It grows with every byte received, but may count some bytes twice."""
-        # `Counting` sources report bytes before a read is complete, and the runs report complete reads.
+        # `Counting` sources report bytes before a read is complete, whereas the runs report complete reads.
         counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
             return counted + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)

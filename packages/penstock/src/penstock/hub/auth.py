@@ -227,9 +227,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
         # Any other word with an @ is probably a misspelt right, because as a pattern it matches no model.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
-            raise ConfigError(
-                f"{path}:{number}: unknown right {unknown} of a token", hint=f"the only right is {OPERATOR}"
-            )
+            raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=f"the only right is {OPERATOR}")
         caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
         tokens.append((words[0].encode(), caller))
     if not tokens:

@@ -430,7 +430,7 @@ class Directory:
         Raise SourceBusy for too many reports, or PlanError for a state that is too large.
         """
         if not self._limits.job_reports.allow(caller.name):
-            hint = "wait a second, because the next report is complete again"
+            hint = "wait a second, because the next report will be a full one"
             raise SourceBusy("too many reports about conversions at once", hint=hint)
         now, most = self._clock(), self.capacity.conversions
         record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)

@@ -122,7 +122,7 @@ class Intake:
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} allows chunks of {chunk} bytes only", minimum_bytes=4 * MIN_CHUNK_BYTES
+                f"memory_bytes={memory_bytes} only allows chunks of {chunk} bytes", minimum_bytes=4 * MIN_CHUNK_BYTES
             )
         return chunk
 

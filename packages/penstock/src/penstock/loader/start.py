@@ -113,7 +113,7 @@ class BackgroundLoad(Closeable):
         return self._report
 
     def close(self) -> None:
-        """End the load, and return after its last write. Parameters that have not arrived raise Cancelled."""
+        """End the load, and return after the last write. Access to a missing parameter raises Cancelled."""
         if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))

@@ -33,8 +33,9 @@ class ConnectionLimits:
 
     Attributes:
         total: maximum number of connections. A member serves each in a thread, so this also limits threads.
-        unproven: maximum number of unproven connections, as part of `total`. If it is reached, the oldest is closed, or
-            the new one is refused if all are younger than `grace_s`. Proven connections are never closed for them.
+        unproven: maximum number of unproven connections, counted within `total`. If it is reached, the oldest is
+            closed, or the new one is refused if all are younger than `grace_s`. Proven connections are never closed for
+            them.
         unproven_per_address: maximum number from one address (or one /64 of IPv6), so that no host can use all.
         per_principal: maximum number of proven connections of a token, member or user. The longest idle one is closed.
         head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads

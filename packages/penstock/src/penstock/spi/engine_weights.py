@@ -260,7 +260,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
     connection = connection_of(options, rank=None)
     try:
         members = penstock.hub.status(name, connection=connection).members
-        # Check this before the headers, which take requests to storage.
+        # Check this before reading the headers, because that costs requests to storage.
         if not any(state.kept for member in members if member.host == host_id() for state in member.holdings):
             return None
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:

@@ -95,7 +95,7 @@ class Planner:
             # Receivers serve only the tensors that they received, so this receiver's request may be right.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
-        # The part has megabytes and is the same for every version of a plan.
+        # The part is several megabytes and is the same for every version of a plan.
         has_part = request.have_key == plan.plan.key
         return replace(terms, epoch=self._epoch_of(members), key=plan.plan.key, part=None if has_part else raw)
 
@@ -235,7 +235,7 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """Return the members' layouts, without receivers that are gone. Raise StaleDescriptor if no source is left."""
+        """Return the members' layouts, excluding absent receivers. Raise StaleDescriptor if no source is left."""
         layouts = []
         for holder in holders:
             layout = self.ours() if holder.member == self.membership.member.id else None

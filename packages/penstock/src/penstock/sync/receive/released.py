@@ -180,7 +180,7 @@ class ReleasedVersion:
         read = time.perf_counter()
         if is_same and not buffers.has(self.proven, links):
             message = f"the stored version {stored.version} of {self.name!r} differs from the version that was live"
-            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored")
+            raise IntegrityError(message, mutated=True, hint="give the number of the stored version")
         buffers.install()
         return Staged(
             version=stored.version,
@@ -325,7 +325,7 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
         raise PlanError(
             f"the stored version lacks {', '.join(lacking[:_LISTED])}{more}",
             mutated=True,
-            hint="give a version with all tensors that the publishers have",
+            hint="give a version that contains all the publishers' tensors",
         )
     return nbytes
 

@@ -214,7 +214,7 @@ class LoadRecorder:
                 view = self._view(tensor)
                 maps = view.region() if view else []
             except NotBoxes:
-                # The elements form no boxes, so the whole buffer counts as unknown.
+                # The elements do not form boxes, so the whole buffer counts as unknown.
                 maps = [identity(Box.full(buffer.grid.shape))]
             buffer.put([(BufferPiece(map=region, names=names, why=why), region.target_box()) for region in maps])
 

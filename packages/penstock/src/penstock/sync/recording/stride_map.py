@@ -223,7 +223,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     inner = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
     looped = [whole.digits[i] for i in sorted(loops)]
     if (count := math.prod(digit[0] for digit in looped)) > MAX_BOXES:
-        raise NotBoxes(f"a copy of {count} separate boxes")
+        raise NotBoxes(f"the copy consists of {count} separate boxes")
     # The digits with gaps become loops, with one map for each combination of their values.
     maps = []
     for values in itertools.product(*(range(digit[0]) for digit in looped)):
