@@ -61,7 +61,6 @@ class FetchRun(Run):
 
     Args:
         storage: reads chunks that no member has. None means to read from peers only.
-        on_first: called once, just before the first byte is requested.
         away: why the member has not joined. If set, storage is read without claims from the start.
     """
 

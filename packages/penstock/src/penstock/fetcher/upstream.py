@@ -68,7 +68,6 @@ class UpstreamReader:
 
     Attributes:
         ranks: position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
-        has: per chunk, True if it can be read from this upstream.
         why: for each path, why no nearer transport was chosen, and why it compresses or not.
     """
 

@@ -264,7 +264,6 @@ class LocalWeights:
 
     Args:
         rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps them alive.
-        leaves: digests from a manifest. None without a manifest.
 
     Attributes:
         leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.

@@ -65,7 +65,6 @@ class Member:
 
     Attributes:
         away: the error if this member has not joined yet. None after joining.
-        syncs: functions that return the sync states for each heartbeat.
         on_damaged: called with corrupt weights that are no longer served, and the error.
     """
 

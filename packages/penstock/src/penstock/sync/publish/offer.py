@@ -38,11 +38,9 @@ class Offer:
     """The rows that one rank serves. It is a context manager.
 
     Attributes:
-        rows: all rows, plain rows first.
         memories: the memory that a snapshot copies. For a host copy it includes the tagged rows.
         filled: regions of tagged rows that are not copied.
         is_copied: whether the tagged rows are filled and then copied.
-        seconds: duration of the last `fill` in seconds.
 
     Args:
         transforms: see `publisher`. None means that only plain rows are served.

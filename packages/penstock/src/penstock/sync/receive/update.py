@@ -76,7 +76,6 @@ class UpdateLoop:
     Attributes:
         buffers: memory that receives versions. None before `prepare` and the first update.
         requirements: requirements of the target, which outlive `buffers`. None also after the target moved.
-        decisions: known decisions of the fleet by epoch and version, the oldest first.
     """
 
     membership: Membership
