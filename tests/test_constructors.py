@@ -27,7 +27,7 @@ def test_constructors_do_no_io() -> None:
     assert not found, f"move the I/O to a classmethod `open`, `join`, `start`, `bind` or `map`: {found}"
 
 
-def test_rule_finds_io_of_constructors() -> None:
+def test_rule_detects_io_in_constructors() -> None:
     node = ast.parse(SOURCE).body[0]
     assert isinstance(node, ast.ClassDef)
     assert shape.io_calls(node) == ["B.open"]

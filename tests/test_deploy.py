@@ -75,7 +75,7 @@ def test_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_objects_match_kubernetes_schemas(objects: list[Object], version: str) -> None:
+def test_manifests_match_kubernetes_schemas(objects: list[Object], version: str) -> None:
     checked = 0
     for one in objects:
         if not one["apiVersion"].startswith("monitoring.coreos.com"):
@@ -142,7 +142,7 @@ def test_monitors_select_existing_ports(objects: list[Object]) -> None:
     assert {end.port for end in members.podMetricsEndpoints} <= ports
 
 
-def test_every_command_and_option_exists(engine: str, objects: list[Object]) -> None:
+def test_deployed_commands_and_options_exist(engine: str, objects: list[Object]) -> None:
     commands = typer.main.get_command(app).commands
     seen = set()
     for _, container in containers(objects):
@@ -155,7 +155,7 @@ def test_every_command_and_option_exists(engine: str, objects: list[Object]) -> 
     assert seen == {"hub", "cache"} | ({"storage-initializer"} if engine == "sglang" else set())
 
 
-def test_every_variable_is_read(objects: list[Object]) -> None:
+def test_deployed_environment_variables_are_read(objects: list[Object]) -> None:
     known = {name for name, _, _ in known_variables({})}
     for _, container in containers(objects):
         variables = environment(container, objects)
@@ -184,7 +184,7 @@ def test_members_on_node_share_directory_and_user(objects: list[Object]) -> None
     }
 
 
-def test_every_container_is_confined_and_limited(objects: list[Object]) -> None:
+def test_every_container_is_sandboxed_and_limited(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         security = {**spec["securityContext"], **container["securityContext"]}
         is_set_up = container["name"] == "runtime-directory"
@@ -209,7 +209,7 @@ def test_long_running_containers_have_probes(objects: list[Object]) -> None:
             assert "livenessProbe" in container
 
 
-def test_vllm_options_are_known_to_loader(engine: str, objects: list[Object]) -> None:
+def test_deployed_vllm_options_are_accepted_by_loader(engine: str, objects: list[Object]) -> None:
     if engine != "vllm":
         return
     (container,) = find(objects, "Deployment", "vllm")["spec"]["template"]["spec"]["containers"]
@@ -239,7 +239,7 @@ def test_hook_waits_for_readers_within_grace_period(
             assert float(drain_s) < spec["terminationGracePeriodSeconds"]
 
 
-def test_named_files_are_mounted(objects: list[Object]) -> None:
+def test_files_in_options_are_mounted(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
@@ -277,7 +277,7 @@ def test_only_hub_mounts_all_tokens(engine: str, objects: list[Object]) -> None:
 NAMES_OF_VOLUMES = {"secret": "secretName", "configMap": "name"}
 
 
-def test_selectors_find_pods_and_ports_have_names(objects: list[Object]) -> None:
+def test_selectors_match_pods_and_named_ports(objects: list[Object]) -> None:
     labels = [template["metadata"]["labels"] for _, template in pods(objects)]
     ports = {port["name"] for _, container in containers(objects) for port in container.get("ports", [])}
     for one in objects:
@@ -293,7 +293,7 @@ def test_selectors_find_pods_and_ports_have_names(objects: list[Object]) -> None
                 assert any(selector.items() <= found.items() for found in labels), one["metadata"]["name"]
 
 
-def test_hubs_and_redis_have_service_names(objects: list[Object]) -> None:
+def test_hub_and_redis_addresses_resolve_to_services(objects: list[Object]) -> None:
     hosts = set(re.findall(r"(?:https|redis)://([a-z-]+):\d+", json.dumps(objects)))
     assert hosts == {"penstock-hub", "penstock-redis"}
     assert hosts <= {one["metadata"]["name"] for one in objects if one["kind"] == "Service"}

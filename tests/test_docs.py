@@ -103,7 +103,7 @@ def place(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_code_blocks_run(page: Path, place, fork_server: ForkServer) -> None:
+def test_documentation_code_blocks_run(page: Path, place, fork_server: ForkServer) -> None:
     write_llama("llama", total_bytes=2 * MIB, shards=2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
@@ -132,7 +132,7 @@ def test_every_public_name_is_in_reference() -> None:
     assert described == set(ps.__all__) - {"__version__"}
 
 
-def test_chart_matches_results() -> None:
+def test_documentation_chart_matches_benchmark_results() -> None:
     """The pictures are those that the results' files give: nobody has edited one without the other."""
     done = subprocess.run([sys.executable, ROOT / "scripts" / "chart.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ MODULES = {
 }
 
 
-def test_public_names_match_snapshot() -> None:
+def test_exported_names_match_snapshot() -> None:
     assert sorted(penstock.__all__) == sorted([*VERBS, *VALUES, *REPORTS, *ERRORS, "__version__"])
     assert len(penstock.__all__) <= 40
 
@@ -86,7 +86,7 @@ def test_name_is_unchanged_after_module_import() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(exports.GUESSES))
-def test_guessed_name_error_suggests_ours(name: str) -> None:
+def test_unknown_name_error_suggests_public_name(name: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(penstock, name)
     instead = exports.GUESSES[name]

@@ -57,7 +57,7 @@ def test_chart_renders_like_kustomize(chart: Any, tmp_path: Path, engine: str, m
     assert rendered == expected
 
 
-def test_values_reach_their_fields(chart: Any) -> None:
+def test_helm_values_appear_in_rendered_objects(chart: Any) -> None:
     values = {
         "model": "1.0",
         "weights": "gs://else/where/",
@@ -90,6 +90,6 @@ def test_values_reach_their_fields(chart: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [{"engine": "vlm"}, {"modle": "x"}, {"replicas": "4"}, {"images": {"keeper": "x"}}])
-def test_wrong_values_are_refused(chart: Any, values: Object) -> None:
+def test_invalid_helm_values_are_rejected(chart: Any, values: Object) -> None:
     with pytest.raises(helm_python.errors.HelmError, match=r"schema|values"):
         chart.render(values=values, name="fleet", namespace="weights")

@@ -408,7 +408,7 @@ RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_package_follows_layering_rule(rule, modules: list[Module]) -> None:
+def test_core_imports_follow_layering_rule(rule, modules: list[Module]) -> None:
     broken = [fault for module in modules for fault in rule(module)]
     assert not broken, "\n".join(broken)
 
@@ -418,7 +418,7 @@ def test_package_follows_layering_rule(rule, modules: list[Module]) -> None:
     [core_imports, environment_reads, pickles, broad_excepts, torch_at_import, impurities, foreign_imports],
     ids=lambda rule: rule.__name__,
 )
-def test_adapters_follow_layering_rule(rule, adapters: list[Module]) -> None:
+def test_adapter_imports_follow_layering_rule(rule, adapters: list[Module]) -> None:
     broken = [fault for module in adapters for fault in rule(module)]
     assert not broken, "\n".join(broken)
 
@@ -428,7 +428,7 @@ def test_core_imports_no_adapter(modules: list[Module]) -> None:
     assert not found
 
 
-def test_names_for_adapters_are_used(adapters: list[Module]) -> None:
+def test_every_spi_name_is_used(adapters: list[Module]) -> None:
     """A name that no adapter, test, example or page uses is none of the interface."""
     places = [*PACKAGES.glob("penstock-*/src/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("docs/**/*.md")]
     texts = "\n".join(path.read_text(encoding="utf-8") for path in places)
@@ -446,7 +446,7 @@ def test_each_engine_plugin_is_in_its_package() -> None:
     assert found.items() >= owners.items()
 
 
-def test_package_depends_on_imported_packages(adapters: list[Module]) -> None:
+def test_package_declares_its_imported_dependencies(adapters: list[Module]) -> None:
     for file in sorted(PACKAGES.glob("penstock-*/pyproject.toml")):
         project = tomllib.loads(file.read_text())["project"]
         own = file.parent.name.replace("-", "_")
@@ -468,7 +468,7 @@ def test_files_have_no_import_cycles(modules: list[Module], adapters: list[Modul
     assert not found, f"import cycles between files, imports inside functions counted: {found}"
 
 
-def test_cycle_is_found_through_functions_and_type_checking() -> None:
+def test_import_cycle_inside_functions_is_detected() -> None:
     texts = {
         "a.py": "def f():\n    from penstock.b import g",
         "b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock import c",

@@ -12,14 +12,14 @@ from scripts.project_url import PLACEHOLDER, ROOT, files_with, write
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 
 
-def test_packages_have_same_urls_below_placeholder() -> None:
+def test_packages_share_urls_below_placeholder() -> None:
     urls = [tomllib.loads(path.read_text())["project"]["urls"] for path in PROJECTS]
     assert len(urls) > 1 and all(one == urls[0] for one in urls)
     assert set(urls[0]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
     assert all(url.startswith(PLACEHOLDER) for url in urls[0].values())
 
 
-def test_script_writes_address_into_every_file(tmp_path: Path) -> None:
+def test_script_replaces_project_url_in_every_file(tmp_path: Path) -> None:
     for path in files_with(PLACEHOLDER):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)

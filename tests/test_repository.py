@@ -37,19 +37,19 @@ def test_large_files_are_not_tracked() -> None:
     assert [name for name in tracked() if (ROOT / name).stat().st_size > MAX_BYTES] == []
 
 
-def test_machine_paths_are_not_written() -> None:
+def test_tracked_files_contain_no_machine_paths() -> None:
     others = [name for name in tracked() if ROOT / name != Path(__file__).resolve()]
     found = [f"{name}: {hit[0]}" for name in others for hit in PRIVATE.finditer(text_of(name))]
     assert found == []
 
 
 @pytest.mark.parametrize("line", ["see /home/me/x", "`/root/.cache`", '"/work/a"', "--dir=/Users/me", "(/scratch/b)"])
-def test_private_path_is_detected(line: str) -> None:
+def test_private_machine_path_is_detected(line: str) -> None:
     assert PRIVATE.search(line)
 
 
 @pytest.mark.parametrize(
     "line", ["/tmp/x", "/dev/shm/x", "/models/llama", "s3://root/a", "https://h/home/x", "a/work/b", "/proc/self/maps"]
 )
-def test_other_paths_are_accepted(line: str) -> None:
+def test_harmless_paths_are_accepted(line: str) -> None:
     assert not PRIVATE.search(line)

@@ -10,21 +10,21 @@ from scripts.run_tests import BEFORE, Group, divide, quick_files, recorded
 from scripts.run_tests import test_files as files_below
 
 
-def test_longest_file_goes_to_shortest_group() -> None:
+def test_longest_test_file_joins_shortest_group() -> None:
     groups = divide(["a", "b", "c", "d"], {"a": 9.0, "b": 5.0, "c": 3.0, "d": 1.0}, 2)
     assert [(group.files, group.seconds) for group in groups] == [(["a"], 9.0), (["b", "c", "d"], 9.0)]
 
 
-def test_command_counts_in_its_group() -> None:
+def test_command_duration_counts_in_its_group() -> None:
     groups = divide(["a", "b"], {"a": 4.0, "b": 4.0, BEFORE: 10.0}, 2, before="true")
     assert [(group.files, group.before) for group in groups] == [(["a", "b"], ""), ([], "true")]
 
 
-def test_surplus_groups_are_left_out() -> None:
+def test_empty_test_groups_are_omitted() -> None:
     assert [group.files for group in divide(["a"], {}, 4)] == [["a"]]
 
 
-def test_every_file_is_in_one_group() -> None:
+def test_every_test_file_is_in_one_group() -> None:
     files = files_below(["tests"])
     assert len(files) > 200
     dealt = [file for group in divide(files, recorded(), 4, before="true") for file in group.files]
@@ -32,17 +32,17 @@ def test_every_file_is_in_one_group() -> None:
     assert not [file for file in files if file.startswith("tests/engines/")]
 
 
-def test_groups_are_even() -> None:
+def test_test_groups_have_similar_duration() -> None:
     seconds = [group.seconds for group in divide(files_below(["tests"]), recorded(), 4)]
     assert max(seconds) - min(seconds) < 0.1 * max(seconds)
 
 
-def test_recorded_files_exist() -> None:
+def test_recorded_test_files_exist() -> None:
     gone = [file for file in recorded() if file != BEFORE and not (run_tests.ROOT / file).is_file()]
     assert gone == []
 
 
-def test_quick_run_takes_under_five_minutes() -> None:
+def test_quick_test_run_lasts_under_five_minutes() -> None:
     files, seconds = quick_files(recorded()), recorded()
     assert len(files) > 100
     assert not [file for file in files if file.startswith(("tests/integration/", "tests/benchmarks/", "tests/gpu/"))]

@@ -124,7 +124,7 @@ def test_allowed_list_only_shrinks() -> None:
         ("private", "parts._replace(scheme='')", 0),
     ],
 )
-def test_rule_finds_its_violations(rule: str, source: str, count: int) -> None:
+def test_rule_detects_its_violations(rule: str, source: str, count: int) -> None:
     assert len(list(RULES[rule](ast.parse(source)))) == count
 
 

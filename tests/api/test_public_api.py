@@ -18,7 +18,7 @@ def test_documented_names_exist() -> None:
     assert [line for line in api.below() if line.endswith("not found")] == []
 
 
-def test_class_lists_inherited_members_and_defaults() -> None:
+def test_class_description_includes_inherited_members_and_defaults() -> None:
     lines = api.describe("Cancelled", "penstock.errors", api.names_in("penstock.errors")["Cancelled"])
     assert "    .blame: ClassVar[Blame] = 'config'" in lines
     assert any(line.startswith("    .__init__(message: str, *, mutated: bool=False") for line in lines)

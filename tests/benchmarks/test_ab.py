@@ -24,7 +24,7 @@ def test_rows_run_in_worktrees_of_both_commits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("second", "lost"), [(1.10, ["load"]), (1.01, [])])
-def test_row_slower_twice_is_lost(monkeypatch: pytest.MonkeyPatch, second: float, lost: list[str]) -> None:
+def test_row_slower_twice_counts_as_regression(monkeypatch: pytest.MonkeyPatch, second: float, lost: list[str]) -> None:
     calls: list[str] = []
 
     def run(row: str, tree: Path, data: Path) -> float:
@@ -37,7 +37,7 @@ def test_row_slower_twice_is_lost(monkeypatch: pytest.MonkeyPatch, second: float
     assert calls[:4] == ["old", "new", "new", "old"] and len(calls) == 24
 
 
-def test_run_refuses_package_from_another_tree(tmp_path: Path) -> None:
+def test_run_from_another_worktree_is_rejected(tmp_path: Path) -> None:
     # A root without the package: Python finds the installed one, which is not what was to be measured.
     (tmp_path / "src").mkdir()
     ab.write_data(tmp_path, large_mib=16, num_small=1)
@@ -45,7 +45,7 @@ def test_run_refuses_package_from_another_tree(tmp_path: Path) -> None:
         ab.run("load", tmp_path, tmp_path)
 
 
-def test_unknown_name_error_mentions_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_error_suggests_names_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ab_rows.NAMES, "load", ["penstock.nowhere:load", "penstock:unload"])
     with pytest.raises(SystemExit, match="add its place to NAMES"):
         ab_rows.public("load")

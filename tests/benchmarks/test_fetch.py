@@ -34,7 +34,7 @@ def test_invalid_device_is_refused_before_start() -> None:
 @long_running
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_page_has_every_row(tmp_path: Path) -> None:
+def test_results_page_contains_every_row(tmp_path: Path) -> None:
     what = ["--small", "--total-gb", "0.02", "--disk-gb", "0.01", "--world-size", "2", "--reps", "1"]
     places = ["--files-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--budget-s", "250"]
     command = [sys.executable, "-m", "benchmarks.bench_fetch", *what, *places]

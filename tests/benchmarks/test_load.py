@@ -27,7 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at / "out"
 
 
-def test_page_compares_rows_with_goals(ran: Path) -> None:
+def test_results_page_compares_rows_with_goals(ran: Path) -> None:
     page = (ran / "load.md").read_text(encoding="utf-8")
     assert "wrong bytes" not in page
     assert "failed" not in page
@@ -37,7 +37,7 @@ def test_page_compares_rows_with_goals(ran: Path) -> None:
     assert page.count("- goal ") == 2
 
 
-def test_every_measurement_is_recorded(ran: Path) -> None:
+def test_load_benchmark_records_every_measurement(ran: Path) -> None:
     head, *samples = map(json.loads, (ran / "load.jsonl").read_text(encoding="utf-8").splitlines())
     assert head["machine"]["versions"]
     assert not head["skipped"]

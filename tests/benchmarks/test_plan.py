@@ -25,7 +25,7 @@ def test_plan_benchmark_reports_sync_plan(more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("op", ["linear", "fp8-block128"])
-def test_tasks_are_planned_and_placed(op: str) -> None:
+def test_task_benchmark_predicts_at_least_lower_bound(op: str) -> None:
     small = ["--layers", "2", "--experts", "4", "--tasks", "500", "--workers", "16", "--op", op]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bench_tasks", *small], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -36,7 +36,7 @@ def test_tasks_are_planned_and_placed(op: str) -> None:
     assert told["predicted_s"] >= told["limit_s"] > 0
 
 
-def test_first_version_is_measured_on_every_rank() -> None:
+def test_plan_benchmark_measures_first_version_per_rank() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_first_version", "--small", "--runs", "1", "--prepare"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def test_first_version_is_measured_on_every_rank() -> None:
     assert heads[1:] == ["trainer 0", "trainer 1", "engine 0", "engine 1", "all", "wall"]
 
 
-def test_loader_recording_is_measured() -> None:
+def test_plan_benchmark_measures_loader_recording() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_record", "--small", "--runs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from tests.support.long_running import long_running
 ROOT = Path(__file__).parents[2]
 
 
-def test_unmeasured_figures_are_not_printed() -> None:
+def test_unmeasured_rates_print_not_measured() -> None:
     assert share_of(285.2, 392.0, "into each of 2") == "285 GB/s into each of 2 (73% of the limit)"
     assert share_of(0.277, 0.0, "into each of 1") == "0.28 GB/s into each of 1 (limit not measured)"
     assert rates([310.4, 310.2]) == "310.3 GB/s (310.2-310.4)"
@@ -29,7 +29,7 @@ def test_unmeasured_figures_are_not_printed() -> None:
 @long_running
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_page_has_every_row(tmp_path: Path) -> None:
+def test_results_page_contains_every_row(tmp_path: Path) -> None:
     # Two of each side take twice the time, of which most is imports.
     world_size = 4 if os.environ.get("DRILLS") == "all" else 2
     rows = "limits,llama,together,sleep,fp8,moe,host"  # the last part is a broadcast that moe measures too

@@ -18,7 +18,7 @@ def run_benchmark(*arguments: str) -> str:
     return done.stdout
 
 
-def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
+def test_each_link_row_includes_its_limit(tmp_path: Path) -> None:
     found = run_benchmark("--dir", str(tmp_path))
     for what in ("host -> disk, first", "disk -> host", "host -> disk", "fresh load"):
         assert f"| {what} |" in found, found
@@ -26,7 +26,7 @@ def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
 
 
 @long_running
-def test_weight_cache_swaps_are_measured(tmp_path: Path) -> None:
+def test_tier_benchmark_measures_cache_swaps(tmp_path: Path) -> None:
     found = run_benchmark("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found
     assert "fresh load | 1 |" in found, found

@@ -97,7 +97,7 @@ class TestHttps(TestHttp):
         self.server.replace("object.bin", data)
         return open_source(f"{self.server.url}/object.bin", settings=Settings(stall_s=20.0, ca_file=self.ca_file))
 
-    def test_unknown_certificate_is_refused(self) -> None:
+    def test_server_with_unknown_certificate_is_rejected(self) -> None:
         self.server.replace("object.bin", b"x")
         with pytest.raises(SourceUnavailable, match="ca_file") as caught:
             open_source(f"{self.server.url}/object.bin", settings=SETTINGS)
@@ -111,7 +111,7 @@ class TestHttps(TestHttp):
         with pytest.raises(ConfigError, match="ca_file"):
             open_source(f"{self.server.url}/object.bin", settings=Settings(ca_file=ca_file))
 
-    def test_read_survives_connection_faults(self) -> None:
+    def test_read_recovers_from_connection_faults(self) -> None:
         data = sample(500_000)
         source = self.make(data)
         try:

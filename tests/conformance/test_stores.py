@@ -17,7 +17,7 @@ class TestMemory(StoreTests):
         assert isinstance(store, MemoryStore)
         return sum(map(len, store._folders.values()))
 
-    def test_renewed_name_is_stored_once(self) -> None:
+    def test_renewed_entry_has_one_expiry(self) -> None:
         store = MemoryStore()
         for _ in range(1_000):
             store.write("a/renewed", b"1", ttl_s=86_400.0)
@@ -48,7 +48,7 @@ class TestRedis(StoreTests):
         assert expiries <= names
         return int(names)
 
-    def test_hubs_with_different_clocks_agree(self) -> None:
+    def test_stores_with_different_clocks_return_same_time(self) -> None:
         first, second = self.make(), self.make()
         try:
             assert abs(first.now() - second.now()) < 1.0

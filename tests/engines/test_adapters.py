@@ -55,7 +55,7 @@ def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_in_process_vllm_serves_each_version(model: Path, runtime: str, tmp_path: Path) -> None:
+def test_in_process_vllm_serves_each_adapter_version(model: Path, runtime: str, tmp_path: Path) -> None:
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "llm", str(model)],

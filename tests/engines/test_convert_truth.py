@@ -69,7 +69,7 @@ def read_by_reference(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool, to: str, tmp_path: Path) -> None:
+def test_converted_model_matches_reference_values_and_logits(name: str, tied: bool, to: str, tmp_path: Path) -> None:
     source = write(name, tmp_path / "source", tied=tied)
     stored = convert_into(source, tmp_path / "stored", to=to)
     plain = convert_into(stored, tmp_path / "plain", {"op": "dequantise"})
@@ -91,7 +91,7 @@ def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool,
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_gpt2_is_refused(to: str, tmp_path: Path) -> None:
+def test_gpt2_conversion_is_rejected(to: str, tmp_path: Path) -> None:
     source = write("gpt2", tmp_path / "source", tied=True)
     with pytest.raises(PlanError, match="Conv1D"):
         convert_into(source, tmp_path / "stored", to=to)

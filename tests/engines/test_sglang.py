@@ -153,20 +153,20 @@ def test_parameters_match_default_loader(case: str, done: dict) -> None:
     assert_equal(done["states"][case], true)
 
 
-def test_update_returns_success_or_reason(done: dict) -> None:
+def test_sglang_update_returns_success_or_reason(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
     assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
     assert "the path does not name a sync version" in said[4], said[4]
 
 
-def test_truncated_file_raises_named_error(done: dict) -> None:
+def test_truncated_file_error_names_file(done: dict) -> None:
     error = done["states"]["broken"]["error"]
     assert error.startswith("SourceTruncated"), error
     assert "broken/model.safetensors" in error
 
 
-def test_uri_is_replaced_by_directory_without_weights(done: dict) -> None:
+def test_model_uri_resolves_to_directory_without_weights(done: dict) -> None:
     resolved = [json.loads(line[9:]) for line in done["log"].splitlines() if line.startswith("RESOLVED ")]
     (uri,) = [one for one in resolved if Path(one["model_path"]).is_relative_to(done["cache"])]
     assert uri["served_model_name"] == "llama"
@@ -175,7 +175,7 @@ def test_uri_is_replaced_by_directory_without_weights(done: dict) -> None:
     assert not list(Path(uri["model_path"]).glob("*.safetensors"))
 
 
-def test_log_contains_chosen_path(done: dict) -> None:
+def test_log_contains_chosen_load_path(done: dict) -> None:
     assert "not attached to llama in the weight cache" in done["log"]
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 

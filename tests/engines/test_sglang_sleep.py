@@ -22,7 +22,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-def test_weights_are_restored_or_scheduler_exits(llama: Path, make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_waking_restores_weights_or_exits_scheduler(
+    llama: Path, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     other = make_llama(tmp_path / "other", seed=5)
     environ = {**os.environ, **environment(tmp_path, "http://127.0.0.1:9"), "PYTHONPATH": f"{ROOT}:{source_path()}"}
     program = Path(__file__).with_name("sglang_sleeps.py")

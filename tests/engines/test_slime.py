@@ -102,7 +102,7 @@ def cluster(runtime: str) -> Iterator[Any]:
     ray.shutdown()
 
 
-def test_engines_have_weights_of_each_version(cluster: Any) -> None:
+def test_engines_receive_weights_of_each_version(cluster: Any) -> None:
     engines = [cluster.remote(Engine).remote() for _ in range(2)]
     ranks = [cluster.remote(TrainerRank).remote(rank, engines) for rank in range(2)]
     for version in range(3):
@@ -115,7 +115,7 @@ def test_engines_have_weights_of_each_version(cluster: Any) -> None:
             assert calls == ["pause", "flush", "update", "continue"] * (version + 1)
 
 
-def test_manifest_is_written_for_disk_transport(tmp_path: Path) -> None:
+def test_disk_transport_writes_manifest(tmp_path: Path) -> None:
     from examples.rl.slime_updater import write_manifest
     from safetensors.torch import save_file
 

@@ -35,7 +35,7 @@ def assert_same_model(mine: Any, true: Any) -> None:
 
 @pytest.mark.parametrize("which", ["llama", "sharded_llama", "tied_llama"])
 @pytest.mark.parametrize("model_class", [transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM])
-def test_causal_model_is_filled(
+def test_causal_model_is_loaded(
     which: str, model_class: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory: Path = request.getfixturevalue(which)
@@ -66,7 +66,7 @@ def test_separately_saved_experts_are_merged(tmp_path: Path, caplog: pytest.LogC
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-def test_base_model_is_filled_from_head_model(llama: Path) -> None:
+def test_base_model_loads_from_model_with_head(llama: Path) -> None:
     mine = from_pretrained(transformers.LlamaModel, str(llama))
     true = transformers.LlamaModel.from_pretrained(llama)
     for name, tensor in true.state_dict().items():
@@ -101,7 +101,7 @@ def test_quantised_model_is_loaded_by_transformers(llama: Path, caplog: pytest.L
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama, config=config))
 
 
-def test_in_place_options_are_refused_elsewhere(llama: Path) -> None:
+def test_in_place_options_are_rejected_for_fallback(llama: Path) -> None:
     with pytest.raises(ConfigError, match="verify=True"):
         from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16, verify=True)
 

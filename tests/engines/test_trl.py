@@ -22,7 +22,9 @@ SCRIPT = Path(__file__).with_name("trl_syncs.py")
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, []), (1, ["--whole"]), (2, ["--lora"])])
-def test_server_has_weights_of_each_version(num_ranks: int, options: list[str], runtime: str, tmp_path: Path) -> None:
+def test_server_receives_weights_of_each_version(
+    num_ranks: int, options: list[str], runtime: str, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     subprocess.run([sys.executable, str(SCRIPT), "model", str(model)], check=True, timeout=300)
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "OMP_NUM_THREADS": "1"}

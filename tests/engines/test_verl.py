@@ -101,7 +101,7 @@ def test_unsupported_verl_release_is_refused(runtime: str) -> None:
     assert "ConfigError: Penstock was run with verl 0.9, not 0.8.0" in done.stderr, done.stderr[-2000:]
 
 
-def test_trainer_killed_during_read_changes_nothing(experts: Path, runtime: str) -> None:
+def test_trainer_killed_during_read_keeps_weights(experts: Path, runtime: str) -> None:
     said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
     assert_three_versions(said["STEP"], is_sharded=True)
     # These are the checkpoint's names, with separate experts, although the module has 25 packed tensors.
@@ -112,7 +112,7 @@ def test_trainer_killed_during_read_changes_nothing(experts: Path, runtime: str)
     assert all(error in ("PeerLost", "SourceStalled", "StaleDescriptor") for error in end["receivers"]), end
 
 
-def test_killed_receiver_leaves_other_on_its_version(dense: Path, runtime: str) -> None:
+def test_killed_receiver_leaves_other_receivers_unchanged(dense: Path, runtime: str) -> None:
     # The model has adapters, which verl merges while it gathers.
     lora = {"lora_rank": 8, "lora": {"merge": True}}
     said = run("verl_syncs.py", runtime, str(dense), json.dumps({"killed": "receiver", "stall_s": 5, "actor": lora}))
@@ -130,7 +130,7 @@ def test_vllm_server_matches_log_probabilities_per_version(dense: Path, runtime:
 
 # Ten processes import verl and vLLM one after the other, which takes 200 s of a core. `make test` needs DRILLS=all.
 @pytest.mark.slow
-def test_verl_trainer_learns(runtime: str, tmp_path: Path) -> None:
+def test_verl_trainer_and_engine_log_probabilities_match(runtime: str, tmp_path: Path) -> None:
     told = train(runtime, tmp_path, "--steps", "6")
     assert "log-probabilities equal in 6 steps" in told
 

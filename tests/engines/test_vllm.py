@@ -92,7 +92,7 @@ def test_model_in_object_store_generates_equal_tokens(
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_vllm_runai_loader_uses_compat_names(
+def test_vllm_runai_loader_imports_compat_module(
     place: str, llama: Path, s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
 ) -> None:
     model = str(llama) if place == "local" else s3_llama
@@ -100,7 +100,7 @@ def test_vllm_runai_loader_uses_compat_names(
     assert tokens(tmp_path, s3_environment, model=model, **arguments) == true_tokens
 
 
-def test_unknown_option_error_has_name(llama: Path, tmp_path: Path) -> None:
+def test_unknown_option_error_contains_its_name(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, model=str(llama), load_format="penstock", model_loader_extra_config={"memroy_bytes": 1})
     assert done.returncode != 0
     assert "memroy_bytes" in done.stderr
@@ -115,7 +115,7 @@ def test_wrong_option_type_is_refused(extra: Any) -> None:
         read_options(extra)
 
 
-def test_entry_point_is_installed() -> None:
+def test_vllm_entry_point_is_installed() -> None:
     from importlib.metadata import entry_points
 
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "penstock"]

@@ -37,7 +37,7 @@ def environment(hub: HuggingFaceServer, home: Path) -> dict[str, str]:
     }
 
 
-def test_weights_from_hub_leave_no_disk_copy(hub: HuggingFaceServer, llama: Path, tmp_path: Path) -> None:
+def test_weights_from_hub_write_no_disk_copy(hub: HuggingFaceServer, llama: Path, tmp_path: Path) -> None:
     environ = environment(hub, tmp_path / "hf")
     (tmp_path / "a").mkdir()
     true = tokens(tmp_path / "a", model=str(llama), load_format="auto")
@@ -52,7 +52,7 @@ def test_weights_from_hub_leave_no_disk_copy(hub: HuggingFaceServer, llama: Path
     assert {request.path.partition("?")[0].strip("/") for request in hub.storage.requests} <= shards
 
 
-def test_download_directory_is_used(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_weights_are_downloaded_to_configured_directory(hub: HuggingFaceServer, tmp_path: Path) -> None:
     environ = environment(hub, tmp_path / "hf")
     done = run(tmp_path, environ, model="org/llama", load_format="penstock", download_dir=str(tmp_path / "models"))
     assert "TOKENS" in done.stdout, done.stderr[-4000:]

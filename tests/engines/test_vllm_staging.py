@@ -118,7 +118,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["tied", "biases", "experts", "latent attention"])
-def test_installed_weights_match_fresh_engine(kind: str, tmp_path: Path) -> None:
+def test_staged_weights_match_fresh_engine(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
     environ = {

@@ -290,7 +290,7 @@ def test_tokens_change_only_after_weight_update(
     assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
 
 
-def test_error_names_wrong_route_argument(server: Server) -> None:
+def test_route_error_names_invalid_argument(server: Server) -> None:
     wrong = [({}, "'name'"), ({"name": ""}, "'name'"), ({"name": "policy", "memory": "disk"}, "'disk'")]
     wrong.append(({"name": "policy", "prepare_s": -1}, "'prepare_s'"))
     for body, named in (*wrong, ({"name": "policy", "sped": 1}, "'sped'")):

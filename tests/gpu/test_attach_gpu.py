@@ -41,7 +41,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("segments", ["False", "True"])
-def test_attach_shares_kept_device_memory(llama, allocated, segments: str) -> None:
+def test_attach_shares_cached_device_memory(llama, allocated, segments: str) -> None:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
     with KeeperProcess([str(llama), "--device", "cuda:0"], environ=environ, timeout_s=120) as keeper:
         attached = ps.cache.attach("llama", device="cuda:0")
@@ -126,7 +126,7 @@ def test_cache_detects_flipped_device_memory(llama, allocated) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_wrong_device_is_refused(llama) -> None:
+def test_attach_to_wrong_device_is_rejected(llama) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:1"], timeout_s=120):
         with pytest.raises(ps.ConfigError, match="kept on cuda:1"):
             ps.cache.attach("llama", device="cuda:0", timeout_s=0.0)

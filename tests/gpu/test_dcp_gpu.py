@@ -40,7 +40,7 @@ def on_host(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_state_on_two_devices_is_restored(own: bool, tmp_path: Path) -> None:
+def test_state_dict_on_two_devices_is_restored(own: bool, tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "checkpoint") if own else CheckpointWriter(tmp_path / "checkpoint")
     saved = state_of(1)
     dcp.save(saved, storage_writer=writer)
@@ -53,7 +53,7 @@ def test_state_on_two_devices_is_restored(own: bool, tmp_path: Path) -> None:
     assert own or all(report.verified for report in reader.reports)
 
 
-def test_hugging_face_checkpoint_loads_boxes_and_casts(tmp_path: Path) -> None:
+def test_hugging_face_checkpoint_loads_slices_and_casts(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=1, hidden=256, fp8=False, shards=2)
     whole = penstock.load(tmp_path)
     state = {

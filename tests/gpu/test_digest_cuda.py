@@ -92,7 +92,7 @@ def test_60_000_expert_leaves_match_xxhash(data: Bytes) -> None:
     assert not differing(got, expected)
 
 
-def test_flipped_bit_is_found_in_its_row() -> None:
+def test_flipped_bit_is_located_in_its_row() -> None:
     data = Bytes(1 << 20)
     offsets = np.arange(16, dtype=np.int64) * 65536
     nbytes = np.array([65536, 65535, 240, 241, 4, 16, 100, 1024, 1025, 3, 1, 8, 9, 129, 17, 60000], dtype=np.int64)
@@ -107,7 +107,7 @@ def test_flipped_bit_is_found_in_its_row() -> None:
         before = after
 
 
-def test_digest_runs_on_separate_stream(data: Bytes) -> None:
+def test_digests_run_on_separate_cuda_stream(data: Bytes) -> None:
     offsets, nbytes = np.arange(64, dtype=np.int64) * 262144, np.full(64, 262144)
     out = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     stream = torch.cuda.Stream()
@@ -118,7 +118,7 @@ def test_digest_runs_on_separate_stream(data: Bytes) -> None:
     assert not wrong
 
 
-def test_empty_leaves_and_bad_columns_are_handled() -> None:
+def test_empty_leaves_and_mismatched_columns_raise() -> None:
     none = np.empty(0, dtype=np.int64)
     assert cuda.leaf_digests_cuda(none, none, DEVICE).shape == (0,)
     with pytest.raises(ValueError, match="leaf 1 is empty"):

@@ -97,7 +97,7 @@ def assert_all_raised(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_all_tensors_reading_once(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = by_safetensors(checkpoint)
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -122,19 +122,19 @@ def test_small_tensors_and_small_budget_are_loaded(tmp_path: Path, world_size: i
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_gets_its_boxes(checkpoint: Path, world_size: int, dim: int) -> None:
+def test_each_rank_receives_its_slices(checkpoint: Path, world_size: int, dim: int) -> None:
     outcomes = run(own_boxes, world_size, [str(checkpoint)] * world_size, dim)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", True)] * world_size
 
 
-def test_device_memory_is_freed(checkpoint: Path) -> None:
+def test_group_load_frees_device_memory(checkpoint: Path) -> None:
     outcomes = run(memory_comes_back, 2, [str(checkpoint)] * 2)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", True)] * 2, outcomes
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("fault", ["truncated", "missing", "reading"])
-def test_failing_rank_fails_all_ranks(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
+def test_failure_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
     directories = [str(checkpoint)] * world_size
     if fault == "reading":
         assert_all_raised(run(reading_fails, world_size, directories, 1))

@@ -55,7 +55,7 @@ def load_rank(rank: int, world_size: int, directory: str, on_own_stream: bool, o
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["small tensors", "large tensors"])
-def test_every_rank_gets_everything(tmp_path: Path, kind: str, world_size: int, on_own_stream: bool) -> None:
+def test_every_rank_receives_all_tensors(tmp_path: Path, kind: str, world_size: int, on_own_stream: bool) -> None:
     if kind == "small tensors":
         write_moe(tmp_path / "model", num_tensors=3000, shards=2)
     else:

@@ -62,12 +62,12 @@ def test_second_process_reuses_stored_kernels(tmp_path: Path) -> None:
     assert used(tmp_path) == "copy"
 
 
-def test_format_kernels_are_stored(tmp_path: Path) -> None:
+def test_format_kernels_are_stored_on_disk(tmp_path: Path) -> None:
     assert used(tmp_path, FORMATS) == "triton"
     assert used(tmp_path, FORMATS) == "copy"
 
 
-def test_kernel_writable_by_others_is_not_run(tmp_path: Path) -> None:
+def test_kernel_file_writable_by_others_is_ignored(tmp_path: Path) -> None:
     used(tmp_path)
     for copy in copies(tmp_path):
         copy.chmod(0o666)

@@ -97,20 +97,20 @@ def test_sharded_checkpoint_is_loaded(sharded: Path, verb: str) -> None:
     assert_same(load_by(verb, sharded, wanted), wanted)
 
 
-def test_repeated_loads_are_equal(sharded: Path) -> None:
+def test_repeated_loads_return_equal_tensors(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     for _ in range(3):
         assert_same(penstock.load(sharded, device=DEVICE), wanted)
 
 
-def test_concurrent_loads_are_equal(sharded: Path) -> None:
+def test_concurrent_loads_return_equal_tensors(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: penstock.load(sharded, device=DEVICE), range(4)):
             assert_same(found, wanted)
 
 
-def test_device_without_index_is_current_device(sharded: Path) -> None:
+def test_device_without_index_selects_current_device(sharded: Path) -> None:
     assert_same(penstock.load(sharded, device="cuda", names="*norm*"), only(by_safetensors(sharded), "norm"))
 
 
@@ -119,13 +119,13 @@ def only(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.gpus(2)
-def test_load_to_non_current_device(sharded: Path) -> None:
+def test_load_to_non_current_device_succeeds(sharded: Path) -> None:
     found = penstock.load(sharded, device="cuda:1")
     assert torch.cuda.current_device() == 0
     assert_same(found, by_safetensors(sharded), device="cuda:1")
 
 
-def test_names_read_only_selected_tensors(sharded: Path) -> None:
+def test_names_option_reads_only_selected_tensors(sharded: Path) -> None:
     found = penstock.load(sharded, device=DEVICE, names="*layers.1.*")
     wanted = only(by_safetensors(sharded), ".layers.1.")
     assert_same(found, wanted)
@@ -134,7 +134,7 @@ def test_names_read_only_selected_tensors(sharded: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_boxes_load_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -> None:
+def test_slices_load_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -> None:
     whole = load_file(stacked)
     boxes = {name: shard_box(tuple(t.shape), dim, rank, 2) for name, t in whole.items() if t.ndim > dim}
     wanted = {
@@ -145,7 +145,7 @@ def test_boxes_load_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -
         assert_same(penstock.load(stacked, device=DEVICE, boxes=boxes, **options), wanted)
 
 
-def test_inner_and_empty_boxes_are_loaded(stacked: Path) -> None:
+def test_inner_and_empty_slices_are_loaded(stacked: Path) -> None:
     whole = load_file(stacked)
     boxes = {
         "experts": Box(start=(3, 17, 5), stop=(6, 80, 128)),
@@ -172,7 +172,7 @@ def test_thousands_of_small_tensors_are_loaded(tmp_path: Path) -> None:
     assert_same(penstock.load(tmp_path, device=DEVICE), wanted)
 
 
-def test_streamed_tensors_are_ordered_and_owned(sharded: Path) -> None:
+def test_streamed_tensors_keep_order_and_own_memory(sharded: Path) -> None:
     wanted, order, kept = by_safetensors(sharded), [], {}
     for path in sorted(sharded.glob("*.safetensors")):
         with theirs_open(path, framework="pt") as file:

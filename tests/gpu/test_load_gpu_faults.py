@@ -137,7 +137,7 @@ def test_too_small_budget_is_refused(checkpoint: Path, allocated: int) -> None:
     assert_same(found, by_safetensors(checkpoint))
 
 
-def test_early_slabs_survive_allocation() -> None:
+def test_first_tensors_survive_later_allocations() -> None:
     """Copies start before the memory of all slabs is allocated, and must keep the bytes that have arrived."""
     place = CudaPlace(torch.device(DEVICE), [MIB, MIB, MIB])
     early = place.slab(1)
@@ -149,7 +149,7 @@ def test_early_slabs_survive_allocation() -> None:
 
 
 @pytest.mark.parametrize("do", DOES[:2])
-def test_device_oom_raises_typed_error_without_leaks(checkpoint: Path, allocated: int, do: Callable[..., None]) -> None:
+def test_device_oom_raises_typed_error_without_leak(checkpoint: Path, allocated: int, do: Callable[..., None]) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     room = torch.cuda.memory_reserved() + NUM_TENSORS * TENSOR_BYTES // 2
     hold = []
@@ -252,7 +252,7 @@ def test_digests_cover_every_length_next_to_region(tmp_path: Path, verb: str) ->
     assert_same(found(), wanted)
 
 
-def test_verified_stream_stays_within_window(checkpoint: Path, allocated: int) -> None:
+def test_verified_stream_limits_read_ahead(checkpoint: Path, allocated: int) -> None:
     digested(checkpoint)
     torch.cuda.reset_peak_memory_stats()
     with penstock.stream(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=16 * MIB)) as stream:
@@ -283,7 +283,7 @@ def test_tensors_are_usable_on_any_stream(checkpoint: Path) -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_memory_used_by_queued_kernels_is_not_reused(checkpoint: Path) -> None:
+def test_memory_of_queued_kernels_is_not_reused(checkpoint: Path) -> None:
     """The load may reuse a block freed on the caller's stream only after the work queued on that stream."""
     wanted = by_safetensors(checkpoint)
     torch.cuda.empty_cache()

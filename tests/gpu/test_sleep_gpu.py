@@ -145,7 +145,7 @@ def test_digests_of_many_tensors_are_fast() -> None:
     assert len(kept) == len(tensors) and digest_s < copy_s, (digest_s, copy_s)
 
 
-def test_digests_survive_freed_memory_pool() -> None:
+def test_digests_match_after_freeing_memory_pool() -> None:
     # An engine with a sleep mode loads and verifies its model inside a pool whose memory is removed.
     program = """
 import numpy as np, torch

@@ -37,7 +37,7 @@ def test_host_memory_from_another_process_reaches_device() -> None:
     shm.close()
 
 
-def test_kernel_reads_runs_in_pinned_host_memory() -> None:
+def test_kernel_reads_byte_ranges_in_pinned_memory() -> None:
     shm = ShmTransport()
     transport = PinnedTransport(shm)
     memory = allocate(NBYTES, "cuda:0")
@@ -60,7 +60,7 @@ def test_kernel_reads_runs_in_pinned_host_memory() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_host_cache_feeds_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+def test_host_cache_is_read_into_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         write_llama(tmp_path / "llama", total_bytes=100_000_000)

@@ -73,7 +73,7 @@ def test_strip_digests_match_cpu(seed: int) -> None:
         assert np.array_equal(table.digest().cpu().numpy().view(np.uint64), strip_digests(data.numpy(), strips))
 
 
-def test_only_rectangles_are_copied() -> None:
+def test_only_selected_rectangles_are_copied() -> None:
     chance = np.random.default_rng(5)
     src = torch.from_numpy(chance.integers(0, 256, 20_000_000, np.uint8)).to(DEVICE)
     dst, at, rows = torch.zeros(60_000_000, dtype=torch.uint8, device=DEVICE), 3, []

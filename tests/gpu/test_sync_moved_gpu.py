@@ -35,7 +35,7 @@ GPU_MOVES = [*(move for move in MOVES if move is not share_memory), to_host, to_
 
 @pytest.mark.parametrize("side", ["publisher", "subscriber"])
 @pytest.mark.parametrize("move", GPU_MOVES, ids=lambda move: move.__name__)
-def test_moved_tensors_on_gpu_are_followed(stack: ExitStack, move: Callable[[Any], None], side: str) -> None:
+def test_moved_gpu_tensors_still_sync(stack: ExitStack, move: Callable[[Any], None], side: str) -> None:
     trained, served = model().cuda(), model().cuda()
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served))

@@ -35,7 +35,7 @@ def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: obje
     ("source", "snapshot_device", "path"),
     [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "pinned_shm")],
 )
-def test_each_version_arrives_bitwise_equal(
+def test_each_version_arrives_bit_identical(
     tmp_path: Path, stack: ExitStack, source: str, snapshot_device: str, path: str, mode: str
 ) -> None:
     publishers = ranks(

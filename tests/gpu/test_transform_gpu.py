@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda")
 
 
 @pytest.mark.parametrize("tag", sorted(FORMATS))
-def test_kernels_match_reference_bitwise(tag: str) -> None:
+def test_kernels_are_bit_identical_to_reference(tag: str) -> None:
     shapes = (*transform_suite.SMALL, *transform_suite.LARGE)
     assert transform_suite.check_kernels(FORMATS[tag], DEVICE, shapes) >= 20
 
@@ -31,7 +31,7 @@ def test_software_rounding_matches_hardware_rounding(tag: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tag", sorted(FORMATS))
-def test_reference_matches_on_device(tag: str) -> None:
+def test_reference_quantisation_matches_cpu_and_gpu(tag: str) -> None:
     form = FORMATS[tag]
     for source in transform_suite.sources(form, transform_suite.SMALL):
         here, there = quantize.quantise(form, source), quantize.quantise(form, source.to(DEVICE))

@@ -35,7 +35,7 @@ def logits(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "4MB"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied: bool) -> None:
+def test_background_loaded_model_has_equal_logits(tmp_path: Path, dtype: str, max_shard_size: str, tied: bool) -> None:
     directory = write(tmp_path, tied=tied, max_shard_size=max_shard_size, dtype=dtype)
     assert (len(list(directory.glob("*.safetensors"))) > 1) == (max_shard_size == "4MB")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
@@ -47,7 +47,7 @@ def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied:
     assert torch.equal(logits(mine), logits(true))
 
 
-def test_checkpoint_converted_by_transformers_matches(tmp_path: Path) -> None:
+def test_checkpoint_converted_on_load_matches_transformers(tmp_path: Path) -> None:
     directory = write(tmp_path, tied=False, max_shard_size="1GB", dtype="float32")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(directory), device_map="cuda:0", dtype=torch.bfloat16)

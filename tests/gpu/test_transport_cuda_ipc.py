@@ -117,7 +117,7 @@ def test_fence_during_reads_is_detected(reader) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_two_devices_in_one_process_are_read(reader) -> None:
+def test_process_reads_two_devices(reader) -> None:
     holder = CudaIpcTransport()
     memory = allocate(NBYTES, "cuda:1")
     whole(memory).copy_(torch.frombuffer(bytearray(pattern(NBYTES)), dtype=torch.uint8))
@@ -126,7 +126,7 @@ def test_two_devices_in_one_process_are_read(reader) -> None:
     holder.close()
 
 
-def test_model_in_arena_is_one_registration() -> None:
+def test_model_in_arena_needs_one_registration() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))).cuda()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (arena,) = rehome(model)

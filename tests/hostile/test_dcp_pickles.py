@@ -47,7 +47,7 @@ def read(raw: bytes) -> Any:
 
 @given(VALUES, st.integers(2, 5))
 @settings(max_examples=150, deadline=None)
-def test_plain_values_survive_every_pickle_protocol(value: Any, protocol: int) -> None:
+def test_plain_values_round_trip_every_pickle_protocol(value: Any, protocol: int) -> None:
     assert read(pickle.dumps(value, protocol)) == value
     again = torch.load(io.BytesIO(archive(value)), weights_only=False)
     assert again == value and type(again) is type(value)
@@ -171,7 +171,7 @@ def test_corrupt_archives_are_read_or_rejected(data: st.DataObject) -> None:
         ((1 << 40, 1 << 40), [((0, 0), (1 << 39, 1 << 40)), ((1 << 39, 0), (1 << 39, 1 << 40))], True),
     ],
 )
-def test_overlapping_parts_are_refused(size: Any, chunks: Any, is_whole: bool) -> None:
+def test_overlapping_checkpoint_chunks_are_rejected(size: Any, chunks: Any, is_whole: bool) -> None:
     stored = [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(extent)) for at, extent in chunks]
     if is_whole:
         distcp.require_covered("w", torch.Size(size), stored, "x")
@@ -186,7 +186,7 @@ def test_archive_with_oversized_directory_is_refused() -> None:
         distcp.directory(end.rjust(1024, b"\0"), 100 << 30, uri="x", tensor="w")
 
 
-def test_part_metadata_is_checked(metadata: bytes) -> None:
+def test_invalid_part_metadata_is_rejected(metadata: bytes) -> None:
     def changed(old: bytes, new: bytes) -> bytes:
         assert metadata.count(old) and len(old) == len(new)
         return metadata.replace(old, new)

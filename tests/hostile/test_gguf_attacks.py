@@ -108,7 +108,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_error_names_inconsistent_header(case: str, tmp_path: Path) -> None:
+def test_inconsistent_header_raises_format_error(case: str, tmp_path: Path) -> None:
     data, fault = LIES[case]
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
@@ -119,7 +119,7 @@ def test_error_names_inconsistent_header(case: str, tmp_path: Path) -> None:
         penstock.inspect(path)
 
 
-def test_unmodified_attack_parts_form_valid_file() -> None:
+def test_unmodified_attack_input_is_valid() -> None:
     data = file_of(
         entry("k", BOOL, b"\1"),
         entry("l", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("")),
@@ -158,7 +158,7 @@ def test_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_short_body_raises_source_truncated(data: bytes, fault: str) -> None:
+def test_short_tensor_data_raises_source_truncated(data: bytes, fault: str) -> None:
     with pytest.raises((SourceTruncated, FormatError), match=fault):
         read_header(MemorySource(data))
 
@@ -217,7 +217,7 @@ def parts_of(tmp_path: Path) -> list[Path]:
     return parts
 
 
-def test_error_names_missing_part(tmp_path: Path) -> None:
+def test_missing_gguf_split_error_names_file(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].unlink()
     for place in (parts[0], parts[2], tmp_path):
@@ -225,14 +225,14 @@ def test_error_names_missing_part(tmp_path: Path) -> None:
             penstock.load(place)
 
 
-def test_error_names_truncated_part(tmp_path: Path) -> None:
+def test_truncated_gguf_split_error_names_file(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[2].write_bytes(parts[2].read_bytes()[:-200])
     with pytest.raises(SourceTruncated, match=r"m-00003-of-00003\.gguf"):
         penstock.load(parts[0])
 
 
-def test_renamed_part_is_rejected(tmp_path: Path) -> None:
+def test_renamed_gguf_split_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     alone = parts[1].rename(tmp_path / "whole.gguf")
     with pytest.raises(FormatError, match=r"'whole.gguf' is one of 3 parts of a model, but 1 files were opened"):
@@ -241,14 +241,14 @@ def test_renamed_part_is_rejected(tmp_path: Path) -> None:
         penstock.load([parts[0], alone])
 
 
-def test_swapped_part_is_refused(tmp_path: Path) -> None:
+def test_swapped_gguf_split_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(FormatError, match=r"part 3 of 3 by its header, and so is 'm-00002-of-00003.gguf'"):
         penstock.load(parts[0])
 
 
-def test_parts_from_two_models_are_refused(tmp_path: Path) -> None:
+def test_gguf_splits_from_two_models_are_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     (tmp_path / "other").mkdir()
     writer = gguf.GGUFWriter(tmp_path / "other" / "o.gguf", "llama", split_max_tensors=1)

@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", ATTACKS)
-def test_error_names_inconsistent_header(case: str) -> None:
+def test_inconsistent_header_raises_format_error(case: str) -> None:
     data, tensor, words, library_refuses = ATTACKS[case]
     with pytest.raises(FormatError) as caught:
         read_header(MemorySource(data, uri="mem:attack"))
@@ -185,14 +185,14 @@ def test_error_names_inconsistent_header(case: str) -> None:
         safetensors.deserialize(data)
 
 
-def test_short_body_raises_source_truncated() -> None:
+def test_short_tensor_data_raises_source_truncated() -> None:
     data = file_of({"a": t([4], [0, 4])}, b"xyz")
     with pytest.raises(SourceTruncated) as caught:
         read_header(MemorySource(data))
     assert caught.value.byte_range == (len(data), len(data) + 1)
 
 
-def test_names_in_errors_are_shortened() -> None:
+def test_long_names_in_errors_are_truncated() -> None:
     with pytest.raises(FormatError) as caught:
         read_header(MemorySource(one(shape=b"[2]", name=b"n" * 1_000_000)))
     assert len(str(caught.value)) < 1000
@@ -231,7 +231,7 @@ def test_longest_header_uses_little_memory(case: str) -> None:
     assert peak_bytes < 5 * len(raw)
 
 
-def test_length_is_checked_before_reading() -> None:
+def test_header_length_is_checked_before_reading() -> None:
     class Counted(MemorySource):
         reads: list[int] = []  # noqa: RUF012  # a class for one test
 
@@ -252,7 +252,7 @@ def test_header_too_long_to_scan_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         read_header(MemorySource(data))
 
 
-def test_large_header_is_counted_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_tensors_are_counted_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_LARGE_BYTES", 10)
     monkeypatch.setattr(parser, "MAX_TENSORS", 2)
     fine = {"a": t([1], [0, 1]), "b": t([1], [1, 2])}
@@ -366,7 +366,7 @@ def accepted_only_by_the_library(data: bytes) -> bool:
 
 @settings(max_examples=1500, deadline=None)
 @given(mutated() | st.binary(max_size=64) | st.binary(max_size=64).map(file_of))
-def test_mutated_headers_are_accepted_exactly_as_by_safetensors(data: bytes) -> None:
+def test_mutated_headers_are_accepted_like_in_safetensors(data: bytes) -> None:
     try:
         theirs = {name: (row["dtype"], row["shape"]) for name, row in safetensors.deserialize(data)}
     except safetensors.SafetensorError:

@@ -154,7 +154,7 @@ def test_inspect_lists_dtypes_unsupported_by_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[16, 1], [0, 7]])
-def test_four_bit_rows_ending_within_byte_are_refused(tmp_path: Path, shape: list[int]) -> None:
+def test_four_bit_rows_ending_midbyte_are_rejected(tmp_path: Path, shape: list[int]) -> None:
     """The one kind of file that `inspect` listed and nobody could load."""
     nbytes = shape[0] * shape[1] // 2
     raw = json.dumps({"a": {"dtype": "F4", "shape": shape, "data_offsets": [0, nbytes]}}).encode()

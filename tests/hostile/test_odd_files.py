@@ -89,7 +89,7 @@ def replace(path: Path, odd: str) -> None:
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["penstock.manifest", "model.safetensors.index.json"])
-def test_special_file_as_index_or_manifest_is_refused(sharded: Path, name: str, odd: str) -> None:
+def test_special_file_as_index_is_rejected(sharded: Path, name: str, odd: str) -> None:
     if odd == "directory" and name != "penstock.manifest":
         pytest.skip("a directory of that name is no index, and what lies beside it is loaded")
     replace(sharded / name, odd)
@@ -100,7 +100,7 @@ def test_special_file_as_index_or_manifest_is_refused(sharded: Path, name: str, 
 
 @pytest.mark.parametrize("odd", ODD[:4])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_error_names_special_file_as_shard(sharded: Path, odd: str, with_index: bool) -> None:
+def test_special_file_as_shard_error_names_file(sharded: Path, odd: str, with_index: bool) -> None:
     """Without an index nothing else would tell that a part of the model is missing."""
     if not with_index:
         (sharded / "model.safetensors.index.json").unlink()
@@ -114,7 +114,7 @@ def test_error_names_special_file_as_shard(sharded: Path, odd: str, with_index: 
 
 
 @pytest.mark.parametrize("odd", ODD[:3])
-def test_special_file_as_signature_or_key_is_refused(sharded: Path, tmp_path: Path, odd: str) -> None:
+def test_special_file_as_signature_is_rejected(sharded: Path, tmp_path: Path, odd: str) -> None:
     assert command("manifest", str(sharded)) in {0, None}
     key = tmp_path / "key.pem"
     replace(key, odd)
@@ -131,7 +131,7 @@ def test_special_file_as_token_file_is_refused(tmp_path: Path, odd: str) -> None
     assert isinstance(refused(lambda: first_token(tmp_path / "tokens")), ConfigError)
 
 
-def test_special_file_as_config_stops_conversion(sharded: Path, tmp_path: Path) -> None:
+def test_special_file_as_config_fails_conversion(sharded: Path, tmp_path: Path) -> None:
     replace(sharded / "config.json", "pipe")
     assert "config.json" in str(refused(lambda: penstock.convert(sharded, tmp_path / "out")))
     assert not (tmp_path / "out").exists()
@@ -142,7 +142,7 @@ NAMES: list[Any] = ["model\0.safetensors", "", None, 7, 1.5, b"model.safetensors
 
 @pytest.mark.parametrize("name", [*NAMES, ["a.safetensors", 7], [None]], ids=repr)
 @pytest.mark.parametrize("verb", VERBS)
-def test_invalid_name_raises_config_error_in_verbs(verb: str, name: Any) -> None:
+def test_invalid_model_name_raises_in_journeys(verb: str, name: Any) -> None:
     if verb == "fetch" and name is None:
         pytest.skip("None is no fallback there")
     assert isinstance(refused(lambda: VERBS[verb](name)), ConfigError)
@@ -172,7 +172,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 @pytest.mark.parametrize("verb", OTHERS)
-def test_invalid_name_raises_config_error_in_options(verb: str, name: Any) -> None:
+def test_invalid_model_name_raises_in_options(verb: str, name: Any) -> None:
     if name is None and verb in {"public_key", "trace"}:
         pytest.skip("None is none there")
     assert isinstance(refused(lambda: OTHERS[verb](name)), ConfigError)

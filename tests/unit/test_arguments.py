@@ -85,12 +85,12 @@ def test_wrong_argument_raises_config_error(case: str, file: Path) -> None:
     assert not (file.parent / "out").exists()
 
 
-def test_default_sync_rank_is_only_rank() -> None:
+def test_omitted_sync_rank_means_single_rank() -> None:
     assert rank_of(None) == (0, 1)
     assert rank_of((3, 8)) == (3, 8)
 
 
-def test_format_used_as_operation_is_named(file: Path) -> None:
+def test_format_used_as_operation_error_suggests_to(file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*use to='cast:F16'"):
         ps.convert(file, file.parent / "out", operations=["cast:F16"])
 

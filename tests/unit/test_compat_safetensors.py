@@ -49,14 +49,14 @@ def are_equal(tensors: dict[str, torch.Tensor]) -> bool:
     return tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_local_file_is_read_by_original(path: Path) -> None:
+def test_local_file_uses_original_safetensors(path: Path) -> None:
     with installed():
         assert type(safetensors.safe_open(path, "pt")) is Kept.safe_open
         assert are_equal(safetensors.torch.load_file(path))
         assert set(safetensors.numpy.load_file(path)) == set(TENSORS)
 
 
-def test_uri_is_read_by_penstock_in_every_function(path: Path) -> None:
+def test_every_function_reads_uri_through_penstock(path: Path) -> None:
     with RangeServer(path.parent) as server, installed():
         uri = f"{server.url}/{path.name}"
         with safetensors.safe_open(uri, framework="pt") as file:
@@ -75,7 +75,7 @@ def test_uri_is_read_by_penstock_in_every_function(path: Path) -> None:
         assert are_equal(safetensors.torch.load_file(f"file://{path}"))
 
 
-def test_names_imported_by_modules_are_replaced_and_restored(path: Path) -> None:
+def test_names_imported_elsewhere_are_patched_and_restored(path: Path) -> None:
     before = types.ModuleType("program_before")
     exec("from safetensors import safe_open; from safetensors.torch import load_file", before.__dict__)
     sys.modules["program_before"] = before
@@ -92,7 +92,7 @@ def test_names_imported_by_modules_are_replaced_and_restored(path: Path) -> None
         del sys.modules["program_before"], sys.modules["program_meanwhile"]
 
 
-def test_replacement_kept_after_uninstall_calls_original(path: Path) -> None:
+def test_patched_function_after_uninstall_calls_original(path: Path) -> None:
     with installed():
         kept = safetensors.safe_open
     assert type(kept(path, "pt")) is Kept.safe_open
@@ -100,7 +100,7 @@ def test_replacement_kept_after_uninstall_calls_original(path: Path) -> None:
         kept("http://127.0.0.1:9/none.safetensors", "pt")
 
 
-def test_nested_use_is_counted() -> None:
+def test_nested_install_is_undone_by_outermost() -> None:
     with installed():
         with installed():
             install()
@@ -131,7 +131,7 @@ def test_concurrent_install_and_uninstall_is_safe(path: Path) -> None:
     assert not errors
 
 
-def test_replacement_looks_like_original(path: Path) -> None:
+def test_replacement_can_be_inspected_and_pickled(path: Path) -> None:
     opened_before = Kept.safe_open(path, "pt")
     with installed():
         replacement = safetensors.safe_open
@@ -181,7 +181,7 @@ def test_missing_uri_raises_file_not_found(path: Path) -> None:
         safetensors.torch.load_file(f"{server.url}/none.safetensors")
 
 
-def test_damaged_remote_file_raises_safetensor_error(path: Path) -> None:
+def test_corrupt_remote_file_raises_safetensor_error(path: Path) -> None:
     damaged = {"bad.safetensors": path.read_bytes()[:-5]}
     with RangeServer(damaged) as server, installed(), pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(f"{server.url}/bad.safetensors")

@@ -29,7 +29,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
 
 
-def test_text_is_hub_address() -> None:
+def test_connection_string_is_hub_address() -> None:
     assert ps.ConnectionSettings.of("https://hub:7070") == ps.ConnectionSettings(hub="https://hub:7070")
     assert ps.ConnectionSettings.of(None) == ps.ConnectionSettings()
     settings = ps.ConnectionSettings(hub="unix:///run/hub.sock", rack="a12")
@@ -57,7 +57,7 @@ def test_argument_overrides_environment_per_field(monkeypatch: pytest.MonkeyPatc
     assert resolve_connection(mine) == ps.ConnectionSettings(hub="https://env:7070", token="token-of-mine")
 
 
-def test_overridden_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overridden_connection_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HUB", "no-address")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", "/no/such/file")
     mine = ps.ConnectionSettings(hub="https://mine:7070", token="token-of-mine")
@@ -65,13 +65,13 @@ def test_overridden_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("name", "value"), [("PENSTOCK_HUB", "hub:7070"), ("PENSTOCK_TOKEN_FILE", "/no/such/file")])
-def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_invalid_variable_error_names_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"environment variable {name}: .*{value}"):
         ps.hub.status()
 
 
-def test_token_is_not_shown() -> None:
+def test_settings_repr_hides_token() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN)
     assert TOKEN not in repr(settings) and "https://hub:7070" in repr(settings)
     assert settings != dataclasses.replace(settings, token=None)

@@ -46,24 +46,24 @@ def few_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_files_above_soft_limit_are_opened(many: Path, few_descriptors: int) -> None:
+def test_files_above_soft_descriptor_limit_are_opened(many: Path, few_descriptors: int) -> None:
     assert len(ps.inspect(many).manifest.tensors.names) == NUM_FILES
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few_descriptors
 
 
-def test_files_opened_one_by_one_raise_the_limit(many: Path, few_descriptors: int) -> None:
+def test_opening_many_files_increases_descriptor_limit(many: Path, few_descriptors: int) -> None:
     pytest.importorskip("torch")
     files = [ps.safe_open(str(path), "np") for path in sorted(many.glob("*.safetensors"))]
     assert sum(float(file.get_tensor(file.keys()[0])[0]) for file in files) == sum(range(NUM_FILES))
 
 
-def test_files_above_soft_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
+def test_files_above_soft_descriptor_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
     files = {str(path): tmp_path / path.name for path in many.iterdir()}
     assert len(download(files, settings=ps.config.Settings()).compared) == 0
     assert len(list(tmp_path.iterdir())) == NUM_FILES + 1
 
 
-def test_few_files_keep_limit(many: Path, few_descriptors: int) -> None:
+def test_few_files_keep_descriptor_limit(many: Path, few_descriptors: int) -> None:
     ps.inspect(next(many.glob("*.safetensors")))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_descriptors
 
@@ -80,7 +80,7 @@ for verb in (ps.inspect, ps.verify, ps.manifest):
 """
 
 
-def test_too_low_hard_limit_is_named(many: Path) -> None:
+def test_too_low_hard_limit_error_suggests_ulimit(many: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _LOW, str(many)], capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.entry_points import write_metadata
 
 
-def test_written_entry_points_are_found(tmp_path: Path) -> None:
+def test_installed_entry_points_are_found(tmp_path: Path) -> None:
     write_metadata(tmp_path)
     found = {
         (point.group, point.name): point.value

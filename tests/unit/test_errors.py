@@ -139,7 +139,7 @@ def test_error_with_two_bases_survives_pickle(others: tuple[type[Exception], ...
             assert isinstance(again, errors.SourceUnavailable)
 
 
-def test_worker_process_errors_arrive_complete() -> None:
+def test_worker_process_errors_survive_pickling() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(errors.ConfigError, match="NoneType is not a path or URI"):
             pool.submit(text_of, None).result(timeout=60)
@@ -147,7 +147,7 @@ def test_worker_process_errors_arrive_complete() -> None:
         assert pool.submit(text_of, "x").result(timeout=60) == "x"
 
 
-def test_remaining_errors_are_not_builtin_errors(tmp_path: Path) -> None:
+def test_untyped_penstock_errors_are_not_builtin_errors(tmp_path: Path) -> None:
     for ours in (errors.SourceUnavailable, errors.FormatError, errors.PlanError, errors.DestinationError):
         assert not issubclass(ours, OSError | ValueError | ImportError)
     with pytest.raises(FileNotFoundError):
@@ -166,7 +166,7 @@ def test_system_error_mapping_keeps_penstock_errors(ours: PenstockError, tmp_pat
     assert caught.value is ours
 
 
-def test_missing_extra_in_user_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_in_user_module_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lacks_an_extra.py").write_text(
         'from penstock.errors import MissingExtra\nraise MissingExtra("it needs scipy", hint="pip install scipy")\n'
     )
@@ -250,5 +250,5 @@ def test_foreign_text_cannot_control_terminal(text: str) -> None:
     assert "\\nforged" in shown
 
 
-def test_line_breaks_in_own_messages_are_kept() -> None:
+def test_line_breaks_in_own_messages_are_preserved() -> None:
     assert str(errors.PlanError("first:\n  second")).startswith("first:\n  second")

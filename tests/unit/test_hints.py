@@ -50,7 +50,7 @@ def hint_of(call: Callable[[], object]) -> str:
     return caught.value.hint
 
 
-def test_fleet_errors_have_hints(tmp_path: Path) -> None:
+def test_every_fleet_error_has_hint(tmp_path: Path) -> None:
     def status(url: str) -> Status:
         with HubClient.connect(url, timeout_s=0.2) as client:
             return client.status()
@@ -71,7 +71,7 @@ def test_fleet_errors_have_hints(tmp_path: Path) -> None:
         assert "PENSTOCK_CA_FILE" in hint_of(lambda: status("https://127.0.0.1:1"))
 
 
-def test_storage_errors_have_hints(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_storage_error_has_hint(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "inspect" in hint_of(lambda: penstock.load(llama, names="nobody"))
     (tmp_path / "empty").mkdir()
     assert "safetensors" in hint_of(lambda: penstock.inspect(tmp_path / "empty"))
@@ -83,7 +83,7 @@ def test_storage_errors_have_hints(llama: Path, tmp_path: Path, monkeypatch: pyt
     assert "tuning.md" in hint_of(Settings.read)
 
 
-def test_damaged_weights_have_hints(llama: Path, tmp_path: Path) -> None:
+def test_corrupt_weight_errors_have_hints(llama: Path, tmp_path: Path) -> None:
     def inspect(uri: Path) -> object:
         return penstock.inspect(uri)
 
@@ -101,7 +101,7 @@ def test_damaged_weights_have_hints(llama: Path, tmp_path: Path) -> None:
     assert "copy it again" in hint_of(lambda: inspect(llama))
 
 
-def test_conversion_errors_have_hints(llama: Path, tmp_path: Path) -> None:
+def test_every_conversion_error_has_hint(llama: Path, tmp_path: Path) -> None:
     def of(count: int, **word: object) -> Callable[[], object]:
         return lambda: plan([llama] * count, operations=[word])
 
@@ -139,7 +139,7 @@ def test_missing_package_hint_names_its_extra() -> None:
     assert named == own
 
 
-def test_hub_without_tls_is_named(tmp_path: Path) -> None:
+def test_hint_names_hub_without_tls(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-this-hub\n")
     auth = Auth.of(token_file=tokens)
@@ -153,12 +153,12 @@ def test_hub_without_tls_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "owner/model"])
-def test_uncached_repository_is_named(uri: str) -> None:
+def test_uncached_repository_hint_suggests_download(uri: str) -> None:
     assert "hf download owner/model" in hint_of(lambda: penstock.inspect(uri))
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_destination_overlapping_source_is_named(llama: Path, replace: bool) -> None:
+def test_destination_overlapping_source_error_names_source(llama: Path, replace: bool) -> None:
     def convert_to(destination: Path) -> str:
         with pytest.raises(penstock.ConfigError) as caught:
             penstock.convert(llama, destination, to="cast:F32", replace=replace)
@@ -174,13 +174,13 @@ def test_stall_hint_includes_model_name() -> None:
     assert "`penstock why 'big model'`" in str(error.hint)
 
 
-def test_average_is_named_in_error(llama: Path) -> None:
+def test_average_error_names_operation(llama: Path) -> None:
     assert plan([llama, llama], operations="average").operation.name.endswith("average()")
     with pytest.raises(PenstockError, match="average of 1 sources"):
         plan([llama], operations="average")
 
 
-def test_verify_error_names_damaged_file(llama: Path) -> None:
+def test_verify_error_names_corrupt_file(llama: Path) -> None:
     penstock.manifest(llama)
     path = sorted(llama.glob("*.safetensors"))[0]
     raw = bytearray(path.read_bytes())

@@ -8,7 +8,7 @@ from pathlib import Path
 INSTALL = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "install.py"))
 
 
-def test_uv_uses_pip_configuration() -> None:
+def test_install_hint_uses_pip_configuration() -> None:
     listing = """:env:.cert='/certs/of-the-environment.crt'
 :env:.disable-pip-version-check='1'
 :env:.find-links='/wheels /more'

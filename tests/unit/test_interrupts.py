@@ -21,7 +21,7 @@ def send() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_outermost_deferred_block_raises_at_end() -> None:
+def test_outermost_deferred_block_raises_on_exit() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         with interrupts.deferred():
@@ -48,7 +48,7 @@ def test_deferred_wait_raises_once() -> None:
     assert cleaned == [True]
 
 
-def test_signal_replaces_error() -> None:
+def test_signal_replaces_error_inside_deferred_block() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, interrupts.deferred():
         send()
         raise ValueError
@@ -214,7 +214,7 @@ def in_state(state: State) -> Interrupt:
         (State.RAISED, State.RAISED, State.RAISED, State.RAISED, True),
     ],
 )
-def test_each_step_leads_from_each_state(
+def test_interrupt_state_machine_follows_transition_table(
     state: State, begun: State, noted: State, taken: State, was_noted: bool
 ) -> None:
     machine = in_state(state)
@@ -231,14 +231,14 @@ def test_each_step_leads_from_each_state(
     assert machine.state is State.OUTSIDE
 
 
-def test_signal_before_begin_is_kept() -> None:
+def test_signal_before_deferred_block_is_raised() -> None:
     machine = Interrupt()
     machine.note(1.0)
     machine.begin()
     assert machine.take()
 
 
-def test_late_second_signal_insists() -> None:
+def test_late_second_signal_interrupts_immediately() -> None:
     machine = in_state(State.RAISED)
     assert not machine.note(100.0 + interrupts.INSISTS_S)
     assert machine.note(100.1 + interrupts.INSISTS_S)

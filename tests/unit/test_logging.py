@@ -39,7 +39,7 @@ def test_import_configures_no_handlers() -> None:
     assert not logging.getLogger("penstock").handlers
 
 
-def test_vllm_handlers_show_penstock_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_log_handlers_show_penstock_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written, ours, theirs = io.StringIO(), logging.getLogger(LOGGER), logging.getLogger("vllm")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for logger in (ours, theirs):

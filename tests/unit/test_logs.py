@@ -48,18 +48,20 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
     "value", [ESCAPE, FORGED, Path(FORGED), OSError(ESCAPE), ValueError(FORGED), [ESCAPE], "\u202e"]
 )
 @pytest.mark.parametrize("message", ["name %s", "name %r"])
-def test_foreign_text_stays_within_its_line(log: Log, caplog: pytest.LogCaptureFixture, value: object, message) -> None:
+def test_logged_foreign_text_stays_on_one_line(
+    log: Log, caplog: pytest.LogCaptureFixture, value: object, message
+) -> None:
     log.warning(message, value)
     (line,) = lines_of(caplog)
     assert line.isprintable() and line.startswith("name ")
 
 
-def test_text_is_escaped_once(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_text_is_escaped_once(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     log.info("%s %r %s %r", "a\tb", "a\tb", r"a\tb", "é")
     assert lines_of(caplog) == [r"a\tb 'a\tb' a\tb 'é'"]
 
 
-def test_numbers_keep_their_format(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_numbers_keep_their_format(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     log.info("%d %.2f %g %s", 3, 0.5, 2.0, None)
     assert lines_of(caplog) == ["3 0.50 2 None"]
 
@@ -76,7 +78,7 @@ def test_report_lines_are_indented_in_log(log: Log, caplog: pytest.LogCaptureFix
     assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
-def test_record_names_caller_and_drops_arguments(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_record_has_caller_without_arguments(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     class Argument:
         pass
 
@@ -88,7 +90,7 @@ def test_record_names_caller_and_drops_arguments(log: Log, caplog: pytest.LogCap
     gc.collect()
     assert kept() is None
     assert {record.filename for record in caplog.records} == {Path(__file__).name}
-    assert {record.funcName for record in caplog.records} == {"test_record_names_caller_and_drops_arguments"}
+    assert {record.funcName for record in caplog.records} == {"test_log_record_has_caller_without_arguments"}
 
 
 def read(file: str) -> str:
@@ -148,7 +150,7 @@ def test_every_log_message_is_literal() -> None:
         assert used, (file, name)
 
 
-def test_terminal_is_written_at_few_places() -> None:
+def test_terminal_is_written_only_in_listed_files() -> None:
     found = {
         file
         for file, call in calls()

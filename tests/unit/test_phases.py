@@ -36,12 +36,12 @@ def names(value: Boot) -> list[tuple[str, str]]:
     return [(one.name, one.state) for one in value.phases]
 
 
-def test_process_without_phases_has_no_boot_record(record: BootRecord) -> None:
+def test_process_without_phases_has_no_startup_record(record: BootRecord) -> None:
     Phases("open").stop()
     assert record.snapshot() is None
 
 
-def test_phases_sum_to_boot_record() -> None:
+def test_startup_record_contains_all_phases() -> None:
     with Phases("discover", journey="fetch", model="llama") as watch:
         watch.enter("move", lambda: (3, 10))
         now = boot()
@@ -59,7 +59,7 @@ def test_phases_sum_to_boot_record() -> None:
     assert {one.model for one in now.phases} == {"llama"}
 
 
-def test_start_phase_keeps_process_unready_until_end() -> None:
+def test_process_is_unready_during_start_phase() -> None:
     with ps.telemetry.phase("start"):
         with Phases("find", journey="attach"):
             pass
@@ -70,7 +70,7 @@ def test_start_phase_keeps_process_unready_until_end() -> None:
     assert names(boot()) == [("start", "done"), ("find", "done"), ("warm up", "done")]
 
 
-def test_failure_is_shown_until_next_attempt() -> None:
+def test_startup_failure_is_shown_until_next_attempt() -> None:
     secret = "https://host/model.safetensors?sig=SECRET"
     error = SourceTruncated(f"cut short: {secret}", hint="fetch it again")
     with pytest.raises(SourceTruncated), ps.telemetry.phase("start"), Phases("move", journey="load", model=secret):
@@ -106,7 +106,7 @@ def test_reentered_phase_is_recorded_once() -> None:
     assert sorted(names(boot())) == [("find", "done"), ("lease", "done")]
 
 
-def test_record_is_bounded_and_drops_old_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_record_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(phases.MAX_PHASES + 10):
         Phases("open", journey="load").stop()
     assert len(boot().phases) == phases.MAX_PHASES
@@ -115,7 +115,7 @@ def test_record_is_bounded_and_drops_old_boot(monkeypatch: pytest.MonkeyPatch) -
         assert names(boot()) == [("find", "running")]
 
 
-def test_change_wakes_waiters(record: BootRecord) -> None:
+def test_phase_change_wakes_waiting_streams(record: BootRecord) -> None:
     record.wait(before := record.serial, 0.0)
     assert record.serial == before
     waiter = threading.Thread(target=record.wait, args=(before, 60.0))
@@ -144,7 +144,7 @@ def test_phase_bytes_do_not_retain_counter() -> None:
     assert boot().phases[1].done_bytes == 7
 
 
-def test_forked_child_has_empty_record() -> None:
+def test_forked_child_has_empty_startup_record() -> None:
     Phases("open", journey="load").stop()
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:

@@ -64,7 +64,7 @@ VERBS: dict[str, Callable[[Path, object], object]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_progress_function_is_called_at_end(verb: str, file: Path) -> None:
+def test_progress_function_is_called_on_completion(verb: str, file: Path) -> None:
     calls: list[tuple[int, int]] = []
     VERBS[verb](file, lambda done, total: calls.append((done, total)))
     done, total = calls[-1]
@@ -79,12 +79,12 @@ def test_progress_false_draws_nothing(verb: str, file: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_progress_bar_names_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_file_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ps.manifest(file, progress=True)
     assert "m.safetensors" in capsys.readouterr().err
 
 
-def test_progress_function_error_ends_call(file: Path) -> None:
+def test_progress_function_error_aborts_call(file: Path) -> None:
     def fail(done: int, total: int) -> None:
         raise RuntimeError("no more")
 

@@ -72,7 +72,7 @@ def test_weights_have_short_repr(directory: Path) -> None:
         assert len(dict(tensors)) == 30
 
 
-def test_manifest_is_written_to_given_path(directory: Path, tmp_path: Path) -> None:
+def test_report_writes_manifest_to_requested_path(directory: Path, tmp_path: Path) -> None:
     report = ps.manifest(directory, out=tmp_path / "digests")
     assert report.written == (str(tmp_path / "digests"),)
     assert not ps.verify(directory).verified
@@ -82,7 +82,7 @@ def test_manifest_is_written_to_given_path(directory: Path, tmp_path: Path) -> N
         ps.manifest(directory, sign=tmp_path / "absent.pem")
 
 
-def test_manifest_for_changed_weights_needs_replace(directory: Path) -> None:
+def test_manifest_for_changed_weights_requires_replace(directory: Path) -> None:
     first = ps.manifest(directory)
     again = ps.manifest(directory)
     assert again.written == () and "up to date" in str(again) and again.revision == first.revision

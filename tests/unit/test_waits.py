@@ -42,17 +42,17 @@ def outcome_of(scope: waits.Scope, work: Callable[[], object]) -> list[object]:
     return outcome
 
 
-def test_left_scope_ends_receive() -> None:
+def test_leaving_scope_interrupts_socket_receive() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert outcome_of(waits.Scope(), partial(receive, ours)) == [b""]
 
 
-def test_left_scope_ends_pause() -> None:
+def test_leaving_scope_interrupts_pause() -> None:
     assert outcome_of(waits.Scope(), partial(waits.pause, 60.0)) == [Cancelled]
 
 
-def test_left_scope_abandons_library_call() -> None:
+def test_leaving_scope_abandons_library_call() -> None:
     over = threading.Event()
     assert outcome_of(waits.Scope(), lambda: waits.in_helper(lambda: over.wait(60))) == [Cancelled]
     over.set()
@@ -66,7 +66,7 @@ def test_library_call_raises_own_error() -> None:
         waits.in_helper(fail)
 
 
-def test_leaving_outer_scope_leaves_inner() -> None:
+def test_leaving_outer_scope_cancels_inner_scope() -> None:
     outer = waits.Scope()
     with outer.inside():
         inner = waits.Scope()
@@ -74,7 +74,7 @@ def test_leaving_outer_scope_leaves_inner() -> None:
     assert inner.is_left
 
 
-def test_wait_in_left_scope_raises_at_once() -> None:
+def test_wait_in_left_scope_raises_immediately() -> None:
     scope = waits.Scope()
     scope.leave()
     ours, theirs = socket.socketpair()
@@ -82,7 +82,7 @@ def test_wait_in_left_scope_raises_at_once() -> None:
         receive(ours)
 
 
-def test_failed_block_ends_pending_calls() -> None:
+def test_failed_block_cancels_pending_calls() -> None:
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
     with ours, theirs, pytest.raises(ZeroDivisionError), waits.Threads(2, "test") as pool:
@@ -108,7 +108,7 @@ def test_pool_without_threads_runs_calls_inline(monkeypatch: pytest.MonkeyPatch)
         assert pool.submit(threading.get_ident).result() == threading.get_ident()
 
 
-def test_jitter_leaves_global_generator_alone() -> None:
+def test_jitter_does_not_advance_global_generator() -> None:
     # A trainer sets a seed and expects the same numbers with Penstock's threads as without them.
     random.seed(7)
     expected = random.random()

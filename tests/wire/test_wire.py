@@ -45,7 +45,7 @@ def test_recorded_bytes_decode_to_equal_message(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_fixture_sets_every_field(name: str) -> None:
+def test_wire_fixture_sets_every_field(name: str) -> None:
     # A field at its default would be frozen in one of its two forms only.
     value = build(FIXTURES[name]["value"], resolve(MESSAGES[name]))
     unset = [
@@ -171,7 +171,7 @@ def test_each_message_class_is_in_table(package: tuple[list[ModuleType], list[st
     assert sorted(NOT_WIRE.keys() - named) == [], "these are gone, or have a fixture"
 
 
-def test_modules_without_their_engine_define_no_message(package: tuple[list[ModuleType], list[str]]) -> None:
+def test_unimported_modules_define_no_messages(package: tuple[list[ModuleType], list[str]]) -> None:
     for source in package[1]:
         with open(source, encoding="utf-8") as file:
             tree = ast.parse(file.read())
@@ -186,7 +186,7 @@ def test_each_struct_format_is_in_table(package: tuple[list[ModuleType], list[st
     assert sorted(constants) == sorted(STRUCT_FORMATS)
 
 
-def test_hub_messages_cover_route_classes() -> None:
+def test_message_table_lists_all_route_classes() -> None:
     app = sys.modules[FRAMES["hub.routes"].write.__globals__["app"].__name__]
     classes = {kind for operation in app.OPERATIONS for kind in (operation.request_type, operation.reply_type) if kind}
     assert classes <= {resolve(path) for name, path in MESSAGES.items() if name.startswith("hub.")}

@@ -75,7 +75,7 @@ def logits(made: Any) -> torch.Tensor:
     return made(PROMPT).logits
 
 
-def test_peft_model_receives_adapter_only(host: Host) -> None:
+def test_peft_model_receives_only_adapter_tensors(host: Host) -> None:
     trained, served, other_alpha = model(1), model(2), model(2, lora_alpha=32)
     base = {name: one.clone() for name, one in served.state_dict().items() if "lora_" not in name}
     with (
@@ -112,7 +112,7 @@ def test_compiled_model_receives_adapter(host: Host) -> None:
         assert torch.equal(logits(served), logits(trained))
 
 
-def test_mismatched_base_is_refused(host: Host) -> None:
+def test_adapter_for_different_base_is_rejected(host: Host) -> None:
     trained, served = model(1), model(2)
     before = {name: one.clone() for name, one in adapter_tensors(served).items()}
     bases = ["b1", "b2"]
@@ -173,7 +173,7 @@ def test_synced_base_is_identified_by_version(host: Host) -> None:
         base_identity(7)  # type: ignore[arg-type]
 
 
-def test_base_from_restarted_trainer_differs(host: Host) -> None:
+def test_base_from_restarted_trainer_is_rejected(host: Host) -> None:
     trained, served = model(1), model(2)
     base = {"w": torch.zeros(4)}
     with contextlib.ExitStack() as stack:
@@ -278,7 +278,7 @@ MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_moved_adapter_is_followed_on_both_sides(host: Host, mode: Any, move: Any) -> None:
+def test_adapter_moved_on_either_side_still_syncs(host: Host, mode: Any, move: Any) -> None:
     trained, served = model_of_two(1), model_of_two(2)
     with (
         adapter_publisher("a", trained, base="b1", mode=mode) as publisher,
@@ -298,7 +298,7 @@ def test_moved_adapter_is_followed_on_both_sides(host: Host, mode: Any, move: An
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_moved_model_is_merged_again(host: Host, move: Any) -> None:
+def test_adapter_is_merged_again_after_model_moves(host: Host, move: Any) -> None:
     trained = model_of_two(1)
     whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
     with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
@@ -313,7 +313,7 @@ def test_moved_model_is_merged_again(host: Host, move: Any) -> None:
             move(trained)
 
 
-def test_cast_adapter_is_merged_and_cast_base_rejected(host: Host) -> None:
+def test_cast_adapter_merges_but_cast_base_raises(host: Host) -> None:
     trained = model(1)
     whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
     with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
@@ -340,7 +340,7 @@ def test_cast_adapter_is_merged_and_cast_base_rejected(host: Host) -> None:
 
 @pytest.mark.parametrize("part", ["lora_A", "q_proj.base_layer", "norm"])
 @pytest.mark.parametrize("publish", [adapter_publisher, merged_publisher])
-def test_freed_model_memory_is_refused(host: Host, publish: Any, part: str) -> None:
+def test_freed_model_memory_is_rejected(host: Host, publish: Any, part: str) -> None:
     trained = model(1)
     options = {"base": "b1"} if publish is adapter_publisher else {}
     parameter = next(one for name, one in trained.named_parameters() if part in name)
@@ -362,7 +362,7 @@ def test_freed_model_memory_is_refused(host: Host, publish: Any, part: str) -> N
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("change", [*CHANGES.values(), *UNUSED.values()], ids=[*CHANGES, *UNUSED])
-def test_receiver_with_changed_layers_refuses(host: Host, change: Any, mode: Any) -> None:
+def test_receiver_with_different_adapter_layers_raises(host: Host, change: Any, mode: Any) -> None:
     trained, served = model(1), model_of_two(2)
     with (
         adapter_publisher("a", trained, base="b1") as publisher,
@@ -380,7 +380,7 @@ def test_receiver_with_changed_layers_refuses(host: Host, change: Any, mode: Any
         assert torch.equal(logits(served), before)
 
 
-def test_layers_changed_back_are_updated(host: Host) -> None:
+def test_restored_adapter_layers_receive_updates(host: Host) -> None:
     trained, served = model(1), model_of_two(2)
     whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
     with (
@@ -419,7 +419,7 @@ def test_staged_version_is_refused_after_merge(host: Host) -> None:
         assert torch.allclose(logits(served), logits(trained), atol=1e-4)
 
 
-def test_scaled_model_is_refused_immediately(host: Host) -> None:
+def test_scaled_adapter_model_is_rejected_immediately(host: Host) -> None:
     made = model(1)
     scale(made)
     for make in (adapter_publisher, adapter_subscriber):
@@ -430,7 +430,7 @@ def test_scaled_model_is_refused_immediately(host: Host) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_second_rank_refuses_unsynced_restart(host: Host, mode: Any) -> None:
+def test_second_rank_rejects_unsynced_restart(host: Host, mode: Any) -> None:
     with (
         adapter_subscriber("a", model(2), base="b1", mode=mode) as subscriber,
         plain_subscriber("a", base="b1", mode=mode) as other,
@@ -447,7 +447,7 @@ def test_second_rank_refuses_unsynced_restart(host: Host, mode: Any) -> None:
             assert subscriber.version == 1 and other.update().version == 2
 
 
-def test_adapter_directories_follow_peft_and_stay_unchanged(host: Host, tmp_path: Path) -> None:
+def test_adapter_directories_match_peft_and_stay_unchanged(host: Host, tmp_path: Path) -> None:
     trained = model(1)
     with (
         adapter_publisher("team/a", trained, base="b1") as publisher,
@@ -489,7 +489,7 @@ class Engine:
         del self.adapters[name]
 
 
-def test_engine_lists_each_version_under_separate_name(host: Host) -> None:
+def test_engine_lists_each_adapter_version_separately(host: Host) -> None:
     trained, engine, bases = model(1), Engine(), ["b1"]
     with (
         adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
@@ -638,7 +638,7 @@ def test_externally_changed_merged_weights_are_refused(host: Host) -> None:
         assert torch.allclose(logits(here), logits(trained), atol=1e-4)
 
 
-def test_merging_follows_moved_model(host: Host) -> None:
+def test_merging_into_moved_model_succeeds(host: Host) -> None:
     trained, here = model(1), base_model()
     with (
         adapter_publisher("a", trained, base="b1") as publisher,

@@ -257,7 +257,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_storage_registered_in_process_is_used(tensors, installed: Path, tmp_path: Path) -> None:
+def test_storage_registered_in_process_is_read(tensors, installed: Path, tmp_path: Path) -> None:
     # Remove its entry point, so that only the registration makes the scheme known.
     (installed / "extensions-1.0.dist-info" / "entry_points.txt").unlink()
     run(
@@ -325,13 +325,13 @@ def fetch_in_processes(tmp_path: Path, transports: str = '["peek"]') -> dict[str
     return reasons
 
 
-def test_installed_transport_carries_fetch(installed: Path, runtime: str, tmp_path: Path) -> None:
+def test_fetch_uses_installed_transport(installed: Path, runtime: str, tmp_path: Path) -> None:
     """Both ends know the transport by its entry point, and it transfers every byte of a fetch."""
     (path,) = fetch_in_processes(tmp_path)
     assert path.startswith("peek")
 
 
-def test_refusing_transport_falls_back_with_reason(installed: Path, runtime: str, tmp_path: Path) -> None:
+def test_refused_transport_falls_back_with_reason(installed: Path, runtime: str, tmp_path: Path) -> None:
     refuses = 'rank=5, unless_peer=lambda into, source: f"process {source.endpoint} is private")'
     (installed / "peek_transport.py").write_text(PEEK.replace("rank=5)", refuses))
     ((path, why),) = fetch_in_processes(tmp_path, '["peek", "http"]').items()

@@ -35,7 +35,7 @@ def start(options: replica.FleetOptions, uri: str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in replica.tensors(fleet, uri, options, log=LOG)}
 
 
-def test_second_replica_reads_everything_from_first(runtime, tmp_path: Path, caplog) -> None:
+def test_second_replica_reads_all_weights_from_first(runtime, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "engine")
     uri, told = str(tmp_path / "llama"), tmp_path / "drain"
     write_llama(tmp_path / "llama", total_bytes=4 * MIB, shards=2)

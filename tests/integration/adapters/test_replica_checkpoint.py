@@ -60,7 +60,9 @@ def assert_equal(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Ten
     assert all(torch.equal(found[name].view(torch.uint8), true[name].view(torch.uint8)) for name in true)
 
 
-def test_replica_reads_cache_then_storage(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_replica_falls_back_from_cache_to_storage(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     true = ps.load(str(llama), "cpu")
     with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("kept", str(llama))
@@ -86,7 +88,7 @@ def test_replica_serves_weights_unless_disabled(llama: Path, caplog: pytest.LogC
     assert " <- " in caplog.text
 
 
-def test_truncated_shard_yields_no_tensor(llama: Path) -> None:
+def test_truncated_replica_shard_yields_no_tensor(llama: Path) -> None:
     shard = max(llama.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-64])
     tensors = replica.checkpoint(str(llama), None, {}, ALONE, model=str(llama), log=LOG, progress=False)
@@ -140,7 +142,7 @@ def test_replica_joins_hub_from_environment(llama: Path, hub: str, caplog: pytes
     assert " <- " not in caplog.text
 
 
-def test_new_model_weights_replace_former_weights(llama: Path, hub: str) -> None:
+def test_new_model_weights_replace_previous_weights(llama: Path, hub: str) -> None:
     former = read(llama)
     write_llama(llama, total_bytes=4 * MIB, shards=2, seed=1)
     assert_equal(read(llama), ps.load(str(llama), "cpu"))

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5")
 RUN = Path(__file__).resolve().parents[3] / "examples" / "rl" / "run.py"
 
 
-def test_policy_learns_from_its_own_samples(tmp_path: Path) -> None:
+def test_rl_example_engine_matches_trainer_log_probabilities(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "torchrun_grpo", "--engine", "transformers", "--task", "even", "--steps", "12"]
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environ)

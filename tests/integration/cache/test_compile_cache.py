@@ -109,7 +109,7 @@ def test_restore_does_not_import_torch(homes: Homes) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_logged"), [("first", False), ("second", True)])
-def test_tuning_lost_at_other_path_is_logged(
+def test_tuning_lost_through_path_change_is_logged(
     homes: Homes, name: str, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = homes.enter("first")
@@ -133,7 +133,7 @@ def test_tuning_lost_at_other_path_is_logged(
         ({"at": "/nowhere"}, "no bundle in /nowhere"),
     ],
 )
-def test_changed_field_is_reported_and_restores_nothing(homes: Homes, changes: dict[str, object], why: str) -> None:
+def test_changed_key_field_prevents_restore(homes: Homes, changes: dict[str, object], why: str) -> None:
     homes.bake()
     homes.enter("second")
     restored = homes.restore(**changes)
@@ -141,7 +141,7 @@ def test_changed_field_is_reported_and_restores_nothing(homes: Homes, changes: d
     assert read(restored.directory) == {} and os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
 
 
-def test_bundle_from_untrusted_signer_restores_nothing(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
+def test_bundle_from_untrusted_signer_is_not_restored(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
     homes.bake()
     homes.enter("second")
     stranger = homes.directory / "stranger.pem"
@@ -176,7 +176,7 @@ def test_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
 @pytest.mark.parametrize("change", ["missing", "dtype", "shape", "empty"])
-def test_invalid_bundle_file_restores_nothing(homes: Homes, name: str, change: str) -> None:
+def test_invalid_bundle_file_is_not_restored(homes: Homes, name: str, change: str) -> None:
     saved, _ = homes.bake()
     tensors = load_file(saved.uri)
     whole = tensors.pop(name)
@@ -195,7 +195,7 @@ def test_invalid_bundle_file_restores_nothing(homes: Homes, name: str, change: s
 
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
-def test_oversized_bundle_part_is_not_read(homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_bundle_tensor_is_not_read(homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may state any size and a file may be sparse, but unsigned bytes must not fill the memory."""
     saved, _ = homes.bake()
     # The mapped file is rewritten, so copy the tensors.
@@ -223,7 +223,7 @@ def test_oversized_bundle_part_is_not_read(homes: Homes, name: str, monkeypatch:
     assert sum(reads) < 1 << 20
 
 
-def test_content_is_read_after_signature(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_signature_is_checked_before_content(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     read_part, parts = store._read_part, list[str]()
 
@@ -240,7 +240,7 @@ def test_content_is_read_after_signature(homes: Homes, monkeypatch: pytest.Monke
     assert homes.restore().is_found and "content" in parts
 
 
-def test_full_disk_does_not_fail_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_skips_restore(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     homes.enter("second")
     monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
@@ -248,7 +248,7 @@ def test_full_disk_does_not_fail_start(homes: Homes, monkeypatch: pytest.MonkeyP
     assert not restored.is_found and "not enough disk space" in restored.why and read(restored.directory) == {}
 
 
-def test_bundle_added_later_is_found(homes: Homes) -> None:
+def test_bundle_added_after_first_restore_is_found(homes: Homes) -> None:
     home = homes.enter("first")
     empty = homes.restore().directory
     (empty / "inductor" / "locks").mkdir(parents=True)
@@ -284,7 +284,7 @@ def test_directory_writable_by_others_is_refused(homes: Homes) -> None:
         homes.restore()
 
 
-def test_save_needs_private_key_and_restore(homes: Homes) -> None:
+def test_save_without_private_key_or_restore_raises(homes: Homes) -> None:
     homes.enter("first")
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="no private key"):
@@ -370,7 +370,7 @@ def start(homes: Homes, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_killed_restore_leaves_nothing(homes: Homes) -> None:
+def test_killed_restore_leaves_no_partial_directory(homes: Homes) -> None:
     _, files = homes.bake()
     second = homes.enter("second")
     with start(homes, "kill") as killed:
@@ -382,7 +382,7 @@ def test_killed_restore_leaves_nothing(homes: Homes) -> None:
     assert [path for path in second.iterdir() if path.is_dir()] == [restored.directory]
 
 
-def test_processes_on_host_restore_once(homes: Homes) -> None:
+def test_processes_on_host_share_one_restore(homes: Homes) -> None:
     _, files = homes.bake()
     homes.enter("second")
     processes = [start(homes) for _ in range(4)]
@@ -431,7 +431,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_fleet_distributes_bundle(homes: Homes, hub: str) -> None:
+def test_bundle_is_fetched_from_fleet(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     assert homes.restore(connection=hub).source == saved.uri

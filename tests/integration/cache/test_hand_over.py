@@ -100,7 +100,7 @@ def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
     assert found["path"].startswith("shm, mapped: ")
 
 
-def test_cache_keeps_parameters_after_engine_exit() -> None:
+def test_cache_retains_parameters_after_engine_exit() -> None:
     model = make_model()
     with ps.cache.WeightCache(accept=True) as keeper:
         attached = ps.cache.cache_parameters(model, "finished")
@@ -122,7 +122,7 @@ def test_cache_keeps_parameters_after_engine_exit() -> None:
         assert [model.model for model in keeper.models()] == ["finished"]
 
 
-def test_tied_tensors_and_buffers_are_kept() -> None:
+def test_tied_tensors_and_buffers_are_cached() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +158,7 @@ class TiedByMemory(torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_tied_by_memory_are_kept(device: str) -> None:
+def test_tensors_sharing_memory_stay_tied_in_cache(device: str) -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         model = TiedByMemory()
         wanted, objects = model.embed.weight.detach().clone(), list(model.parameters())
@@ -177,7 +177,7 @@ def test_tensors_tied_by_memory_are_kept(device: str) -> None:
         gc.collect()
 
 
-def test_unbindable_model_is_not_kept() -> None:
+def test_model_with_changing_tensors_is_not_cached() -> None:
     class Other(torch.nn.Linear):
         """A module whose second and later state dicts have an additional tensor."""
 
@@ -217,7 +217,7 @@ def test_full_cache_error_states_needed_bytes() -> None:
     assert model[0].weight.data_ptr() == own
 
 
-def test_conflicting_bytes_under_taken_name_are_refused() -> None:
+def test_different_parameters_under_same_name_are_rejected() -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         first = ps.cache.cache_parameters(make_model(0), "finished")
         with pytest.raises(OperationFailed, match="already kept with different bytes"):
@@ -229,7 +229,7 @@ def test_conflicting_bytes_under_taken_name_are_refused() -> None:
         second.close()
 
 
-def test_concurrent_engines_keep_one_copy() -> None:
+def test_concurrent_engines_share_one_cached_copy() -> None:
     results: list[torch.Tensor] = []
     with ps.cache.WeightCache(accept=True) as keeper:
         # Create the models here, because threads share the seed.
@@ -252,7 +252,7 @@ def test_concurrent_engines_keep_one_copy() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_engine_leaves_no_cached_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "4")
     code = (
         "import torch, penstock as ps; from penstock.cache import engine_parameters as h; import os, signal\n"
@@ -278,7 +278,7 @@ def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "other" in [model.model for model in keeper.models()]
 
 
-def test_killed_cache_keeps_engine_working(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_continues_after_cache_is_killed(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     own, wanted = model[0].weight.data_ptr(), answer(model)
     real = handing._ask
@@ -315,7 +315,7 @@ def test_unsupported_parameters_are_refused() -> None:
         assert keeper.models() == []
 
 
-def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caching_request_without_offered_parameters_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         server = handing._cache_of(torch.device("cpu"))
@@ -343,7 +343,9 @@ def test_corruption_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
-def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transformers_parameters_are_attached_by_next_process(
+    save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "penstock.transformers")
     directory = save(tmp_path / "model")
     # Without digests a copy of the files would be a different model.
@@ -382,7 +384,7 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
         gc.collect()
 
 
-def test_second_checkpoint_may_use_same_name(tmp_path: Path) -> None:
+def test_second_checkpoint_is_cached_under_same_name(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
     with ps.cache.WeightCache(accept=True) as keeper:

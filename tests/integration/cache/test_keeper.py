@@ -82,7 +82,7 @@ def test_consecutive_engines_attach_same_memory(keeper, wanted) -> None:
     assert keeper.process.poll() is None
 
 
-def test_engine_writes_are_private(keeper, wanted) -> None:
+def test_engine_writes_do_not_change_cache(keeper, wanted) -> None:
     first, second = ps.cache.attach("llama", verify=False), ps.cache.attach("llama")
     assert second.report.verified and not first.report.verified
     first["model.norm.weight"].zero_()
@@ -91,7 +91,7 @@ def test_engine_writes_are_private(keeper, wanted) -> None:
     assert_same(ps.cache.attach("llama"), wanted)
 
 
-def test_module_uses_kept_memory(keeper, wanted) -> None:
+def test_attached_module_uses_cache_memory(keeper, wanted) -> None:
     class Part(torch.nn.Module):
         def __init__(self, device: str) -> None:
             super().__init__()
@@ -178,7 +178,7 @@ def test_stopping_cache_waits_for_its_engine(keeper, wanted) -> None:
     assert_same(attached, wanted)  # mapped host memory stays valid
 
 
-def test_killed_cache_is_reported_as_lost(keeper, wanted) -> None:
+def test_killed_cache_raises_peer_lost(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGKILL)
     keeper.process.wait(timeout=20)
@@ -205,7 +205,7 @@ def test_several_models_share_memory_limit(llama, wanted, tmp_path) -> None:
         assert [model.model for model in keeper.models()] == ["llama", "draft"]
 
 
-def test_attached_model_is_not_dropped(llama) -> None:
+def test_dropping_attached_model_raises(llama) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         attached = ps.cache.attach("llama")
@@ -228,7 +228,7 @@ def test_attached_model_is_not_dropped(llama) -> None:
             keeper.drop("llama")
 
 
-def test_two_revisions_are_kept_together(llama, wanted, tmp_path) -> None:
+def test_cache_holds_two_revisions_of_model(llama, wanted, tmp_path) -> None:
     write_llama(tmp_path / "new", total_bytes=30_000_000, seed=3)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
@@ -257,7 +257,7 @@ def test_attached_engine_uses_no_reader_slot(llama, wanted) -> None:
         del engines
 
 
-def test_forked_child_keeps_parent_lease(keeper) -> None:
+def test_closing_in_forked_child_keeps_parent_lease(keeper) -> None:
     attached = ps.cache.attach("llama")
     child = os.fork()
     if child == 0:
@@ -268,7 +268,7 @@ def test_forked_child_keeps_parent_lease(keeper) -> None:
     assert attached.lease_state == "kept"
 
 
-def test_keep_command_explains_errors(llama, tmp_path) -> None:
+def test_keep_command_reports_invalid_arguments(llama, tmp_path) -> None:
     with pytest.raises(ChildProcessError, match="BudgetTooSmall"):
         KeeperProcess([str(llama), "--memory-bytes", "1M"])
     with pytest.raises(ChildProcessError, match="NotFound"):

@@ -119,7 +119,7 @@ def test_fetch_promotes_demoted_model(models, wanted, tmp_path) -> None:
         assert tiers(keeper) == {"a": "host", "b": "disk"}
 
 
-def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
+def test_too_small_disk_tier_rereads_source(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
         for name, directory in models.items():
             keeper.keep(name, directory)
@@ -136,7 +136,7 @@ def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
 
-def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> None:
+def test_full_disk_tier_rereads_source(models, wanted, small_disk, caplog) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # without a known limit
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
@@ -149,7 +149,7 @@ def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> Non
         assert keeper.stats().tiers["disk"].used_bytes == 0
 
 
-def test_missing_source_keeps_model_listed(models, wanted, tmp_path) -> None:
+def test_model_with_missing_source_stays_listed(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
@@ -209,7 +209,7 @@ def test_corrupt_memory_without_source_is_not_demoted(models, tmp_path) -> None:
         keeper.check()
 
 
-def test_demoted_model_is_dropped(models, tmp_path) -> None:
+def test_dropping_demoted_model_frees_memory(models, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
@@ -221,7 +221,7 @@ def test_demoted_model_is_dropped(models, tmp_path) -> None:
             ps.cache.attach("a", timeout_s=0.0)
 
 
-def test_alternating_engines_always_get_correct_bytes(models, wanted, tmp_path) -> None:
+def test_alternating_engines_always_receive_correct_bytes(models, wanted, tmp_path) -> None:
     faults: list[BaseException] = []
 
     def engine(name: str) -> None:
@@ -246,7 +246,7 @@ def test_alternating_engines_always_get_correct_bytes(models, wanted, tmp_path) 
         assert keeper.stats().tiers["host"].peak_bytes <= BOUND
 
 
-def test_demotion_needs_memory_limit_and_directory(tmp_path) -> None:
+def test_demotion_without_limit_or_directory_raises(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="require memory_bytes"):
         ps.cache.WeightCache(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="are in host memory"):
@@ -258,7 +258,7 @@ def test_demotion_needs_memory_limit_and_directory(tmp_path) -> None:
         ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file").open()
 
 
-def test_command_keeps_models_beyond_memory(models, wanted, tmp_path) -> None:
+def test_keep_command_demotes_models_beyond_memory(models, wanted, tmp_path) -> None:
     uris = [str(models[name]) for name in ("a", "b")]
     bounds = ["--memory-bytes", str(BOUND), "--disk", str(tmp_path)]
     with KeeperProcess([*uris, *bounds]) as keeper:

@@ -140,7 +140,7 @@ def test_force_replaces_only_weight_sets(kind: str, small_checkpoint: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_force_replaces_link_and_keeps_target(small_checkpoint: Path, other: Path, tmp_path: Path) -> None:
+def test_force_replaces_symlink_and_keeps_target(small_checkpoint: Path, other: Path, tmp_path: Path) -> None:
     write(small_checkpoint, tmp_path / "v1")
     (tmp_path / "current").symlink_to("v1")
     write(other, tmp_path / "current", replace=True)
@@ -149,7 +149,7 @@ def test_force_replaces_link_and_keeps_target(small_checkpoint: Path, other: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
 
 
-def test_force_refuses_source_and_object_store(small_checkpoint: Path, tmp_path: Path) -> None:
+def test_force_cannot_replace_source_or_object_store(small_checkpoint: Path, tmp_path: Path) -> None:
     write(small_checkpoint, tmp_path / "out")
     with pytest.raises(ConfigError, match="the destination is the source"):
         ps.convert(tmp_path / "out", tmp_path / "out", to="cast:F32", workers=1, replace=True)
@@ -253,7 +253,9 @@ def test_status_fits_resized_terminal(small_checkpoint: Path, fork_server: ForkS
 
 
 @pytest.mark.parametrize("command", ["convert", "fetch", "storage-initializer"])
-def test_empty_mount_point_is_filled(command: str, small_checkpoint: Path, small_disk: Callable[[int], Path]) -> None:
+def test_conversion_fills_empty_mount_point(
+    command: str, small_checkpoint: Path, small_disk: Callable[[int], Path]
+) -> None:
     disk = small_disk(64 << 20)
     # An empty volume of ext4 has this directory.
     (disk / "lost+found").mkdir()
@@ -272,7 +274,9 @@ def test_empty_mount_point_is_filled(command: str, small_checkpoint: Path, small
         assert ps.verify(disk, progress=False).verified
 
 
-def test_bind_mount_on_same_filesystem_is_filled(small_checkpoint: Path, small_disk: Callable[[int], Path]) -> None:
+def test_conversion_fills_bind_mount_on_same_filesystem(
+    small_checkpoint: Path, small_disk: Callable[[int], Path]
+) -> None:
     disk = small_disk(64 << 20)
     (disk / "a b").mkdir()
     (disk / "volume").mkdir()

@@ -57,7 +57,7 @@ def command(*arguments: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_pulled_weights_match_held_weights(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
+def test_pulled_weights_match_holder_weights(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(to_files, "SHARD_BYTES", 7_000_000)
     assert command("llama", "--to", tmp_path / "out", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
@@ -110,14 +110,14 @@ def test_pull_reports_that_small_files_are_missing(keeper, tmp_path, capsys) -> 
     assert "only weights" not in capsys.readouterr().out
 
 
-def test_unheld_model_needs_fallback_to_storage(tmp_path, capsys) -> None:
+def test_pull_without_holder_or_fallback_raises(tmp_path, capsys) -> None:
     assert command("org/name", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback org/name " in capsys.readouterr().err
     assert command("llama", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback URI " in capsys.readouterr().err
 
 
-def test_holder_with_different_key_is_named(tmp_path, llama, capsys) -> None:
+def test_pull_report_names_holder_with_different_key(tmp_path, llama, capsys) -> None:
     with ps.join("m") as holder:
         holder.offer(ps.load(llama))
         assert command("m", "--device", "cpu", "--fallback", llama, "--format", "json") == 0
@@ -127,7 +127,7 @@ def test_holder_with_different_key_is_named(tmp_path, llama, capsys) -> None:
 
 
 @pytest.mark.parametrize("to", [True, False])
-def test_missing_hub_reads_fallback(to, llama, tmp_path, capsys) -> None:
+def test_pull_without_hub_reads_fallback(to, llama, tmp_path, capsys) -> None:
     where = ["--to", tmp_path / "out"] if to else ["--device", "cpu"]
     words = ["--hub", "http://127.0.0.1:9", "--timeout-s", "0.5", "--fallback", llama, "--format", "json"]
     assert command("llama", *where, *words) == 0
@@ -138,7 +138,7 @@ def test_missing_hub_reads_fallback(to, llama, tmp_path, capsys) -> None:
         assert_same(by_safetensors(tmp_path / "out"), by_safetensors(llama))
 
 
-def test_missing_hub_without_fallback_is_explained(llama, capsys) -> None:
+def test_pull_without_hub_or_fallback_raises(llama, capsys) -> None:
     begun = time.monotonic()
     assert command("llama", "--device", "cpu", "--hub", "http://127.0.0.1:9", "--timeout-s", "0.5") == 3
     assert time.monotonic() - begun < 5
@@ -149,7 +149,7 @@ def test_missing_hub_without_fallback_is_explained(llama, capsys) -> None:
     assert "accepted the connection and sent no answer for 0.5" in capsys.readouterr().err
 
 
-def test_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
+def test_revision_is_identical_in_every_report(keeper, llama, tmp_path, capsys) -> None:
     """Without a manifest the revision that members compare is a digest of the files."""
     (kept,) = keeper.models()
     word = kept.revision

@@ -94,7 +94,7 @@ def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
     watched.communicate(timeout=20)
 
 
-def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> None:
+def test_invalid_hub_options_raise_with_hint(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
         (["--listen", "0.0.0.0:0"], "could use the hub unauthenticated"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
@@ -109,7 +109,7 @@ def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> Non
     assert done.returncode == 2 and "not the address of a hub" in done.stderr
 
 
-def test_local_hub_needs_no_options(tmp_path_factory, monkeypatch, penstock: Run) -> None:
+def test_local_hub_starts_without_options(tmp_path_factory, monkeypatch, penstock: Run) -> None:
     place = tmp_path_factory.mktemp("run")
     os.chmod(place, 0o700)
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))

@@ -39,7 +39,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_progress_bar_ends_at_100_percent(
+def test_last_progress_bar_shows_100_percent(
     name: str, checkpoint_with_manifest: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     words = COMMANDS[name].format(sealed=checkpoint_with_manifest, tmp=tmp_path).split()
@@ -51,7 +51,7 @@ def test_progress_bar_ends_at_100_percent(
         assert len(bars) == (3 if name == "bench load" else 1)
 
 
-def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> None:
+def test_progress_bars_of_processes_are_not_mixed(fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["bench", "fetch", "--total-gb", "0.001", "--receivers", "1", "--repeat", "2"])
         assert terminal.end() == 0, terminal.text
@@ -59,7 +59,7 @@ def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> N
         assert bar.startswith("fetch ") and ENDED.search(bar) and "2 fetches" in bar
 
 
-def test_keep_command_shows_bar(checkpoint_with_manifest: Path, fork_server: ForkServer) -> None:
+def test_keep_command_shows_progress_bar(checkpoint_with_manifest: Path, fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["cache", str(checkpoint_with_manifest), "--model", "m"])
         terminal.until(lambda: "Stop with SIGTERM or Ctrl-C" in terminal.text)
@@ -84,7 +84,7 @@ def test_running_load_shows_rate_and_time(columns: int, small_checkpoint: Path, 
         assert ENDED.search(end if columns == 120 else end.partition("  ")[0]), terminal.text
 
 
-def test_interrupt_clears_bar(small_checkpoint: Path, fork_server: ForkServer) -> None:
+def test_interrupt_clears_progress_bar(small_checkpoint: Path, fork_server: ForkServer) -> None:
     with RangeServer(small_checkpoint, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
         # Use small chunks, because an interrupted load waits for running reads.
         terminal.fork(
@@ -96,7 +96,7 @@ def test_interrupt_clears_bar(small_checkpoint: Path, fork_server: ForkServer) -
         assert terminal.lines == []
 
 
-def test_wait_for_holder_counts_seconds(fork_server: ForkServer) -> None:
+def test_progress_shows_seconds_waiting_for_holder(fork_server: ForkServer) -> None:
     with Terminal() as terminal:
         terminal.fork(fork_server, ["fetch", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)

@@ -76,7 +76,7 @@ def environ(s3: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environ")
-def test_s3_pairs_are_copied_and_verified(
+def test_initializer_copies_and_verifies_s3_pairs(
     s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     source = upload(s3, model, "llama")
@@ -100,7 +100,7 @@ def test_s3_pairs_are_copied_and_verified(
 
 
 @pytest.mark.usefixtures("environ")
-def test_damaged_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_corrupt_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     source = upload(s3, model, "damaged")
     shard = next(model.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -191,7 +191,7 @@ def test_weights_and_small_files_have_one_commit(
     assert (tmp_path / "out" / "config.json").read_bytes() == files["config.json"]
 
 
-def test_missing_hub_is_reported_and_storage_read(
+def test_missing_hub_is_reported_before_reading_storage(
     runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     gone = f"unix://{runtime}/gone.sock"
@@ -201,7 +201,9 @@ def test_missing_hub_is_reported_and_storage_read(
     assert contents(tmp_path / "out") == contents(model)
 
 
-def test_foreign_weights_at_destination_are_not_mixed(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_initializer_rejects_destination_with_foreign_weights(
+    model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "model-00001-of-00009.safetensors").write_bytes(b"another model")
@@ -228,7 +230,7 @@ def test_failure_removes_created_directory(model: Path, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_source_links_are_followed_once(tmp_path: Path) -> None:
+def test_source_symlinks_are_resolved_once(tmp_path: Path) -> None:
     source, shared = tmp_path / "source", tmp_path / "shared"
     write_llama(source, total_bytes=100_000, shards=1)
     shared.mkdir()

@@ -70,7 +70,7 @@ class Configured(CopyOperation):
 
 
 @pytest.mark.parametrize("gives", ["raises", "list", "object"])
-def test_error_names_failing_operation_before_reading(gives: str, tmp_path: Path) -> None:
+def test_failing_operation_config_raises_before_reading(gives: str, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source"), list[int]()
     word = {"op": "function", "function": f"{__name__}:Configured", "gives": gives}
     with pytest.raises(OperationFailed, match=r"config\(\) failed on config.json") as caught:
@@ -79,7 +79,7 @@ def test_error_names_failing_operation_before_reading(gives: str, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_tokenizer_and_code_are_copied_without_foreign_weights(tmp_path: Path) -> None:
+def test_tokenizer_is_copied_without_foreign_weights(tmp_path: Path) -> None:
     source = write(tmp_path / "source", json.dumps({"model_type": "own"}).encode())
     for name in BESIDE + NOT_COPIED:
         (source / name).write_bytes(name.encode())
@@ -108,7 +108,7 @@ def test_second_model_copy_is_skipped_and_reported(shards: int, tmp_path: Path) 
     assert set(penstock.load(alone)) == {"layers.0.a"}
 
 
-def test_truncated_source_leaves_nothing(tmp_path: Path) -> None:
+def test_truncated_source_leaves_no_files(tmp_path: Path) -> None:
     source = write(tmp_path / "source", count=16)
 
     def cut(done: int, total: int) -> None:
@@ -166,7 +166,7 @@ def test_infinity_and_nan_in_config_are_copied(given: dict[str, Any], tmp_path: 
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == ODD
 
 
-def test_infinity_in_adapter_config_is_read(tmp_path: Path) -> None:
+def test_infinity_in_adapter_config_is_parsed(tmp_path: Path) -> None:
     base = write(tmp_path / "base", b'{"quantization_config": {"quant_method": "fp8", "limit": NaN, "top": Infinity}}')
     codes = torch.full((128, 128), 8.0).to(torch.float8_e4m3fn)
     save_file({"a.weight": codes, "a.weight_scale": torch.tensor(0.5)}, base / "model.safetensors")
@@ -180,7 +180,7 @@ def test_infinity_in_adapter_config_is_read(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_index_with_nan_and_bom_is_read(tmp_path: Path) -> None:
+def test_index_with_nan_or_bom_is_parsed(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     names = list(by_safetensors(source))
     index = {
@@ -289,7 +289,7 @@ def test_symlinks_and_special_files_are_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["a broken link", "not a regular file"])
-def test_invalid_tokenizer_stops_conversion_before_reading(odd: str, tmp_path: Path) -> None:
+def test_invalid_tokenizer_fails_conversion_before_reading(odd: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     if "link" in odd:
         (source / "tokenizer.json").symlink_to("nowhere")
@@ -324,7 +324,7 @@ def test_report_lists_large_folder_once(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "a" / "7.txt").exists()
 
 
-def test_tilde_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_path_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
@@ -373,7 +373,7 @@ def test_directory_url_reports_unlisted_folders(tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").is_file() and not (tmp_path / "out/1_Pooling").exists()
 
 
-def test_file_metadata_is_kept_while_valid(tmp_path: Path) -> None:
+def test_still_valid_file_metadata_is_copied(tmp_path: Path) -> None:
     source = tmp_path / "flux.safetensors"
     layers = json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})
     told = {

@@ -133,7 +133,7 @@ def output(directory: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(directory).items() if name != "penstock.job"}
 
 
-def test_killed_workers_lose_only_their_tasks(source, expected, tmp_path):
+def test_killed_workers_repeat_only_their_tasks(source, expected, tmp_path):
     with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
         workers = WorkerSettings(num_workers=2, launcher=launcher)
         report = run(source, tmp_path / "out", SLOWER, workers=workers, progress=launcher.strike)
@@ -142,7 +142,7 @@ def test_killed_workers_lose_only_their_tasks(source, expected, tmp_path):
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
 
 
-def test_stopped_worker_is_replaced_and_its_tasks_repeated(source, expected, tmp_path, monkeypatch):
+def test_tasks_of_stopped_worker_are_repeated(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with Hostile([signal.SIGSTOP]) as launcher:
         run(
@@ -232,7 +232,7 @@ def test_gpus_are_counted_like_torch(monkeypatch):
         launcher.gpus()
 
 
-def test_prewarmed_gpu_processes_exit_without_gpu(source, expected, tmp_path, monkeypatch):
+def test_prewarmed_gpu_processes_exit_if_unused(source, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("penstock_convert.workers.launch.num_prewarmed", lambda devices, workers: 2)
     monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
@@ -286,7 +286,7 @@ def damage(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("harm", [damage, lambda path, at: path.unlink(), os.truncate], ids=["byte", "gone", "short"])
-def test_killed_job_resumes(source, expected, tmp_path, harm):
+def test_killed_conversion_resumes_remaining_tasks(source, expected, tmp_path, harm):
     into = tmp_path / "out"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(source), str(into), json.dumps(TOLD)],
@@ -308,7 +308,7 @@ def test_killed_job_resumes(source, expected, tmp_path, harm):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_changed_source_stops_conversion(source, tmp_path):
+def test_changed_source_fails_conversion(source, tmp_path):
     copy = tmp_path / "source"
     write_llama(copy, total_bytes=24_000_000)
     path = next(copy.glob("*.safetensors"))
@@ -325,7 +325,7 @@ def test_changed_source_stops_conversion(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_truncated_source_leaves_nothing(tmp_path):
+def test_truncated_source_leaves_no_files(tmp_path):
     copy = tmp_path / "source"
     write_llama(copy, total_bytes=24_000_000)
     path = next(copy.glob("*.safetensors"))
@@ -348,7 +348,7 @@ def test_existing_destination_is_not_overwritten(source, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_invalid_destination_or_device_is_rejected_before_reading(source, tmp_path):
+def test_invalid_destination_or_device_raises_before_reading(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DestinationError):
         run(source, tmp_path / "file" / "out")
@@ -388,7 +388,7 @@ def test_dtypes_unsupported_by_torch_are_copied(words, tmp_path):
     assert penstock.verify(tmp_path / "out").verified
 
 
-def test_cast_keeps_uncastable_tensors(tmp_path):
+def test_cast_copies_uncastable_tensors_unchanged(tmp_path):
     made = every_dtype(tmp_path / "all.safetensors")
     convert(tmp_path / "all.safetensors", tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     (file,) = (tmp_path / "out").glob("*.safetensors")

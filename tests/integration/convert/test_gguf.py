@@ -125,7 +125,7 @@ def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F16"])
-def test_safetensors_become_gguf(llama: Path, tmp_path: Path, kind: str) -> None:
+def test_safetensors_are_converted_to_gguf(llama: Path, tmp_path: Path, kind: str) -> None:
     operation = {"op": "gguf", "type": kind, "architecture": "llama"}
     out = (
         convert(

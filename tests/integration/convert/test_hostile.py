@@ -67,7 +67,7 @@ def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("no_tensor", "returned NoneType, not "),
     ],
 )
-def test_error_names_misbehaving_function(
+def test_failing_user_function_error_names_function(
     function: str, says: str, fork_server: ForkServer, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"tests.support.jobs:{function}"}
@@ -122,7 +122,7 @@ class Visited(LocalLauncher):
         super().spawn(worker, device, address, secret)
 
 
-def test_guessed_secret_is_refused(small_checkpoint: Path, tmp_path: Path) -> None:
+def test_connection_with_wrong_secret_is_rejected(small_checkpoint: Path, tmp_path: Path) -> None:
     with Visited() as launcher:
         convert_as(small_checkpoint, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
         with pytest.raises(PeerLost):
@@ -186,7 +186,7 @@ class Lost(Closeable):
             wire.close()
 
 
-def test_lost_worker_blames_its_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_crash_error_names_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named.py").write_text(NAMED)
     monkeypatch.syspath_prepend(tmp_path)
     write_file(tmp_path / "one.safetensors", {name: (DType.F32, (1 << 16,), bytes(1 << 18)) for name in "abcdefgh"})
@@ -278,7 +278,7 @@ def test_concurrent_runs_of_job_are_rejected(small_checkpoint, expected, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_terminated_command_ends_its_workers(number, small_checkpoint, tmp_path) -> None:
+def test_terminated_command_stops_its_workers(number, small_checkpoint, tmp_path) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "convert", str(small_checkpoint), str(tmp_path / "out")]
     command += ["--devices", "cpu", "--workers", "2", "--op", "tests.support.jobs:hangs"]  # it does not end before
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -364,7 +364,7 @@ def test_conversion_resumes_after_store_failure(small_checkpoint, expected, tmp_
     assert penstock.verify(into, storage_options=second.storage_options).verified
 
 
-def test_trace_shows_concurrent_work_of_both_workers(small_checkpoint, tmp_path) -> None:
+def test_trace_records_concurrent_work_of_workers(small_checkpoint, tmp_path) -> None:
     word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
     report = convert_as(

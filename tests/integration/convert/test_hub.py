@@ -66,7 +66,7 @@ class Recorder:
         return put
 
 
-def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
+def test_last_reported_state_is_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
     settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen)
     report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
@@ -86,7 +86,7 @@ def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
 
 
-def test_hub_shows_stopped_worker_late_and_killed_worker_lost(source: Path, tmp_path: Path) -> None:
+def test_hub_shows_late_and_lost_workers(source: Path, tmp_path: Path) -> None:
     stopped: list[str] = []
     late: list[JobState] = []
 
@@ -117,7 +117,7 @@ def test_hub_shows_stopped_worker_late_and_killed_worker_lost(source: Path, tmp_
     assert last.num_reassigned + last.num_duplicated > 0
 
 
-def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_hub_lists_conversion_until_it_finishes(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=HubReporter(connection))
     ran: list[JobState] = []
@@ -138,7 +138,7 @@ def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_pa
     assert ps.hub.status("llama", connection=limited).jobs == ()
 
 
-def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_hub_lists_conversion_error_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     settings = penstock_convert.WorkerSettings(num_workers=1, task_bytes="1M", observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]
@@ -151,7 +151,7 @@ def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("token", [TOKEN, "not-a-token-of-this-hub", LIMITED])
-def test_missing_or_refusing_hub_is_logged_once(
+def test_unavailable_hub_is_logged_once(
     hub: HubThread, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:
     """The hub is away if the token is valid, because it is stopped first."""
@@ -169,7 +169,7 @@ def test_missing_or_refusing_hub_is_logged_once(
     assert len(logged) == 1 and "conversion" in logged[0].getMessage()
 
 
-def test_command_reports_to_hub(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_convert_command_reports_to_hub(hub: HubThread, source: Path, tmp_path: Path) -> None:
     hub_options = ["--hub", hub.url, "--token-file", str(tmp_path / "tokens")]
     options = ["--to", "cast:F32", "--devices", "cpu", "--workers", "1", "--format", "json", *hub_options]
     ended = command("convert", str(source), str(tmp_path / "out"), *options)

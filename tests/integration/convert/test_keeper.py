@@ -124,7 +124,7 @@ def test_converted_model_moves_between_memory_tiers(source: Path, told, wanted, 
         assert [one.model for one in keeper.models()] == ["f32", "plain"]
 
 
-def test_failed_conversion_leaves_nothing(source: Path, told, wanted) -> None:
+def test_failed_conversion_leaves_no_cached_model(source: Path, told, wanted) -> None:
     _, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.cache.WeightCache(memory_bytes=nbytes) as keeper:

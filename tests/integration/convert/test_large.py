@@ -60,7 +60,7 @@ def single(memory_bytes: int | str) -> WorkerSettings:
 
 
 @pytest.mark.parametrize("case", MERGES)
-def test_tensor_above_memory_limit_merges_bitwise_equal(case: str, models: list[Path], tmp_path: Path) -> None:
+def test_tensor_above_memory_limit_merges_bit_identically(case: str, models: list[Path], tmp_path: Path) -> None:
     count, words = MERGES[case]
     told = {"devices": "cpu"} | words
     whole = convert(models[:count], tmp_path / "whole", workers=single(LARGE), **told)
@@ -70,7 +70,7 @@ def test_tensor_above_memory_limit_merges_bitwise_equal(case: str, models: list[
     assert penstock.verify(tmp_path / "parts").verified
 
 
-def test_task_size_follows_memory_limit(models: list[Path], tmp_path: Path) -> None:
+def test_task_size_is_limited_by_memory(models: list[Path], tmp_path: Path) -> None:
     report = convert(
         models[:2],
         tmp_path / "out",

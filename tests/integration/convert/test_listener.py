@@ -161,7 +161,7 @@ class Newer(LocalLauncher):
             sock.close()
 
 
-def test_worker_with_different_protocol_ends_job(small_checkpoint: Path, tmp_path: Path) -> None:
+def test_worker_with_different_protocol_fails_job(small_checkpoint: Path, tmp_path: Path) -> None:
     expected = rf"worker w0 speaks job protocol 2.0, the coordinator speaks {messages.JOB_PROTOCOL}"
     with Newer() as launcher, pytest.raises(PlanError, match=expected):
         convert_as(small_checkpoint, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)

@@ -65,7 +65,7 @@ def one_by_one(
     return convert(sources, into, operations=words, devices="cpu", workers=workers, **more)
 
 
-def test_adapter_uses_its_own_config(model, tmp_path):
+def test_adapter_conversion_reads_adapter_config(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     a, b = torch.randn(4, 512), torch.randn(1024, 4)
     pair = {"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b}
@@ -119,7 +119,7 @@ def test_wrong_rank_order_or_count_is_rejected(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_follow_vllm_layout(model, tmp_path):
+def test_resharded_ranks_match_vllm_layout(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     into = tmp_path / "out"
     one_by_one(base, into, {"op": "reshard", "to": 2, "layout": "vllm"})
@@ -158,7 +158,7 @@ def test_applied_delta_equals_new_version(model, tmp_path, digested):
     assert are_equal(read(tmp_path / "again"), model)
 
 
-def test_documented_operation_works(tmp_path, monkeypatch):
+def test_documented_operation_converts_model(tmp_path, monkeypatch):
     root = Path(__file__).resolve().parents[3]
     source = (root / "examples" / "fold_norms.py").read_text()
     assert source.partition("\n\n")[2] in (root / "docs" / "convert" / "convert-functions.md").read_text()

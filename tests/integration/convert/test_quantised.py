@@ -195,7 +195,7 @@ def test_unknown_quantisation_is_refused_before_writing(llama: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("op", [{"op": "average"}, {"op": "slerp", "t": 0.5}, {"op": "ties", "density": 0.5}])
-def test_quantised_sources_merge_by_value(op: dict[str, object], llama: Path, tmp_path: Path) -> None:
+def test_quantised_sources_are_dequantised_before_merge(op: dict[str, object], llama: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
     sources = [rewrite(one, tmp_path / f"{one.name}-fp8", qwen3, QWEN3) for one in (llama, other)]
     plain = [convert_into(one, tmp_path / f"{one.name}-plain", {"op": "dequantise"}) for one in sources]
@@ -228,7 +228,7 @@ def test_stored_model_loads_in_transformers(tied: bool, to: str, tmp_path: Path)
     assert (logits(stored) - logits(plain)).abs().max() < (0.1 if to == "fp8-channel" else 0.02)
 
 
-def test_gpt2_is_refused_for_input_major_weights(tmp_path: Path) -> None:
+def test_gpt2_with_input_major_weights_is_rejected(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=320, n_embd=64, n_layer=1, n_head=2, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     for to in ("fp8-block128", "fp8-channel"):
@@ -324,7 +324,7 @@ def write_gpt_oss(directory: Path) -> Path:
     return directory
 
 
-def test_gpt_oss_matches_transformers(tmp_path: Path) -> None:
+def test_dequantised_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     source = write_gpt_oss(tmp_path / "gpt-oss")
@@ -339,7 +339,7 @@ def test_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     assert torch.equal(logits(result), logits(source))
 
 
-def test_mistral_config_describes_result(llama: Path, tmp_path: Path) -> None:
+def test_mistral_config_describes_converted_format(llama: Path, tmp_path: Path) -> None:
     def mistral(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scale = blocks(weight, *weight.shape)
         parts = {"weight": codes, "qscale_weight": scale.float().reshape(()), "qscale_act": torch.tensor(1.0)}
@@ -367,7 +367,7 @@ def test_mistral_config_describes_result(llama: Path, tmp_path: Path) -> None:
         convert_into(source, tmp_path / "refused", {"op": "dequantise"})
 
 
-def test_torchao_metadata_follows_the_codes(tmp_path: Path) -> None:
+def test_torchao_metadata_describes_converted_tensors(tmp_path: Path) -> None:
     def described(kind: str) -> str:
         return json.dumps({"_type": kind, "_data": {"dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}})
 

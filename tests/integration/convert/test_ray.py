@@ -104,7 +104,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_dead_ray_node_loses_only_its_tasks(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_dead_ray_node_repeats_only_its_tasks(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=24_000_000)
     convert_as(tmp_path / "source", tmp_path / "expected", workers=1, **TOLD)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "source"), str(tmp_path / "out"), json.dumps(TOLD)]
@@ -117,7 +117,7 @@ def test_dead_ray_node_loses_only_its_tasks(tmp_path: Path, environ: dict[str, s
 
 
 @long_running
-def test_json_output_stays_clean_with_ray(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_ray_log_lines_stay_out_of_json(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=2_000_000)
     words = ["--to", "cast:F32", "--workers", "1", "--devices", "cpu", "--format", "json"]
     command = [sys.executable, "-c", COMMAND, str(tmp_path / "source"), str(tmp_path / "out"), *words]

@@ -55,7 +55,9 @@ def damaged(source: Path, into: Path) -> Path:
         (["bare", "sealed"], {"operations": [{"op": "average"}]}),
     ],
 )
-def test_flipped_bit_fails_job(names: list[str], told: Mapping[str, Any], sources: Path, tmp_path: Path) -> None:
+def test_flipped_source_bit_fails_conversion(
+    names: list[str], told: Mapping[str, Any], sources: Path, tmp_path: Path
+) -> None:
     path = damaged(sources / names[-1], tmp_path / "damaged")
     places = [*(sources / name for name in names[:-1]), path.parent]
     with pytest.raises(IntegrityError) as caught:
@@ -78,7 +80,7 @@ def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
     assert penstock.verify(tmp_path / "two").verified
 
 
-def test_disabled_verification_is_skipped(sources: Path, tmp_path: Path) -> None:
+def test_disabled_verification_checks_no_bytes(sources: Path, tmp_path: Path) -> None:
     path = damaged(sources / "sealed", tmp_path / "damaged")
     report = convert_as(path.parent, tmp_path / "out", verify=False, **TOLD)
     assert (report.verified, report.verified_bytes, report.why) == (False, 0, "verify=False")

@@ -126,7 +126,7 @@ def empty_like(directory: Path) -> dict[str, Any]:
     return state
 
 
-def test_own_format_matches_torch_reader(own: Path) -> None:
+def test_dcp_checkpoint_loads_like_torch_reader(own: Path) -> None:
     mine, theirs = odd_state(2), odd_state(2)
     dcp.load(mine, storage_reader=CheckpointReader(own))
     dcp.load(theirs, checkpoint_id=own)
@@ -154,7 +154,7 @@ def test_metadata_pickled_by_older_python_is_read(own: Path, tmp_path: Path) -> 
     assert bits(state) == bits(odd_state(1))
 
 
-def test_tensors_are_filled_in_place_once(own: Path) -> None:
+def test_each_target_tensor_is_written_once(own: Path) -> None:
     state = odd_state(2)
     before = {name: tensor.data_ptr() for name, tensor in state["model"].items()}
     reader = CheckpointReader(own)
@@ -230,7 +230,7 @@ def odd_targets(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_local_files_fill_each_kind_of_target(
+def test_local_checkpoint_loads_into_every_target_kind(
     llama: Path, threads: str, is_cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_FETCH_THREADS", threads)
@@ -250,7 +250,7 @@ def test_local_files_fill_each_kind_of_target(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_error_names_truncated_file(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_truncated_checkpoint_error_names_file(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -374,7 +374,7 @@ def load_half(rank: int, world_size: int, url: str) -> Any:
     return reader.reports[0].read_bytes, sum(tensor.to_local().nbytes for tensor in state.values())
 
 
-def test_rank_reads_only_its_bytes(tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=4, hidden=512, vocab=512, fp8=False, shards=1)
     with RangeServer(tmp_path) as server:
         outcomes = run_ranks(load_half, 2, server.url, environ=ENVIRON)
@@ -453,7 +453,7 @@ class Runs:
         return Path.touch, (Path(self.path),)
 
 
-def test_stored_code_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_stored_code_is_rejected(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     state = {"weight": torch.ones(3), "hook": Runs(str(mark))}
     dcp.save(dict(state), checkpoint_id=tmp_path / "checkpoint")
@@ -487,13 +487,13 @@ def test_hugging_face_faults_raise_before_writing(llama: Path, tmp_path: Path) -
     ["{", "[]", "{}", '{"w": {"saved_offsets": [-1, 0]}}', '{"w": {"saved_offsets": [0]}}', '{"w": 3}',
      '{"w": {"saved_offsets": [9223372036854775807, 0]}}', '{"w": {"saved_offsets": [2, 0]}}'],
 )  # fmt: skip
-def test_hostile_sharding_info_is_refused(info: str, tmp_path: Path) -> None:
+def test_hostile_sharding_metadata_is_rejected(info: str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(2, 2)}, tmp_path / "a.safetensors", metadata={"DCP_SHARDING_INFO": info})
     error = load_raises({"w": torch.zeros(4, 2)}, CheckpointReader(tmp_path))
     assert isinstance(error, FormatError) and str(tmp_path) in str(error.uri)
 
 
-def test_error_names_missing_part_of_sharded_tensor(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_missing_tensor_shard_error_names_tensor(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
     place = tmp_path / "hf"
     shutil.copytree(sharded[1], place)
     sorted(place.glob("*.safetensors"))[1].unlink()
@@ -501,7 +501,7 @@ def test_error_names_missing_part_of_sharded_tensor(sharded: tuple[str, str, Any
     assert isinstance(error, FormatError) and error.tensor is not None and json.dumps("missing")[1:-1] in str(error)
 
 
-def test_documented_page_runs(
+def test_documented_dcp_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_llama(tmp_path / "llama", num_layers=1, hidden=64, vocab=256, fp8=False, shards=2)

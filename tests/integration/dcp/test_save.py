@@ -139,7 +139,7 @@ def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path, die: bool) -
 
 
 @pytest.mark.parametrize("fault", ["write", "publish", "room"])
-def test_failed_save_leaves_nothing_for_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_failed_save_does_not_affect_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     writer = CheckpointWriter(replace=True)
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +263,7 @@ def test_checkpoint_is_saved_to_object_store(tmp_path: Path, tmp_path_factory: p
         assert isinstance(failure(caught.value), ConfigError)
 
 
-def test_save_fills_empty_mount_point(small_disk: Any) -> None:
+def test_save_writes_into_empty_mount_point(small_disk: Any) -> None:
     disk = small_disk(16 << 20)
     dcp.save({"w": torch.full((64, 64), 2.0)}, storage_writer=CheckpointWriter(disk))
     assert penstock.verify(disk).verified and float(penstock.load(disk)["w"][0, 0]) == 2.0
@@ -275,7 +275,7 @@ def test_save_fills_empty_mount_point(small_disk: Any) -> None:
     assert penstock.verify(disk).verified
 
 
-def test_save_keeps_foreign_files(tmp_path: Path) -> None:
+def test_save_keeps_unrelated_files(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(place))
     (place / "notes.txt").write_text("precious")

@@ -49,7 +49,7 @@ def test_fleet_demo_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> N
 
 
 @long_running
-def test_sync_demo_engine_matches_trainer(monkeypatch, capsys) -> None:
+def test_sync_demo_engine_weights_match_trainer(monkeypatch, capsys) -> None:
     assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
     printed = capsys.readouterr().out
     assert printed.count("equal") == 6

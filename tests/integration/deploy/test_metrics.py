@@ -110,7 +110,7 @@ def test_metrics_require_token(endpoint: ps.telemetry.MetricsEndpoint, token_fil
     assert get(endpoint.url, token, method="POST")[0] == 405
 
 
-def test_token_changes_without_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_metrics_token_changes_without_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     old = bearer(token_file)
     token_file.write_text("a-new-token-of-the-scraper\n")
     assert get(endpoint.url, old)[0] == 401
@@ -133,7 +133,7 @@ def test_wrong_metrics_address_raises_config_error(listen: str, message: str, to
         ps.telemetry.serve_metrics(listen, token_file=token_file)
 
 
-def test_loopback_endpoint_needs_token(tmp_path: Path) -> None:
+def test_loopback_metrics_endpoint_requires_token(tmp_path: Path) -> None:
     with pytest.raises(ps.ConfigError, match="need a token"):
         ps.telemetry.serve_metrics("127.0.0.1:0")
     empty = tmp_path / "empty"
@@ -154,7 +154,7 @@ def test_second_metrics_endpoint_in_process_is_rejected(
         assert get(again.url, bearer(token_file))[0] == 200
 
 
-def test_first_free_port_in_range_is_used(token_file: Path) -> None:
+def test_metrics_endpoint_binds_first_free_port(token_file: Path) -> None:
     # Return two neighbouring free ports, of which the first is then taken.
     while True:
         with bound_socket(("127.0.0.1", 0)) as taken:
@@ -194,9 +194,7 @@ def test_environment_enables_endpoint(llama: Path, token_file: Path, monkeypatch
     assert get(url, bearer(token_file))[0] == 200
 
 
-def test_used_port_logs_warning_and_loads_continue(
-    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
-) -> None:
+def test_occupied_metrics_port_logs_warning(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
     with bound_socket(("127.0.0.1", 0)) as taken:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -323,7 +321,7 @@ def test_chunks_with_wrong_digest_are_counted(llama: Path, scrape: Scrape, monke
         assert scrape.added("penstock_retries_total", journey="fetch") == len(report.faults)
 
 
-def test_conversion_is_counted(llama: Path, tmp_path: Path, scrape: Scrape) -> None:
+def test_conversion_metrics_are_counted(llama: Path, tmp_path: Path, scrape: Scrape) -> None:
     report = ps.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     assert scrape.added("penstock_journeys_total", journey="convert", result="ok") == 1
     labels = {"journey": "convert", "model": "", "source": "storage", "path": "workers"}
@@ -421,7 +419,7 @@ def test_forked_child_does_not_own_endpoint(endpoint: ps.telemetry.MetricsEndpoi
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_page_lists_every_metric() -> None:
+def test_documentation_lists_every_metric() -> None:
     text = (ROOT / "docs" / "operate" / "metrics.md").read_text(encoding="utf-8")
     of_processes = text.partition("## The metrics of a process")[2].partition("\n## ")[0]
     rows = [line for line in of_processes.splitlines() if line.startswith("| `penstock_")]
@@ -437,7 +435,7 @@ def test_page_lists_every_metric() -> None:
     assert listed == {f"{f.name}{'_total' * (f.type == 'counter')}": f.documentation for f in families}
 
 
-def test_page_lists_every_alert() -> None:
+def test_documentation_lists_every_alert() -> None:
     text = (ROOT / "docs" / "operate" / "metrics.md").read_text(encoding="utf-8")
     rules = (ROOT / "deploy" / "prometheus" / "penstock.rules.yml").read_text(encoding="utf-8")
     alerts = re.findall(r"- alert: (\w+)\n(?:.*\n)+?.*severity: (\w+)", rules)

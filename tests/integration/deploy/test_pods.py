@@ -40,7 +40,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_cache_and_engine_work_in_two_pods(
+def test_engine_reads_cache_in_another_pod(
     shared: Path, small_checkpoint: Path, expected_tensors: dict[str, torch.Tensor], stack: ExitStack
 ) -> None:
     pod = Pod(shared=shared)
@@ -80,7 +80,7 @@ def test_cache_and_engine_work_in_two_pods(
     assert engine.call("check")["error"] == "PeerLost"
 
 
-def test_sync_works_between_two_pods(shared: Path, stack: ExitStack) -> None:
+def test_weights_sync_between_two_pods(shared: Path, stack: ExitStack) -> None:
     pod = Pod(shared=shared)
     ranks = [
         stack.enter_context(

@@ -102,7 +102,7 @@ def test_stream_span_lasts_until_last_tensor(llama: Path, spans) -> None:
     assert dict(only(spans, "penstock load").attributes or {})["penstock.bytes"] == stream.report.nbytes
 
 
-def test_fetch_span_names_paths_and_members(llama: Path, runtime: None, spans) -> None:
+def test_fetch_span_records_paths_and_members(llama: Path, runtime: None, spans) -> None:
     with ps.join("llama") as first, ps.join("llama") as second:
         first.fetch({}, fallback=llama)
         spans.clear()
@@ -114,7 +114,7 @@ def test_fetch_span_names_paths_and_members(llama: Path, runtime: None, spans) -
     assert attributes["penstock.bytes"] == attributes["penstock.verified_bytes"] == report.nbytes
 
 
-def test_publish_and_update_spans_have_version(runtime: None, spans) -> None:
+def test_publish_and_update_spans_record_version(runtime: None, spans) -> None:
     weights = {"w": torch.arange(64.0)}
     target = {"w": torch.zeros(64)}
     with ps.publisher("policy", weights, mode="snapshot") as publisher, ps.subscriber("policy", target) as subscriber:
@@ -132,7 +132,7 @@ def test_publish_and_update_spans_have_version(runtime: None, spans) -> None:
     assert sum(report.nbytes_by_path.values()) == report.nbytes
 
 
-def test_conversion_span_has_its_operation(llama: Path, tmp_path: Path, spans) -> None:
+def test_conversion_span_records_operation_name(llama: Path, tmp_path: Path, spans) -> None:
     report = ps.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     attributes = dict(only(spans, "penstock convert").attributes or {})
     assert attributes["penstock.operation"] == report.operation

@@ -66,7 +66,7 @@ def test_units_use_existing_commands_and_variables(unit: str, environ: dict[str,
         assert float(drain_s) < float(value_of(unit, "TimeoutStopSec")[0])
 
 
-def test_commented_settings_form_a_valid_fleet() -> None:
+def test_commented_settings_parse_as_fleet_options() -> None:
     text = (UNITS / "cache-example.env").read_text(encoding="utf-8")
     fleet = dict(line[1:].split("=", 1) for line in text.splitlines() if re.match(r"#[A-Z_]+=", line))
     Settings.read({name: value for name, value in fleet.items() if name.startswith("PENSTOCK_")})
@@ -111,7 +111,7 @@ def run(host: Container, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(host.command(words, environ=PATH), capture_output=True, text=True, timeout=60)
 
 
-def test_units_are_valid_and_confined(host: Container) -> None:
+def test_systemd_units_are_valid_and_sandboxed(host: Container) -> None:
     for unit in (HUB, CACHE.replace("@", "@llama")):
         done = run(host, "systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{unit}")
         assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -121,7 +121,7 @@ def check_fetched(report: dict[str, Any], wanted: str, holder: str | None, trans
         assert all(holder[:8] in path and transport in path for path in report["paths"]), report["paths"]
 
 
-def test_driver_runs_previous_release(drivers: dict[str, Driver]) -> None:
+def test_driver_imports_previous_release(drivers: dict[str, Driver]) -> None:
     old, new = drivers["old"]("about"), drivers["new"]("about")
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents
@@ -161,7 +161,7 @@ def test_releases_fetch_from_each_other(
     ids=["live", "snapshot", "cast"],
 )
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_sync_works_between_both_releases(
+def test_versions_sync_between_both_releases(
     fleet: Fleet, hubs: dict[str, str], hub: str, publisher: str, options: dict[str, str], transport: str
 ) -> None:
     source, targets = fleet[publisher], [fleet[other(publisher)], fleet[publisher]]
@@ -196,7 +196,7 @@ def publish_and_update(
 
 @pytest.mark.parametrize("members", [pytest.param("old", id="first"), pytest.param("new", id="last")])
 @pytest.mark.parametrize("hubs", [("old", "new"), ("new", "old")], ids=["upgraded", "rolled-back"])
-def test_members_survive_replacement_of_hub(
+def test_members_rejoin_hub_of_newer_release(
     fleet: Fleet, model: Path, wanted: str, members: str, hubs: tuple[str, str]
 ) -> None:
     hub, url = fleet.start_hub(hubs[0])
@@ -233,7 +233,7 @@ def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: st
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_other_release_takes_over_local_hub(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     def hosts(driver: Driver) -> bool:
         """Return whether a driver's process hosts the hub. The file that it locks has its process id."""
         return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"
@@ -251,7 +251,7 @@ def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: st
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_cache_is_handed_over_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_engine_attaches_cache_of_other_release(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     # The command has another name in the previous release.
     command = {"old": "keep", "new": "cache"}
     words = [str(model), "--model", "m", "--drain-s", "60"]

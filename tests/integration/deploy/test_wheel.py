@@ -281,7 +281,7 @@ def test_core_installs_no_engine(core: Environment, torch: Path) -> None:
     assert len(found["imported"]) > 200
 
 
-def test_core_command_names_missing_package(core: Environment) -> None:
+def test_core_command_error_names_missing_package(core: Environment) -> None:
     added = {name: package for package, groups in ENTRY_POINTS.items() for name in groups.get("penstock.commands", ())}
     assert added.keys().isdisjoint(core.commands()) and {"load", "fetch", "hub"} <= core.commands()
     extras = {package: extra for extra, package in EXTRAS.items()}
@@ -291,7 +291,7 @@ def test_core_command_names_missing_package(core: Environment) -> None:
         assert done.stderr.endswith(f'pip install "penstock[{extras[package]}]"\n'), done.stderr
 
 
-def test_core_verb_names_missing_convert_package(core: Environment) -> None:
+def test_convert_error_names_missing_package(core: Environment) -> None:
     done = run(core.path / "bin" / "python", "-c", "import penstock; penstock.convert('a', 'b')")
     assert done.returncode == 1 and "MissingExtra: this needs penstock_convert" in done.stderr, done.stderr
     assert done.stderr.endswith('pip install "penstock[convert]"\n'), done.stderr
@@ -377,7 +377,7 @@ def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment
 
 
 @pytest.mark.parametrize("version", NEXT_VERSIONS)
-def test_next_python_runs_core_and_commands(install: Callable[..., Environment], tmp_path: Path, version: str) -> None:
+def test_next_python_version_runs_commands(install: Callable[..., Environment], tmp_path: Path, version: str) -> None:
     named = shutil.which(f"python{version}")
     candidates = [*([named] if named else []), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
     python = next((str(one) for one in candidates if run(one, "-c", "").returncode == 0), None)

@@ -70,7 +70,7 @@ def test_late_member_shares_remaining_storage_reads(host: Host, small_checkpoint
     assert sum(report["storage_bytes"] for report in reports) == nbytes_of(expected_tensors)
 
 
-def test_sigterm_leaves_fleet_cleanly(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_sigterm_deregisters_member_from_hub(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     stays, goes = host.start_together(2, fallback=str(small_checkpoint))
     assert_fetched(stays, expected_tensors)
     assert_fetched(goes, expected_tensors)
@@ -84,7 +84,7 @@ def test_sigterm_leaves_fleet_cleanly(host: Host, small_checkpoint: Path, expect
     assert assert_fetched(host.start(), expected_tensors)["storage_bytes"] == 0
 
 
-def test_draining_holder_accepts_no_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_draining_holder_rejects_new_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
     assert_fetched(holder, expected_tensors)
     reader = host.start()
@@ -118,7 +118,7 @@ def test_refused_readers_use_other_holders(host: Host, small_checkpoint: Path, e
     assert from_holder < 2 * nbytes_of(expected_tensors)  # Other members sent most bytes.
 
 
-def test_refusal_names_alternatives(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_refusal_lists_alternative_holders(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint), join={"max_readers": 1, "max_bytes_per_s": 2 << 20})
     assert_fetched(holder, expected_tensors)
     reader = host.start()
@@ -147,7 +147,7 @@ def test_rate_limit_covers_all_readers(host: Host, small_checkpoint: Path, expec
     assert max(report["phases"]["move"] for report in reports) > 0.5 * taken / cap
 
 
-def test_rate_limit_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime: None) -> None:
+def test_rate_limit_applies_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime: None) -> None:
     cap, chunk = 4 << 20, 256 << 10
     monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", chunk)
     limited, begun = list[float](), list[tuple[float, int]]()
@@ -176,7 +176,7 @@ def test_rate_limit_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_r
         assert sum(nbytes for _, nbytes in begun[:count]) <= cap * (at - limited[0]), count
 
 
-def test_fenced_holder_loses_its_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_fenced_holder_is_replaced_by_storage(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 4 << 20})
     assert_fetched(holder, expected_tensors)
     reader = host.start(fallback=str(small_checkpoint))
@@ -188,7 +188,7 @@ def test_fenced_holder_loses_its_readers(host: Host, small_checkpoint: Path, exp
     assert report["storage_bytes"] and report["faults"]
 
 
-def test_report_contains_path_and_reason(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_fetch_report_contains_path_and_reason(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint))
     assert_fetched(holder, expected_tensors)
     report = assert_fetched(host.start(connection={"transports": ["http"]}), expected_tensors)

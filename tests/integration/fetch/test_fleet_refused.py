@@ -83,7 +83,7 @@ def test_refused_member_without_storage_fails(hub, small_checkpoint, expected_te
         ps.cache.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
 
 
-def test_draining_holder_is_reported(hub, small_checkpoint, expected_tensors, monkeypatch) -> None:
+def test_fetch_reports_draining_holder(hub, small_checkpoint, expected_tensors, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", float(FAR_S))
     with (
         ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as holder,
@@ -142,7 +142,7 @@ def test_members_with_same_token_share_leases(hub, small_checkpoint) -> None:
         second.log(0, 0.0)
 
 
-def test_missing_holder_is_reported(hub, small_checkpoint) -> None:
+def test_fetch_without_holder_reports_reason(hub, small_checkpoint) -> None:
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as fleet:
         with pytest.raises(ps.NotFound, match="no member holds 'm'"):
             fleet.fetch({}, timeout_s=0.0)

@@ -41,9 +41,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
-def test_tls_fetch_works_and_rejects_unknown_clients(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch, listen: str
-) -> None:
+def test_tls_fetch_rejects_unknown_clients(authority: Authority, monkeypatch: pytest.MonkeyPatch, listen: str) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     found: dict[str, torch.Tensor] = {}

@@ -242,7 +242,7 @@ def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_fetch_names_holder_with_different_major_version(hub: str, small_checkpoint, expected_tensors) -> None:
+def test_fetch_error_names_incompatible_holder(hub: str, small_checkpoint, expected_tensors) -> None:
     refusal = f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
@@ -256,7 +256,7 @@ def test_fetch_names_holder_with_different_major_version(hub: str, small_checkpo
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_attach_names_cache_with_different_major_version(hub: str, small_checkpoint) -> None:
+def test_attach_error_names_incompatible_cache(hub: str, small_checkpoint) -> None:
     keeper = ps.cache.WeightCache(connection=hub).open()
     try:
         keeper.keep("m", small_checkpoint)
@@ -268,7 +268,7 @@ def test_attach_names_cache_with_different_major_version(hub: str, small_checkpo
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_update_names_publisher_with_different_major_version(hub: str) -> None:
+def test_update_error_names_incompatible_publisher(hub: str) -> None:
     weights = {"w": torch.zeros(8)}
     with (
         ps.publisher("policy", {"w": torch.ones(8)}, mode="snapshot", connection=hub) as publisher,

@@ -65,7 +65,7 @@ def test_unreachable_member_is_skipped(small_checkpoint: Path, expected_tensors,
     assert any(text in fault for fault in faults for text in expected), report.faults
 
 
-def test_finished_fetch_keeps_no_dead_member_memory(small_checkpoint: Path) -> None:
+def test_finished_fetch_unmaps_dead_member_memory(small_checkpoint: Path) -> None:
     """Memory is released with the last tensor, not when Python's collector runs."""
     with HubClient.connect(None) as hub:
         with ps.join("m") as first:
@@ -197,7 +197,7 @@ def test_untouched_target_is_reported_unmutated() -> None:
             fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
-def test_unreadable_claim_is_reassigned_before_timeout(
+def test_claim_of_failed_reader_is_reassigned_early(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader makes progress with members' bytes, so it would hold its claim for that long."""
@@ -243,7 +243,7 @@ def test_forked_child_does_not_deregister_parent() -> None:
             assert [one.member for one in hub.status("m").members] == [fleet.member.id]
 
 
-def test_repeated_fetch_leaves_no_old_registration(small_checkpoint: Path) -> None:
+def test_repeated_fetch_removes_old_registration(small_checkpoint: Path) -> None:
     with ps.join("m") as fleet:
         fleet.fetch({}, fallback=str(small_checkpoint))
         before = whole(fleet)
@@ -293,7 +293,7 @@ def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
     assert_same(copy, both)
 
 
-def test_member_with_hanging_storage_blocks_no_other(
+def test_hanging_storage_blocks_no_other_member(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is alive, and abandons storage no sooner than the others would stop waiting for it."""

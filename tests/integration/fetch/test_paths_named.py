@@ -42,7 +42,7 @@ def wait_until_whole(count: int) -> None:
         time.sleep(0.1)
 
 
-def test_report_has_reason_for_each_path(runtime, tmp_path: Path) -> None:
+def test_fetch_report_explains_each_path(runtime, tmp_path: Path) -> None:
     uri = str(tmp_path / "llama")
     write_llama(uri, total_bytes=4 * MIB, shards=2)
     with (

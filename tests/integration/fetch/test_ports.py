@@ -53,7 +53,7 @@ def test_reader_uses_pinned_ports(llama: str, two_ports: tuple[int, int]) -> Non
         assert_same(received, by_safetensors(Path(llama)))
 
 
-def test_error_names_used_data_port(two_ports: tuple[int, int]) -> None:
+def test_occupied_data_port_error_names_port(two_ports: tuple[int, int]) -> None:
     control, data = two_ports
     with socket.create_server(("127.0.0.1", data)), pytest.raises(ps.ConfigError, match=f"127.0.0.1:{data}"):
         ps.join("m", connection=ps.ConnectionSettings(listen=f"127.0.0.1:{control}", data_port=data))

@@ -75,13 +75,13 @@ def test_fetch_switches_from_stalled_holders_to_storage(host: Host, small_checkp
     assert report["storage_bytes"] == report["nbytes"] and report["faults"]
 
 
-def test_slow_holder_with_long_chunk_is_kept(host: Host, one_chunk: Path) -> None:
+def test_slow_holder_with_long_chunk_stays_source(host: Host, one_chunk: Path) -> None:
     start_holders(host, one_chunk, 1, SLOW_BYTES_PER_S, constants=ONE_CHUNK)
     report = assert_fetched(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
     assert report["storage_bytes"] == 0 and not report["faults"]
 
 
-def test_waiting_for_slow_storage_reads_it_once(host: Host, one_chunk: Path, slow_storage: RangeServer) -> None:
+def test_slow_storage_is_read_once_by_members(host: Host, one_chunk: Path, slow_storage: RangeServer) -> None:
     truth, uri = by_safetensors(one_chunk), f"{slow_storage.url}/m"
     stall = {"PENSTOCK_STALL_S": str(STALL_S)}
     constants = {**ONE_CHUNK, "penstock.hub.claims.CLAIM_STALL_S": STALL_S}

@@ -70,7 +70,7 @@ def test_fetch_rejects_overlapping_targets_and_records_writes(host: Host, tmp_pa
         loss.backward()
 
 
-def test_dict_is_filled_in_place_and_served(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_fetched_dict_is_filled_and_served(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(fallback=str(small_checkpoint))
     assert_fetched(holder, expected_tensors)
     targets = {name: torch.zeros_like(tensor) for name, tensor in expected_tensors.items()}
@@ -165,7 +165,7 @@ def test_target_with_different_layout_is_refused(host: Host, small_checkpoint: P
         assert not any(tensor.any() for tensor in half.values())
 
 
-def test_several_models_and_draft_stay_separate(
+def test_fetches_of_several_models_stay_separate(
     host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
 ) -> None:
     save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
@@ -185,7 +185,9 @@ def test_several_models_and_draft_stay_separate(
 
 
 @pytest.mark.parametrize("same_name", [True, False])
-def test_renamed_host_keeps_its_identity(host: Host, small_checkpoint: Path, monkeypatch, same_name: bool) -> None:
+def test_host_name_does_not_affect_transport_choice(
+    host: Host, small_checkpoint: Path, monkeypatch, same_name: bool
+) -> None:
     """Names are for people. Containers on many hosts may have the same name, and one host may have two."""
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
@@ -217,7 +219,7 @@ def test_offered_tensors_are_fetched(host: Host) -> None:
             third.fetch({}, timeout_s=0.0)
 
 
-def test_fetched_bytes_do_not_depend_on_file_split(host: Host, tmp_path: Path) -> None:
+def test_fetched_bytes_ignore_file_boundaries(host: Host, tmp_path: Path) -> None:
     torch.manual_seed(4)
     tensors = {f"t{i:02}": torch.randint(0, 9, (64 << 10,), dtype=torch.uint8) for i in range(12)}
     for name, count in (("one", 1), ("four", 4)):
@@ -233,7 +235,7 @@ def test_fetched_bytes_do_not_depend_on_file_split(host: Host, tmp_path: Path) -
         assert_same(manifests["four"], tensors)
 
 
-def test_live_tensors_outside_arenas_are_filled_by_shm(small_checkpoint: Path, expected_tensors) -> None:
+def test_tensors_outside_arenas_are_filled_through_shm(small_checkpoint: Path, expected_tensors) -> None:
     with ps.join("m") as holder, ps.join("m") as reader:
         holder.fetch({}, fallback=str(small_checkpoint))
         loose = {name: torch.zeros_like(tensor) for name, tensor in expected_tensors.items()}

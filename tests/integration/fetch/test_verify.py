@@ -50,7 +50,7 @@ def test_unverified_copies_are_not_exchanged(
     assert list(assert_fetched(host.start(fallback=str(copy)), expected_tensors)["paths"]) == [f"storage {copy}"]
 
 
-def test_flipped_bit_in_storage_is_detected_by_reader(
+def test_flipped_storage_bit_is_detected_by_reader(
     host: Host, checkpoint_with_manifest: Path, expected_tensors, tmp_path: Path
 ) -> None:
     bad = tmp_path / "bad"
@@ -65,7 +65,7 @@ def test_flipped_bit_in_storage_is_detected_by_reader(
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_storage_changed_during_fetch_delivers_nothing(
+def test_storage_changed_during_fetch_delivers_no_tensor(
     host: Host, small_checkpoint: Path, checkpoint_with_manifest: Path, tmp_path: Path, has_manifest: bool
 ) -> None:
     copy = tmp_path / "copy"
@@ -82,7 +82,7 @@ def test_storage_changed_during_fetch_delivers_nothing(
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("has_storage", [True, False])
-def test_error_names_holder_with_corrupt_memory(
+def test_corruption_error_names_holder(
     host: Host,
     small_checkpoint: Path,
     checkpoint_with_manifest: Path,
@@ -124,7 +124,7 @@ def test_holder_detects_its_corrupt_memory(host: Host, small_checkpoint: Path, e
     host.wait_for_holdings(lambda held: not any(one.state == "whole" for one in held))
 
 
-def test_conflicting_holders_without_manifest_fail_fetch(host: Host) -> None:
+def test_disagreeing_holders_without_manifest_fail_fetch(host: Host) -> None:
     torch.manual_seed(6)
     tensors = {f"t{i:02}": torch.randn(1 << 17) for i in range(16)}
     other = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -91,7 +91,7 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
     assert "storage is read without the fleet" in report.faults[0] and report.storage_bytes > 0
 
 
-def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, caplog) -> None:
+def test_member_joins_once_hub_is_reachable(connection, llama: Path, start_hub, caplog) -> None:
     with ps.join("m", connection=connection, timeout_s=0.3) as fleet:
         fleet.fetch({}, fallback=str(llama))
         with caplog.at_level(logging.WARNING):
@@ -105,7 +105,7 @@ def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, c
         assert_same(received, by_safetensors(llama))
 
 
-def test_cache_without_hub_serves_and_joins_later(connection, llama: Path, start_hub) -> None:
+def test_cache_started_without_hub_joins_later(connection, llama: Path, start_hub) -> None:
     with ps.cache.WeightCache(connection=connection) as keeper:
         assert keeper.keep("m", str(llama)).storage_bytes > 0
         start_hub()
@@ -118,7 +118,7 @@ def test_cache_without_hub_serves_and_joins_later(connection, llama: Path, start
             assert_same(dict(attached), received)
 
 
-def test_engine_without_hub_loads_and_joins_later(connection, llama: Path, start_hub, tmp_path: Path, caplog) -> None:
+def test_engine_started_without_hub_joins_later(connection, llama: Path, start_hub, tmp_path: Path, caplog) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     options = replica.FleetOptions(fleet="m", hub=connection.hub, token_file=str(token_file))
@@ -138,12 +138,12 @@ def test_engine_without_hub_loads_and_joins_later(connection, llama: Path, start
         fleet.leave(0.0)
 
 
-def test_required_hub_missing_raises(connection) -> None:
+def test_missing_required_hub_raises_hub_unavailable(connection) -> None:
     with pytest.raises(ps.HubUnavailable, match="refused connections"):
         ps.join("m", connection=connection, timeout_s=0.3, needs_hub=True)
 
 
-def test_refusing_hub_raises(connection, start_hub) -> None:
+def test_join_refused_by_hub_raises(connection, start_hub) -> None:
     start_hub()
     with pytest.raises(ps.errors.PermissionDenied, match="does not know the token"):
         ps.join("m", connection=ps.ConnectionSettings(hub=connection.hub, token="a-token-of-another-hub"))

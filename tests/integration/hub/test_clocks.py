@@ -90,7 +90,7 @@ def test_readers_survive_hub_clock_step_back(
 
 
 @pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
-def test_hub_replicas_may_differ_by_a_minute(
+def test_hub_replicas_tolerate_one_minute_clock_difference(
     stack: ExitStack, tmp_path: Path, small_checkpoint, expected_tensors
 ) -> None:
     redis = stack.enter_context(redis_server.RedisServer(tmp_path))

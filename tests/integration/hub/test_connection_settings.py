@@ -109,7 +109,7 @@ def test_conversion_into_cache_uses_command_hub(hub: str, token_file: Path, tmp_
             process.kill()
 
 
-def test_conversion_into_directory_needs_hub_for_token(tmp_path: Path) -> None:
+def test_conversion_token_without_hub_raises(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef\n")
     done = CliRunner().invoke(
         app, ["convert", str(tmp_path), str(tmp_path / "out"), "--token-file", str(tmp_path / "token")]

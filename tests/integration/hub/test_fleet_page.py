@@ -411,7 +411,7 @@ def beat_again(directory: Directory, name: str) -> None:
     announce(directory, int(name[8:], 16))
 
 
-def test_page_handles_a_thousand_members(
+def test_fleet_page_shows_a_thousand_members(
     directory: Directory, hub: HubThread, browser: webdriver.Chrome, shot: Shot
 ) -> None:
     for number in range(1000):

@@ -62,7 +62,7 @@ def guarded(tmp_path) -> Auth:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "unix"])
-def test_every_request_is_answered(serve, tmp_path, listen) -> None:
+def test_every_hub_request_returns_its_response(serve, tmp_path, listen) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
@@ -137,7 +137,7 @@ def test_only_operator_drains_members(serve, tmp_path, caplog) -> None:
     assert "event=forbidden operation=drain site='cross-site'" in caplog.text
 
 
-def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
+def test_member_requests_from_another_process_are_rejected(serve, guarded, caplog) -> None:
     url = serve(auth=guarded)
     with HubClient.connect(url, TOKEN) as member, HubClient.connect(url, TOKEN) as other:
         other.hello(hello(other.member))
@@ -163,7 +163,7 @@ def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
     assert answer.status_code == 403
 
 
-def test_limited_token_sees_only_its_models(serve, guarded) -> None:
+def test_limited_token_lists_only_its_models(serve, guarded) -> None:
     url = serve(auth=guarded)
     other = msgspec.structs.replace(IDENTITY, model="qwen")
     with HubClient.connect(url, LLAMA) as hub:
@@ -183,7 +183,7 @@ def test_limited_token_sees_only_its_models(serve, guarded) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1:0", "[::1]:0", "localhost:0"])
-def test_public_address_needs_a_guard(listen, guarded) -> None:
+def test_unauthenticated_public_address_raises_config_error(listen, guarded) -> None:
     with pytest.raises(ConfigError, match="unauthenticated"):
         bind(listen, Auth())
     if listen == "0.0.0.0:0":
@@ -202,7 +202,7 @@ def test_too_large_port_error_states_valid_range(guarded) -> None:
     assert caught.value.hint == "give a port from 0 to 65535"
 
 
-def test_only_dead_socket_is_replaced(tmp_path: Path) -> None:
+def test_only_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     listen = f"unix://{tmp_path}/hub.sock"
     first = bind(listen, Auth())
     assert (tmp_path / "hub.sock").stat().st_mode & 0o777 == 0o600
@@ -261,7 +261,7 @@ def test_unknown_path_and_method_are_refused(serve) -> None:
         assert (slash.status_code, slash.headers["location"]) == (307, f"{http.base_url}/v1/status?model=llama")
 
 
-def test_internal_hub_error_is_500(guarded, monkeypatch, caplog) -> None:
+def test_internal_hub_error_returns_500(guarded, monkeypatch, caplog) -> None:
     directory = Directory(MemoryStore(), fresh=True)
     hub = HubThread(directory, bind("127.0.0.1:0", guarded), guarded)
     hub.start()
@@ -277,7 +277,7 @@ def test_internal_hub_error_is_500(guarded, monkeypatch, caplog) -> None:
     assert "the hub failed at GET '/v1/status'" in caplog.text and "IndexError" in caplog.text
 
 
-def test_metrics_count_events(serve) -> None:
+def test_hub_metrics_count_each_event(serve) -> None:
     url = serve()
     clients = [HubClient.connect(url, TOKEN) for _ in range(3)]
     with clients[0] as w, clients[1] as a, clients[2] as x:
@@ -297,7 +297,7 @@ def test_metrics_count_events(serve) -> None:
     assert 'penstock_hub_request_seconds_count{operation="flight"} 1.0' in page
 
 
-def test_missing_hub_and_invalid_url_raise(serve, tmp_path) -> None:
+def test_unreachable_hub_or_invalid_url_raises(serve, tmp_path) -> None:
     with HubClient.connect(f"unix://{tmp_path}/none.sock", timeout_s=0.3) as hub, pytest.raises(HubUnavailable):
         hub.status()
     for url in ("hub:7070", "", "ftp://hub"):
@@ -347,5 +347,5 @@ _NOT_CHECKED = CHECKS.get_by_names(["positive_data_acceptance"])
 
 @_schema.parametrize()
 @settings(max_examples=40, deadline=None)
-def test_hostile_requests_get_documented_answers(case) -> None:
+def test_hostile_requests_return_documented_status(case) -> None:
     case.call_and_validate(excluded_checks=_NOT_CHECKED)

@@ -128,7 +128,7 @@ def register_member(url: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.9", "127.0.0.1"], ids=["elsewhere", "the members' own address"])
-def test_half_heads_do_not_block_members(hub: Hub, source: str) -> None:
+def test_unfinished_requests_do_not_block_members(hub: Hub, source: str) -> None:
     with contextlib.ExitStack() as held, HubClient.connect(hub.url, TOKEN) as member:
         member.hello(Hello(member=member.member, host="h", doors=("unix:///d",)))
         for _ in range(2 * NUM_DESCRIPTORS):
@@ -145,7 +145,7 @@ def test_half_heads_do_not_block_members(hub: Hub, source: str) -> None:
     [b"GET /" + b"a" * (64 << 20), HALF_HEAD + b"x: y\r\n" * (8 << 20), HALF_HEAD + b"x: " + b"a" * (64 << 20)],
     ids=["endless line", "many headers", "endless header"],
 )
-def test_endless_head_uses_little_memory_and_time(hub: Hub, data: bytes) -> None:
+def test_endless_request_head_uses_bounded_memory(hub: Hub, data: bytes) -> None:
     register_member(hub.url)
     before, used = hub.status("VmRSS:"), hub.cpu_s()
     with attack(hub.address, "127.0.0.9", data) as sock:
@@ -175,7 +175,7 @@ def test_connection_without_token_is_closed_at_deadline(serve, data: bytes) -> N
         assert is_closed_within(sock, 20.0)
 
 
-def test_trickling_head_is_closed_at_deadline(serve) -> None:
+def test_trickling_request_head_is_closed_at_deadline(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0))
     began = time.monotonic()
     with attack(address, "127.0.0.9", HALF_HEAD) as sock, contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def test_trickling_head_is_closed_at_deadline(serve) -> None:
     assert time.monotonic() - began < 15.0
 
 
-def test_idle_proven_connection_is_closed(serve) -> None:
+def test_idle_authenticated_connection_is_closed(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0, idle_s=4.0))
     request = f"GET /v1/status HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode()
     with attack(address, "127.0.0.9", request) as sock:
@@ -206,7 +206,7 @@ def answers(address: tuple[str, int], data: bytes) -> bytes:
     return b"".join(parts)
 
 
-def test_number_of_header_fields_is_limited(serve) -> None:
+def test_too_many_header_fields_return_431(serve) -> None:
     address = serve(ConnectionLimits())
     head = b"GET /healthz HTTP/1.1\r\nconnection: close\r\n"
     assert answers(address, head + b"x: y\r\n" * 90 + b"\r\n").startswith(b"HTTP/1.1 200 ")
@@ -214,7 +214,7 @@ def test_number_of_header_fields_is_limited(serve) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}" * 1000], ids=["no body", "a body"])
-def test_caller_without_token_gets_complete_answer(serve, body: bytes) -> None:
+def test_unauthenticated_caller_receives_complete_response(serve, body: bytes) -> None:
     address = serve(ConnectionLimits())
     head = b"POST /v1/hello HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
     answer = answers(address, head + body)
@@ -222,7 +222,7 @@ def test_caller_without_token_gets_complete_answer(serve, body: bytes) -> None:
     assert b"www-authenticate: Bearer" in answer and b"--token-file" in answer
 
 
-def test_closed_connections_leave_nothing_for_collector(serve) -> None:
+def test_closed_connections_are_freed_without_collector(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0))
     gc.collect()
     gc.disable()
@@ -264,7 +264,7 @@ def test_another_user_cannot_use_hub_socket(tmp_path_factory) -> None:
         running.stop()
 
 
-def test_busy_hub_keeps_its_socket(tmp_path) -> None:
+def test_overloaded_hub_keeps_its_socket(tmp_path) -> None:
     path = tmp_path / "hub.sock"
     with contextlib.ExitStack() as stack:
         busy = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -67,7 +67,7 @@ def hello(hub: HubClient) -> bytes:
     return hub.hello(Hello(member=hub.member, host="h", doors=("unix:///door",))).grant_key
 
 
-def test_first_process_hosts_and_grants_claims(place) -> None:
+def test_first_process_hosts_hub_and_grants_claims(place) -> None:
     with HubClient.connect(None) as first, HubClient.connect(None) as second:
         assert line_of(first).hosts and not line_of(second).hosts
         for hub in (first, second):
@@ -77,7 +77,7 @@ def test_first_process_hosts_and_grants_claims(place) -> None:
     assert not list(place.glob("*.sock"))
 
 
-def test_concurrent_starts_agree_on_one_hub(place) -> None:
+def test_concurrent_starts_create_one_local_hub(place) -> None:
     hubs: list[HubClient] = []
     threads = [threading.Thread(target=lambda: hubs.append(HubClient.connect(None))) for _ in range(8)]
     for thread in threads:
@@ -93,7 +93,7 @@ def test_concurrent_starts_agree_on_one_hub(place) -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_second_process_takes_over_and_awaits_announcements(place, child, end) -> None:
+def test_second_process_takes_over_local_hub(place, child, end) -> None:
     with HubClient.connect(None) as a, HubClient.connect(None) as b:
         key = hello(a)
         hello(b)
@@ -122,7 +122,7 @@ def test_second_process_takes_over_and_awaits_announcements(place, child, end) -
         assert found[0][0] == 30
 
 
-def test_stopped_host_is_replaced_and_rejoins(place, child, monkeypatch) -> None:
+def test_stopped_hub_process_is_replaced_and_rejoins(place, child, monkeypatch) -> None:
     monkeypatch.setattr(hub_client, "ATTEMPT_S", 2.0)
     with HubClient.connect(None) as a:
         hello(a)
@@ -151,7 +151,7 @@ local_hub.LocalEndpoint.open().reach(20.0)
 """
 
 
-def test_host_stopped_before_listening_is_replaced(place) -> None:
+def test_hub_process_stopped_before_listening_is_replaced(place) -> None:
     process = subprocess.Popen([sys.executable, "-c", _STOPPED_AT_ONCE], env=dict(os.environ))
     try:
         os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock, and no client can connect to it
@@ -163,7 +163,7 @@ def test_host_stopped_before_listening_is_replaced(place) -> None:
         process.wait(10)
 
 
-def test_request_does_not_wait_for_starting_host(place) -> None:
+def test_request_does_not_block_on_starting_hub(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")
         late = HubClient(LocalEndpoint.open(), timeout_s=0.5)
@@ -176,7 +176,7 @@ def test_request_does_not_wait_for_starting_host(place) -> None:
         assert not first.status().members
 
 
-def test_forked_child_does_not_keep_hub(place) -> None:
+def test_forked_child_does_not_hold_hub_lock(place) -> None:
     # The child sends its own id. By then it has run its fork handlers and released what it inherited.
     script = _HOST.replace(
         'print("ready", flush=True)',

@@ -100,7 +100,7 @@ def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def test_member_shows_its_boot(fleet: ps.Fleet, get: Ask, model: Path) -> None:
+def test_member_reports_startup_phases_over_http(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     local, remote = fleet.member.server.addresses
     before = read(get(local, "/v1/phases"))
     assert (before["ready"], before["state"], before["phases"]) == (False, "starting", [])
@@ -120,7 +120,7 @@ def test_member_shows_its_boot(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     assert get(local, "/v1/ready").status == 200
 
 
-def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps.Fleet, get: Ask) -> None:
+def test_phases_are_hidden_without_client_certificate(hub: HubThread, fleet: ps.Fleet, get: Ask) -> None:
     assert get(hub.url, "/v1/phases", TOKEN).status == 404
     _, remote = fleet.member.server.addresses
     for path in ("/v1/phases", "/v1/phases?stream"):
@@ -129,7 +129,7 @@ def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps
 
 
 @pytest.mark.parametrize(("path", "headers"), [("?stream", {}), ("", {"Accept": "text/event-stream"})])
-def test_member_streams_its_boot(fleet: ps.Fleet, get: Ask, path: str, headers: dict[str, str]) -> None:
+def test_member_streams_startup_phases(fleet: ps.Fleet, get: Ask, path: str, headers: dict[str, str]) -> None:
     stream = events(get(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
     assert next(stream)["phases"] == []
     with ps.telemetry.phase("start"):
@@ -139,7 +139,7 @@ def test_member_streams_its_boot(fleet: ps.Fleet, get: Ask, path: str, headers: 
     assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
 
 
-def test_boot_streams_are_limited(hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_phase_streams_are_limited(hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
     with ps.join("llama", connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)) as fleet:
         stream = events(get(fleet.member.server.addresses[0], "/v1/phases?stream"))
@@ -149,7 +149,7 @@ def test_boot_streams_are_limited(hub: HubThread, get: Ask, monkeypatch: pytest.
     assert list(stream) == []
 
 
-def test_process_without_fleet_shows_boot_with_metrics(get: Ask, model: Path, tmp_path: Path) -> None:
+def test_metrics_endpoint_shows_startup_without_fleet(get: Ask, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     (tmp_path / "metrics.token").write_text(LIMITED)
     with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
@@ -179,7 +179,7 @@ def test_status_shows_phase_of_unready_member(
     assert " whole " in shown() and "starting" not in shown()
 
 
-def test_attach_is_recorded_as_boot(hub: HubThread, model: Path) -> None:
+def test_attach_is_recorded_as_startup_phase(hub: HubThread, model: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     with ps.cache.WeightCache(connection=connection) as keeper:
         keeper.keep("llama", model)

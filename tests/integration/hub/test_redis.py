@@ -138,7 +138,7 @@ def test_hubs_share_state_through_redis(hubs) -> None:
 
 
 @pytest.mark.parametrize("hubs", [2.0], indirect=True, ids=["slow beats"])  # the hub is new for one interval
-def test_restarted_empty_redis_is_survived(hubs, redis) -> None:
+def test_hub_recovers_after_redis_restarts_empty(hubs, redis) -> None:
     a, b = hubs[0]["a"], hubs[1]["b"]
     announce(a, ((0, 40),))
     announce(b, ())

@@ -35,7 +35,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_why_for_sync_names_members_and_versions() -> None:
+def test_why_for_sync_lists_members_and_versions() -> None:
     sent, got = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
     with ps.publisher("policy", sent, mode="snapshot") as publisher, ps.subscriber("policy", got) as subscriber:
         publisher.publish(version=3)
@@ -54,7 +54,7 @@ def test_why_for_sync_names_members_and_versions() -> None:
         assert ps.hub.why("policy", member=ids["subscriber"]).lines == (lines[1],)
 
 
-def test_why_for_unknown_name_is_explained() -> None:
+def test_why_for_unknown_name_returns_explanation() -> None:
     with ps.join("llama"):
         for answer in (str(ps.hub.why("lama")), run("why", "lama")):
             assert "no member has, fetches, publishes or receives lama" in answer
@@ -80,7 +80,7 @@ sys.stdin.read()
 """
 
 
-def test_killed_member_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_failure_after_member_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.hub import page
     from penstock.hub.auth import Auth
     from penstock.hub.directory import Directory

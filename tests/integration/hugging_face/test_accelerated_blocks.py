@@ -50,7 +50,7 @@ def test_call_without_token_sends_no_header(hub: HuggingFaceServer, monkeypatch:
         assert sent[-1] == "Bearer secret"
 
 
-def test_block_token_is_used_only_inside_block(hub: HuggingFaceServer) -> None:
+def test_block_token_is_sent_only_inside_block(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         with patched_libraries(storage_options={"token": "secret"}):
             assert load_file(download("org/private"))["weight"][-1] == 999
@@ -60,7 +60,7 @@ def test_block_token_is_used_only_inside_block(hub: HuggingFaceServer) -> None:
             copied.run(download, "org/private")
 
 
-def test_block_ended_in_another_context_is_undone(hub: HuggingFaceServer) -> None:
+def test_patches_are_undone_in_another_context(hub: HuggingFaceServer) -> None:
     stock = huggingface_hub.hf_hub_download
     block = patched_libraries()
     contextvars.copy_context().run(block.__enter__)
@@ -69,7 +69,7 @@ def test_block_ended_in_another_context_is_undone(hub: HuggingFaceServer) -> Non
     assert huggingface_hub.hf_hub_download is stock and not context._blocks
 
 
-def test_forked_child_keeps_parent_files(hub: HuggingFaceServer) -> None:
+def test_forked_child_does_not_delete_parent_files(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         path = download()
         child = os.fork()
@@ -82,7 +82,7 @@ def test_forked_child_keeps_parent_files(hub: HuggingFaceServer) -> None:
         assert load_file(path)["weight"][-1] == 999
 
 
-def test_cache_path_longer_than_file_name_works(
+def test_cache_path_longer_than_name_limit_loads(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cache(tmp_path.joinpath(*["x" * 100] * 3), monkeypatch)
@@ -90,7 +90,7 @@ def test_cache_path_longer_than_file_name_works(
         assert load_file(download())["weight"][-1] == 999
 
 
-def test_verified_tensor_is_readable_in_parts(hub: HuggingFaceServer) -> None:
+def test_verified_tensor_supports_slicing(hub: HuggingFaceServer) -> None:
     with patched_libraries(verify=True), safetensors.safe_open(download(), "pt") as file:
         part = file.get_slice("weight")
         assert [part[:10].sum(), part[990:].sum()] == [45, 9945]
@@ -98,12 +98,12 @@ def test_verified_tensor_is_readable_in_parts(hub: HuggingFaceServer) -> None:
         assert torch.equal(file.get_tensor("weight"), torch.arange(1000.0))
 
 
-def test_verified_file_gives_numpy_arrays(hub: HuggingFaceServer) -> None:
+def test_verified_file_returns_numpy_arrays(hub: HuggingFaceServer) -> None:
     with patched_libraries(verify=True), safetensors.safe_open(download(), "np") as file:
         assert isinstance(file.get_tensor("weight"), numpy.ndarray)
 
 
-def test_error_causes_are_finite() -> None:
+def test_error_cause_chain_has_no_cycle() -> None:
     with pytest.raises(NotFound) as raised, patched_libraries():
         try:
             raise NotFound("no such file")
@@ -137,7 +137,7 @@ def test_blocks_share_directory_per_commit(hub: HuggingFaceServer) -> None:
     assert sorted(files_of(first)) == ["config.json", "sub/config.json"]
 
 
-def test_concurrent_threads_get_complete_repository(hub: HuggingFaceServer) -> None:
+def test_concurrent_threads_download_complete_repository(hub: HuggingFaceServer) -> None:
     start = threading.Barrier(8)
 
     def whole(_: int) -> dict[str, bytes]:

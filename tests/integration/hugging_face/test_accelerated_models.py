@@ -93,7 +93,9 @@ def test_model_matches_unpatched_transformers(
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"])
-def test_models_with_other_heads_match(auto: str, hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_models_with_different_heads_match_transformers(
+    auto: str, hub: HuggingFaceServer, models: dict[str, Path]
+) -> None:
     results = []
     for block, place in (
         (patched_libraries(), "org/bert"),

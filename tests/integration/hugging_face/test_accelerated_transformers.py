@@ -94,7 +94,7 @@ def test_uri_selects_revision_and_folder(hub: HuggingFaceServer, models: dict[st
             from_pretrained(AutoModelForCausalLM, name, **options)
 
 
-def test_cached_files_are_used(hub: HuggingFaceServer) -> None:
+def test_cached_files_are_not_downloaded_again(hub: HuggingFaceServer) -> None:
     true = AutoModelForCausalLM.from_pretrained("org/sharded")
     num_bytes = hub.storage.num_bytes_sent
     with patched_libraries() as report:
@@ -116,7 +116,7 @@ def test_patches_are_undone_after_block(hub: HuggingFaceServer) -> None:
     assert safetensors.safe_open is stock[1] and transformers.utils.hub.hf_hub_download is stock[0]
 
 
-def test_pointer_file_is_invalid_for_other_readers(hub: HuggingFaceServer) -> None:
+def test_placeholder_file_is_invalid_outside_block(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
         assert os.path.getsize(path) < 4096
@@ -128,7 +128,7 @@ def test_pointer_file_is_invalid_for_other_readers(hub: HuggingFaceServer) -> No
             safetensors.torch.load(data)
 
 
-def test_blocks_in_two_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_patched_blocks_in_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     # Load one at a time, because transformers sets torch's default dtype and its tying of weights for all threads.
     both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
 
@@ -177,7 +177,7 @@ def test_gated_repository_raises_permission_denied(
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
 
 
-def test_missing_shard_error_has_name(models: dict[str, Path], hub: HuggingFaceServer) -> None:
+def test_missing_shard_error_contains_file_name(models: dict[str, Path], hub: HuggingFaceServer) -> None:
     files = files_of(models["org/sharded"])
     missing = sorted(name for name in files if name.endswith(".safetensors"))[1]
     del files[missing]
@@ -186,7 +186,7 @@ def test_missing_shard_error_has_name(models: dict[str, Path], hub: HuggingFaceS
         AutoModelForCausalLM.from_pretrained("org/sharded", revision=commit)
 
 
-def test_revision_moving_during_load_is_not_mixed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_revision_moved_during_load_is_not_mixed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         path = huggingface_hub.snapshot_download("org/one", allow_patterns=["*.safetensors"])
         hub.commit("org/one", files_of(models["org/tied"]))

@@ -88,7 +88,7 @@ def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.M
         assert_same(dict(stream), TENSORS)
 
 
-def test_earlier_download_is_not_reported_verified(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_from_earlier_download_reports_unverified(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(hub)
     # A new process does not know which files were compared.
     monkeypatch.setattr("penstock.storage.source._storages", {})
@@ -164,7 +164,7 @@ def test_uncompared_content_is_not_cached(hub: HuggingFaceServer, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["../../../elsewhere", "{tmp_path}/elsewhere", "a//b"])
-def test_branch_named_like_a_path_is_refused(hub: HuggingFaceServer, tmp_path: Path, name: str) -> None:
+def test_branch_name_containing_path_is_rejected(hub: HuggingFaceServer, tmp_path: Path, name: str) -> None:
     name = name.format(tmp_path=tmp_path)
     hub.commit("org/tiny", TINY, branch=name)
     before = set(tmp_path.iterdir())
@@ -227,7 +227,7 @@ def test_download_waits_for_library_download(hub: HuggingFaceServer) -> None:
     assert_same(ps.load(str(offline("org/sharded"))), TENSORS)
 
 
-def test_stale_lock_does_not_stop_download(hub: HuggingFaceServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_stale_lock_does_not_block_download(hub: HuggingFaceServer, caplog: pytest.LogCaptureFixture) -> None:
     locks = Path(constants.HF_HUB_CACHE, ".locks", "models--org--tiny")
     locks.mkdir(parents=True)
     held, ended = threading.Event(), threading.Event()
@@ -247,7 +247,7 @@ def test_stale_lock_does_not_stop_download(hub: HuggingFaceServer, caplog: pytes
     assert offline("org/tiny")
 
 
-def test_file_system_without_links_is_supported(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_filled_without_symlink_support(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", True)
     hub.commit("org/tiny", TINY | {"copy/model.safetensors": TINY["model.safetensors"]})
     place = filled(hub, "org/tiny")
@@ -279,7 +279,7 @@ def test_gated_repository_raises_permission_denied(hub: HuggingFaceServer) -> No
 
 
 @pytest.mark.parametrize("uri", ["/somewhere/model.safetensors", "s3://bucket/model"])
-def test_only_model_hubs_have_a_cache(uri: str) -> None:
+def test_filling_cache_from_non_hub_uri_raises(uri: str) -> None:
     with pytest.raises(ConfigError, match="only a model hub"):
         fill(uri)
 

@@ -80,10 +80,10 @@ class TestSafetensorsStreamer:
             assert_all(read_as_the_readme_does(path), load_file(path))
 
     @pytest.mark.parametrize("is_distributed", [False, True])
-    def test_engine_usage_matches_safetensors(self, model: Path, is_distributed: bool) -> None:
+    def test_streaming_like_engines_matches_safetensors(self, model: Path, is_distributed: bool) -> None:
         assert_all(dict(read_as_engines_do(files(model), is_distributed)))
 
-    def test_kept_tensors_do_not_change(self, model: Path) -> None:
+    def test_retained_streamed_tensors_do_not_change(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
             kept = list(streamer.get_tensors())
@@ -120,7 +120,7 @@ class TestSafetensorsStreamer:
         with SafetensorsStreamer() as streamer, pytest.raises(ValueError, match="tensor_names"):
             streamer.stream_files(files(model), tensor_names=names)
 
-    def test_files_sharing_a_name_are_both_streamed(self, model: Path) -> None:
+    def test_files_with_equal_names_are_both_streamed(self, model: Path) -> None:
         save_file({"a.weight": torch.ones(2)}, model / "other.safetensors")
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
@@ -129,13 +129,13 @@ class TestSafetensorsStreamer:
             with pytest.raises(ValueError, match="more than one file"):
                 streamer.stream_files(files(model), tensor_names=["a.weight"])
 
-    def test_files_stream_one_after_another(self, model: Path) -> None:
+    def test_streamer_reads_files_sequentially(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             for path in files(model):
                 streamer.stream_file(path)
                 assert_all(dict(streamer.get_tensors()), load_file(path))
 
-    def test_abandoned_iteration_leaves_streamer_usable(self, model: Path) -> None:
+    def test_streamer_is_reusable_after_abandoned_iteration(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
             for _ in streamer.get_tensors():
@@ -143,7 +143,7 @@ class TestSafetensorsStreamer:
             streamer.stream_files(files(model))
             assert_all(dict(streamer.get_tensors()))
 
-    def test_streamer_outside_its_block_is_refused(self, model: Path) -> None:
+    def test_streamer_outside_with_block_raises(self, model: Path) -> None:
         streamer = SafetensorsStreamer()
         with pytest.raises(ValueError, match="not initialized"):
             streamer.stream_files(files(model))
@@ -169,7 +169,7 @@ class TestSafetensorsStreamer:
                     streamer.stream_file(name)
                 assert isinstance(caught.value, PenstockError)
 
-    def test_environment_limits_memory(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_streamer_memory_is_limited_by_environment(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RUNAI_STREAMER_MEMORY_LIMIT", str(16 << 20))
         monkeypatch.setenv("RUNAI_STREAMER_CONCURRENCY", "2")
         assert_all(dict(read_as_engines_do(files(model))))
@@ -183,7 +183,7 @@ def sums_of_every_tensor(rank: int, world_size: int, paths: list[str]) -> dict[s
 
 
 @pytest.mark.parametrize("dist", ["auto", "1", "0"])
-def test_all_ranks_get_every_tensor(model: Path, dist: str) -> None:
+def test_all_ranks_receive_every_tensor(model: Path, dist: str) -> None:
     outcomes = run_ranks(sums_of_every_tensor, 2, files(model), environ={"RUNAI_STREAMER_DIST": dist})
     wanted = {name: float(tensor.double().sum()) for name, tensor in TENSORS.items()}
     assert [outcome.value for outcome in outcomes] == [wanted, wanted]
@@ -217,7 +217,7 @@ class TestFileStreamer:
             assert tensor.dtype == torch.uint8
             assert tensor.numpy().tobytes() == wanted[key].tobytes()
 
-    def test_chunks_report_their_sizes(self) -> None:
+    def test_file_chunks_compute_offsets_and_sizes(self) -> None:
         chunks = FileChunks.contiguous(1, "x", 10, [5, 7, 2])
         assert chunks.offsets == [10, 15, 22]
         assert (chunks.total_size(), chunks.max_chunk_size()) == (14, 7)
@@ -226,7 +226,7 @@ class TestFileStreamer:
         with pytest.raises(ValueError):
             FileChunks(1, "x", [1], [])
 
-    def test_second_stream_is_refused_until_first_ends(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
+    def test_second_stream_before_first_finishes_raises(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
         requests = [FileChunks(0, data[0], [0, 10], [10, 10])]
         with FileStreamer() as streamer:
             streamer.stream_files(requests)
@@ -291,7 +291,7 @@ class TestFiles:
 
 
 class TestInstall:
-    def test_engine_import_finds_replacement(self, model: Path) -> None:
+    def test_engine_imports_resolve_to_replacement(self, model: Path) -> None:
         code = (
             "from penstock_hf import runai_streamer; runai_streamer.install(); runai_streamer.install();"
             "from runai_model_streamer import SafetensorsStreamer, list_safetensors, pull_files, ObjectStorageModel;"
@@ -302,7 +302,7 @@ class TestInstall:
         done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    def test_late_install_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_install_after_library_import_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "runai_model_streamer", type(sys)("runai_model_streamer"))
         with pytest.raises(ConfigError, match="already imported"):
             runai_streamer.install()

@@ -119,7 +119,7 @@ def server(llama: Path) -> Iterator[RangeServer]:
         yield server
 
 
-def test_three_ranks_read_server_once(llama: Path, server: RangeServer) -> None:
+def test_three_ranks_read_each_byte_once(llama: Path, server: RangeServer) -> None:
     outcomes = run_ranks(over_http, 3, server.url, str(llama), timeout_s=110, environ=ENVIRON)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", "LlamaForCausalLM")] * 3, outcomes
     # Count how often each byte of a body was sent. Every rank reads the headers.

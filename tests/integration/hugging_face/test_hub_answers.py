@@ -140,7 +140,7 @@ class Names:
         "fd00:ec2::254",
     ],
 )
-def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirect_to_metadata_host_opens_no_connection(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, {"weights.example": [address]})
     faults = Faults(redirect_to="http://weights.example/latest/")
     with (
@@ -152,7 +152,7 @@ def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypat
     assert set(names.connected) == {"127.0.0.1"}
 
 
-def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirect_connects_only_to_validated_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later lookups of the name return another address, so a second lookup would reach the service."""
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})

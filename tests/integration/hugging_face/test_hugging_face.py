@@ -81,7 +81,7 @@ def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: 
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
 
 
-def test_mirror_listing_only_names_is_read(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_mirror_listing_without_digests_loads_unverified(hub: HuggingFaceServer, tmp_path: Path) -> None:
     hub.lists_names_only = True
     for name in ("org/tiny", "org/sharded"):
         weights = load(hub, f"hf://{name}")
@@ -90,7 +90,7 @@ def test_mirror_listing_only_names_is_read(hub: HuggingFaceServer, tmp_path: Pat
         assert not weights.report.verified
 
 
-def test_header_longer_than_first_read_is_hashed(hub: HuggingFaceServer) -> None:
+def test_header_longer_than_first_read_is_verified(hub: HuggingFaceServer) -> None:
     many = {f"model.layers.{i}.self_attn.q_proj.weight": torch.full((8,), float(i)) for i in range(400)}
     data = save(many)
     assert int.from_bytes(data[:8], "little") > HEADER_GUESS_BYTES
@@ -100,7 +100,7 @@ def test_header_longer_than_first_read_is_hashed(hub: HuggingFaceServer) -> None
     assert weights.report.verified and "SHA-256 of 1 of 1" in weights.report.why
 
 
-def test_partial_load_skips_file_comparison(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_load_skips_file_digest(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # A reader that waited for the skipped tensors would wait for `stall_s`.
     monkeypatch.setattr(HubSource, "check_whole", lambda source: pytest.fail("a part of the file is not read"))
     target = {"layer.11.weight": torch.zeros(200, 300)}
@@ -111,7 +111,9 @@ def test_partial_load_skips_file_comparison(hub: HuggingFaceServer, monkeypatch:
     assert not report.verified and report.why
 
 
-def test_abandoned_comparison_is_not_verification(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_digest_comparison_reports_unverified(
+    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FileDigest, "add", lambda digest, offset, views: digest.abandon())
     weights = load(hub, "hf://org/sharded")
     assert not weights.report.verified and "SHA-256 of 0 of 3" in weights.report.why
@@ -135,7 +137,7 @@ def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
     assert_same(load(hub, uri), TENSORS)
 
 
-def test_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
+def test_hub_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
     # Repositories have a second copy of the weights in a subdirectory.
     hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
 
@@ -152,7 +154,7 @@ def test_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
     assert_same(load(hub, "hf://org/tiny/*.safetensors"), TENSORS)
 
 
-def test_partial_read_is_not_verified(hub: HuggingFaceServer) -> None:
+def test_partial_read_reports_unverified(hub: HuggingFaceServer) -> None:
     weights = load(hub, "hf://org/sharded", names="layer.0.weight")
     assert_same(weights, {"layer.0.weight": TENSORS["layer.0.weight"]})
     assert not weights.report.verified
@@ -167,7 +169,7 @@ def test_streamed_tensors_are_verified(hub: HuggingFaceServer) -> None:
     assert stream.report.verified
 
 
-def test_moving_branch_is_not_mixed(hub: HuggingFaceServer) -> None:
+def test_moved_branch_never_mixes_revisions(hub: HuggingFaceServer) -> None:
     options = {"endpoint": hub.url}
     pinned = storage.pinned("hf://org/tiny", settings=Settings(), storage_options=options)
     moved = {"model.safetensors": save({name: tensor + 1 for name, tensor in TENSORS.items()})}
@@ -176,7 +178,7 @@ def test_moving_branch_is_not_mixed(hub: HuggingFaceServer) -> None:
     assert_same(load(hub, "hf://org/tiny"), {name: tensor + 1 for name, tensor in TENSORS.items()})
 
 
-def test_revisions_may_contain_slashes(hub: HuggingFaceServer) -> None:
+def test_revision_containing_slash_is_loaded(hub: HuggingFaceServer) -> None:
     other = {name: tensor * 2 for name, tensor in TENSORS.items()}
     for branch in ("feature/x", "refs/pr/7"):
         hub.commit("org/tiny", {"model.safetensors": save(other)}, branch=branch)
@@ -246,7 +248,7 @@ def test_missing_repository_or_file_raises_not_found(hub: HuggingFaceServer, uri
         load(hub, uri)
 
 
-def test_private_repository_needs_token(hub: HuggingFaceServer) -> None:
+def test_private_repository_without_token_raises(hub: HuggingFaceServer) -> None:
     hub.private = ("org/tiny",)
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
@@ -261,7 +263,7 @@ def test_empty_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest
         load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": ""}))
 
 
-def test_listing_is_hidden_without_its_token(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_listing_requires_same_token(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = ("org/tiny",)
     commit = hub.files_of("org/tiny", "main")[0]
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -328,7 +330,7 @@ def test_local_cache_is_mapped(hub: HuggingFaceServer) -> None:
     assert len(hub.requests) == 1 and not hub.storage.requests, "only the commit is asked for"
 
 
-def test_partly_filled_cache_is_used(hub: HuggingFaceServer) -> None:
+def test_files_in_partial_cache_are_reused(hub: HuggingFaceServer) -> None:
     huggingface_hub.hf_hub_download("org/sharded", "model-00001-of-00003.safetensors", endpoint=hub.url)
     hub.storage.requests.clear()
     weights = load(hub, "hf://org/sharded")
@@ -370,7 +372,7 @@ def test_offline_load_lists_cache_once(hub: HuggingFaceServer, monkeypatch: pyte
         assert len(listed) == number
 
 
-def test_huggingface_hub_environment_is_used(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_huggingface_hub_environment_variables_are_honoured(hub: HuggingFaceServer, tmp_path: Path) -> None:
     """A command in a separate process reads `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE`."""
     hub.private = ("org/tiny",)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
@@ -405,7 +407,7 @@ def test_manifest_is_stored_per_commit(hub: HuggingFaceServer) -> None:
     assert "SHA-256" in load(hub, "hf://org/tiny").report.why
 
 
-def test_mistyped_local_path_asks_no_hub(
+def test_mistyped_local_path_sends_no_hub_request(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -416,7 +418,7 @@ def test_mistyped_local_path_asks_no_hub(
     assert not hub.requests
 
 
-def test_path_read_as_repository_is_explained(
+def test_missing_path_error_explains_repository_lookup(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -436,7 +438,7 @@ def test_invalid_uri_is_refused(uri: str) -> None:
         parse(uri, "hf")
 
 
-def test_unordered_file_parts_are_hashed_in_order() -> None:
+def test_out_of_order_reads_are_hashed_correctly() -> None:
     import random
     import threading
 
@@ -461,7 +463,7 @@ def test_unordered_file_parts_are_hashed_in_order() -> None:
     assert digest.is_equal
 
 
-def test_parts_ahead_of_missing_part_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_hashed_out_of_order_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.file_digest._MAX_AHEAD_BYTES", 10_000)
     digest = FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
     digest.is_wanted = True
@@ -471,7 +473,7 @@ def test_parts_ahead_of_missing_part_are_limited(monkeypatch: pytest.MonkeyPatch
     assert not digest._ahead and not digest.is_equal, "it is given up, and keeps nothing"
 
 
-def test_chunk_cached_content_is_compared(
+def test_chunk_cached_content_is_compared_with_hub(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "chunks"))

@@ -95,7 +95,7 @@ def test_library_download_is_mapped_from_cache(hub: ModelScopeServer) -> None:
     assert_same(ps.load("ms://org/sharded"), moved)
 
 
-def test_cached_file_with_wrong_content_is_not_used(hub: ModelScopeServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_cached_file_with_wrong_content_is_ignored(hub: ModelScopeServer, caplog: pytest.LogCaptureFixture) -> None:
     downloaded("org/tiny")
     moved = {name: tensor + 1 for name, tensor in TENSORS.items()}
     hub.commit("org/tiny", {"model.safetensors": ps_save(moved)})
@@ -121,7 +121,7 @@ def test_branch_moved_after_pinning_is_refused(hub: ModelScopeServer) -> None:
         ps.load(place)
 
 
-def test_commit_is_pinned_unchanged(hub: ModelScopeServer) -> None:
+def test_commit_revision_is_used_unchanged(hub: ModelScopeServer) -> None:
     commit = hub.files_of("org/tiny", "master")[0]
     hub.commit("org/tiny", {"model.safetensors": b"moved"})
     weights = ps.load(f"ms://org/tiny@{commit}")
@@ -144,7 +144,7 @@ def test_content_differing_from_hub_is_refused(hub: ModelScopeServer) -> None:
     assert "model.safetensors" in str(caught.value.uri)
 
 
-def test_private_and_gated_repositories_need_token(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_or_gated_repository_requires_token(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private, hub.gated = ("org/tiny",), ("org/sharded",)
     with pytest.raises(NotFound, match="MODELSCOPE_API_TOKEN"):
         ps.load("ms://org/tiny")
@@ -197,6 +197,6 @@ def test_unreachable_hub_error_names_endpoint(hub: ModelScopeServer, monkeypatch
         ps.load("ms://org/tiny", settings=ps.ReadSettings(storage_options={"endpoint": "http://127.0.0.1:9"}))
 
 
-def test_model_scope_cache_is_not_filled(hub: ModelScopeServer) -> None:
+def test_loading_does_not_write_model_scope_cache(hub: ModelScopeServer) -> None:
     with pytest.raises(ConfigError, match="cache that can be filled"):
         fill("ms://org/tiny")

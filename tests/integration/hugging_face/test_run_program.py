@@ -138,7 +138,7 @@ def test_find_spec_does_not_import_safetensors() -> None:
     assert (done.returncode, done.stdout) == (0, "SourceFileLoader _Replacement False\n"), done.stderr
 
 
-def test_program_sitecustomize_and_path_are_kept(tmp_path: Path) -> None:
+def test_program_sitecustomize_and_path_stay_effective(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.its_own = __name__, __file__\n")
     code = "import sys; print(*sys.its_own, any('startup' in entry for entry in sys.path))"
     inherited = os.environ.get("PYTHONPATH", "")
@@ -146,7 +146,7 @@ def test_program_sitecustomize_and_path_are_kept(tmp_path: Path) -> None:
     assert done.stdout.split() == ["sitecustomize", str(tmp_path / "sitecustomize.py"), "False"], done.stderr
 
 
-def test_interpreter_without_penstock_continues_with_warning(tmp_path: Path) -> None:
+def test_interpreter_without_penstock_logs_warning(tmp_path: Path) -> None:
     (tmp_path / "safetensors.py").write_text("safe_open = 'stock'\n")
     # Python finds this package before the real package. It lacks penstock's dependencies.
     code = (
@@ -186,7 +186,7 @@ def test_signals_reach_program(sleeper: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("stub", ["", "safe_open = 7\n", "import types\nsafe_open = types.SimpleNamespace()\n"])
-def test_odd_safetensors_is_imported_unchanged(stub: str, tmp_path: Path) -> None:
+def test_incompatible_safetensors_is_imported_unpatched(stub: str, tmp_path: Path) -> None:
     (tmp_path / "safetensors.py").write_text(f"it = 'stock'\n{stub}")
     code = "import sys\nsys.path.insert(0, sys.argv[1])\nimport safetensors\nprint(safetensors.it)\n"
     done = penstock_run("--", sys.executable, "-c", code, tmp_path)
@@ -194,7 +194,7 @@ def test_odd_safetensors_is_imported_unchanged(stub: str, tmp_path: Path) -> Non
     assert done.stderr.count("cannot use penstock") == 1
 
 
-def test_wrong_variable_does_not_break_safetensors(directory: Path) -> None:
+def test_invalid_environment_variable_keeps_safetensors_importable(directory: Path) -> None:
     # The program sets the variable, because `penstock run` would reject it before the start.
     code = "import os\nos.environ['PENSTOCK_RETRIES'] = 'many'\nimport safetensors\nprint(safetensors.safe_open)\n"
     done = penstock_run("--", sys.executable, "-c", code)

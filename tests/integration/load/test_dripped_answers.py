@@ -81,7 +81,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_trickling_member_response_ends_at_stall_deadline(listener, part: str) -> None:
+def test_trickling_member_response_fails_at_stall_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     upstream = Upstream(member="0" * 32, host="h", doors=(address,), device="", state="whole", num_have=0, grant="")
@@ -96,7 +96,7 @@ def test_trickling_member_response_ends_at_stall_deadline(listener, part: str) -
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_trickling_hub_response_ends_at_deadline(listener, part: str) -> None:
+def test_trickling_hub_response_fails_at_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     try:

@@ -110,7 +110,7 @@ def run_at_exit(directory: Path, how: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("how", ["allowed", "refused"])
-def test_verbs_in_exit_handler_work_or_raise(tmp_path: Path, how: str) -> None:
+def test_calls_in_exit_handler_finish_or_raise(tmp_path: Path, how: str) -> None:
     outcomes = run_at_exit(tmp_path, how)
     # Python 3.12 refuses threads in an exit handler. 3.11 and 3.13 start them.
     if outcomes.pop("python") == "starts threads":

@@ -180,7 +180,7 @@ for how in HOWS:
 """
 
 
-def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> None:
+def test_mapped_file_changed_during_stream_raises(big: Path) -> None:
     """Use a separate process, which SIGBUS would end."""
     command = [sys.executable, "-c", MAPPED, str(big)]
     root = Path(__file__).parents[3]
@@ -237,7 +237,7 @@ def test_file_changed_during_load_raises(
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_missing_shard_error_has_name(sharded: Path, do: Callable[[Any], None]) -> None:
+def test_missing_shard_error_contains_file_name(sharded: Path, do: Callable[[Any], None]) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     error = fails(do, sharded, NotFound, penstock.errors.FormatError)
@@ -297,7 +297,7 @@ FAULTS: dict[str, tuple[Faults, tuple[type[PenstockError], ...]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("do", [do_load, do_stream, do_load_into])
-def test_server_failing_in_bodies_raises(server: RangeServer, do: Callable[[Any], None], fault: str) -> None:
+def test_server_failing_mid_response_raises(server: RangeServer, do: Callable[[Any], None], fault: str) -> None:
     faults, kinds = FAULTS[fault]
     uri = f"{server.url}/model.safetensors"
     opened = penstock.loader.session.open_weights  # type: ignore[attr-defined]
@@ -317,7 +317,7 @@ def test_server_failing_in_bodies_raises(server: RangeServer, do: Callable[[Any]
 
 
 @pytest.mark.parametrize("fault", ["403", "404", "500", "reset at once", "silent"])
-def test_server_failing_from_start_raises(server: RangeServer, fault: str) -> None:
+def test_server_failing_every_request_raises(server: RangeServer, fault: str) -> None:
     faults, kinds = FAULTS[fault]
     server.faults = faults
     fails(do_load, f"{server.url}/model.safetensors", *kinds)
@@ -333,7 +333,7 @@ def test_server_failing_from_start_raises(server: RangeServer, fault: str) -> No
         Faults(num_requests=1, stall_after=300_000),
     ],
 )
-def test_retryable_fault_is_recovered(server: RangeServer, big: Path, faults: Faults) -> None:
+def test_load_recovers_from_retryable_fault(server: RangeServer, big: Path, faults: Faults) -> None:
     wanted = load_file(big)
     with penstock.stream(
         f"{server.url}/model.safetensors", settings=penstock.ReadSettings(memory_bytes="8M")
@@ -373,7 +373,7 @@ else:
 
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
-def test_interrupt_ends_load_after_pending_reads(server: RangeServer, verb: str) -> None:
+def test_interrupt_aborts_load_after_pending_reads(server: RangeServer, verb: str) -> None:
     """There are 32 reads of a second each, two at a time."""
     server.faults = Faults(slow_bytes_per_s=1_000_000)
     environ = os.environ | {"PENSTOCK_STALL_S": "600", "PENSTOCK_CHUNK_BYTES": "1M", "PENSTOCK_FETCH_THREADS": "2"}

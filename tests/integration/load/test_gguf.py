@@ -56,7 +56,7 @@ def test_dequantised_blocks_match_gguf_package(model: Path) -> None:
         assert values.tobytes() == quants.dequantize(entry.data, entry.tensor_type).tobytes()
 
 
-def test_manifest_detects_changed_byte(model: Path) -> None:
+def test_gguf_manifest_detects_changed_byte(model: Path) -> None:
     written = ps.manifest(model)
     assert ps.load(model, verify=True).report.verified
     assert ps.verify(model).verified
@@ -68,7 +68,7 @@ def test_manifest_detects_changed_byte(model: Path) -> None:
         ps.load(model, verify=True)
 
 
-def test_every_part_of_split_model_loads_whole(tmp_path: Path) -> None:
+def test_any_part_of_split_gguf_loads_model(tmp_path: Path) -> None:
     parts = gguf_file.write(tmp_path / "tiny.gguf", parts=4)
     truth = gguf_file.expected_tensors(*parts)
     for place in (tmp_path, *parts, [*parts]):
@@ -78,7 +78,7 @@ def test_every_part_of_split_model_loads_whole(tmp_path: Path) -> None:
     assert all(ps.load(part, verify=True).report.verified for part in parts)
 
 
-def test_directory_with_several_models_needs_name(model: Path) -> None:
+def test_ambiguous_gguf_directory_raises_with_names(model: Path) -> None:
     gguf_file.write(model.parent / "tiny-BF16.gguf", seed=1)
     with pytest.raises(ConfigError, match=r"there are 2 GGUF models: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*name one of"):
         ps.load(model.parent)
@@ -103,7 +103,7 @@ def test_inspect_shows_types_and_elements(model: Path, fork_server: ForkServer) 
     assert report["files"][0]["metadata"]["general.architecture"] == "llama"
 
 
-def test_http_header_takes_one_read(model: Path) -> None:
+def test_http_header_needs_one_request(model: Path) -> None:
     truth = gguf_file.expected_tensors(model)
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")
@@ -165,7 +165,7 @@ def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:
     assert assert_fetched(host.start(), truth)["storage_bytes"] == 0
 
 
-def test_pickled_weights_raise_and_are_convertible(tmp_path: Path) -> None:
+def test_pickled_weights_error_suggests_conversion(tmp_path: Path) -> None:
     tied = torch.arange(12.0).reshape(3, 4)
     state = {"embed.weight": tied, "head.weight": tied, "norm": torch.ones(4, 3).t().bfloat16()}
     places = {"pytorch_model.bin": state, "old.pth": state, "last.ckpt": {"state_dict": state, "epoch": 3}}

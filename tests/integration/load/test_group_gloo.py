@@ -128,7 +128,7 @@ def assert_all_raised(outcomes: list[Outcome], *, within_s: float = BOUND_S) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_all_tensors_reading_once(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -139,20 +139,20 @@ def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) 
     assert max(read) < 0.9 * total
 
 
-def test_budget_below_one_tensor_is_enough(checkpoint: Path) -> None:
+def test_group_load_succeeds_below_tensor_size_budget(checkpoint: Path) -> None:
     outcomes = run(everything, 2, [str(checkpoint)] * 2, {"settings": penstock.ReadSettings(memory_bytes=1 << 20)})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value[0] if outcome.ended == "returned" else outcome for outcome in outcomes] == [wanted] * 2
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_gets_its_boxes(checkpoint: Path, dim: int) -> None:
+def test_each_rank_receives_its_slices(checkpoint: Path, dim: int) -> None:
     outcomes = run(own_boxes, 2, [str(checkpoint)] * 2, dim)
     assert [(outcome.ended, outcome.value[0]) for outcome in outcomes] == [("returned", True)] * 2, outcomes
     assert sum(outcome.value[1] for outcome in outcomes) <= 1.3 * tensor_bytes(checkpoint)
 
 
-def test_group_loads_again_and_by_name(checkpoint: Path) -> None:
+def test_group_loads_repeatedly_and_by_name(checkpoint: Path) -> None:
     outcomes = run(twice, 2, [str(checkpoint)] * 2)
     wanted = all_bits(by_safetensors(checkpoint))
     some = {name: value for name, value in wanted.items() if ".layers.1." in name}
@@ -176,7 +176,7 @@ def test_missing_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) ->
     assert_all_raised(run(everything, 3, [str(checkpoint), str(broken), str(checkpoint)], {}))
 
 
-def test_group_works_after_failed_load(checkpoint: Path, tmp_path: Path) -> None:
+def test_group_loads_after_failed_load(checkpoint: Path, tmp_path: Path) -> None:
     directories = [str(checkpoint), str(tmp_path / "absent")]
     outcomes = run(after_failure, 2, directories, str(checkpoint))
     wanted = all_bits(by_safetensors(checkpoint))
@@ -190,7 +190,7 @@ def test_failed_read_on_one_rank_fails_all(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("body", [dies_before, reading_kills])
-def test_killed_rank_is_lost_within_deadline(checkpoint: Path, body: Callable[..., Any]) -> None:
+def test_killed_rank_raises_peer_lost_before_deadline(checkpoint: Path, body: Callable[..., Any]) -> None:
     outcomes = run(body, 3, [str(checkpoint)] * 3, 2, PENSTOCK_STALL_S=str(STALL_S))
     assert outcomes[2].ended == "died"
     assert_all_raised(outcomes[:2])

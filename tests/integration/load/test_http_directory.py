@@ -58,7 +58,7 @@ def test_initializer_copies_published_files(server: RangeServer, model: Path, tm
     penstock.load(tmp_path / "models", verify=True)
 
 
-def test_url_credentials_are_used_for_small_files(server: RangeServer, tmp_path: Path) -> None:
+def test_url_credentials_are_sent_for_small_files(server: RangeServer, tmp_path: Path) -> None:
     url = server.url.replace("http://", "http://reader:secret@")
     convert([f"{url}/llama"], tmp_path / "out", to="cast:BF16", devices="cpu", workers=1)
     assert all("authorization" in request.headers for request in server.requests)

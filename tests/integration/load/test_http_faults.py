@@ -74,14 +74,14 @@ Open = Callable[[Settings], HttpSource]
     ],
     ids=str,
 )
-def test_transient_fault_is_recovered(server: RangeServer, opened: Open, faults: Faults) -> None:
+def test_read_recovers_from_transient_fault(server: RangeServer, opened: Open, faults: Faults) -> None:
     source = opened(LONG_STALL)
     server.faults = faults
     assert read(source, 0, [1, NBYTES - 1]) == (DATA, "http")
 
 
 @pytest.mark.parametrize("how", ["truncate_after", "reset_after", "stall_after"])
-def test_broken_read_resumes_at_last_byte(server: RangeServer, opened: Open, how: str) -> None:
+def test_interrupted_read_resumes_at_last_byte(server: RangeServer, opened: Open, how: str) -> None:
     """No byte is requested twice after a clean break. The deadline starts at the last progress."""
     source = opened(Settings(stall_s=1.5 if how == "stall_after" else 60.0, retries=1))
     server.faults = Faults(**{how: 400_000})  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_rejected_connection_raises_source_unavailable() -> None:
         open_source(f"{url}/x", settings=FEW_RETRIES)
 
 
-def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> None:
+def test_server_without_ranges_supports_sequential_reads(server: RangeServer) -> None:
     """A range from the middle is rejected, because it would download everything."""
     server.faults = Faults(ignore_range=True)
     source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
@@ -244,7 +244,7 @@ def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> Non
         source.close()
 
 
-def test_secrets_stay_in_request(server: RangeServer) -> None:
+def test_secrets_appear_only_in_request(server: RangeServer) -> None:
     url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
     source = open_source(url, settings=FEW_RETRIES)
     try:
@@ -306,7 +306,7 @@ def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
     assert server.num_connections == 2
 
 
-def test_small_objects_are_read_whole(server: RangeServer) -> None:
+def test_small_objects_are_read_over_http(server: RangeServer) -> None:
     assert read_small(f"{server.url}/folder/n.bin?sig=x", settings=FEW_RETRIES) == b"n"
     assert read_small(f"{server.url}/empty", settings=FEW_RETRIES) == b""
     assert read_small(f"{server.url}/none", settings=FEW_RETRIES) is None
@@ -315,7 +315,7 @@ def test_small_objects_are_read_whole(server: RangeServer) -> None:
         read_small(f"{server.url}/m.bin", settings=FEW_RETRIES)
 
 
-def test_plain_http_is_not_listed_or_written(server: RangeServer) -> None:
+def test_plain_http_listing_and_writing_raise(server: RangeServer) -> None:
     assert list_uris(f"{server.url}/m.bin?sig=x", settings=FEW_RETRIES) == [f"{server.url}/m.bin?sig=x"]
     with pytest.raises(NotFound):
         list_uris(f"{server.url}/folder/", settings=FEW_RETRIES)
@@ -329,7 +329,7 @@ def test_invalid_url_raises(url: str) -> None:
         open_source(url, settings=FEW_RETRIES)
 
 
-def test_unknown_option_error_has_name(server: RangeServer) -> None:
+def test_unknown_option_error_contains_its_name(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options={"endpoint": "x"})
 
@@ -340,7 +340,7 @@ def test_line_break_in_token_raises(server: RangeServer) -> None:
     assert not server.requests
 
 
-def test_http_proxy_is_used(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_use_http_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy receives the absolute URL, which this server has as a path."""
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.delenv("no_proxy", raising=False)

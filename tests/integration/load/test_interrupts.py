@@ -138,7 +138,7 @@ def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_interrupted_verb_leaves_nothing(verb: str, all_outcomes: dict[str, Any]) -> None:
+def test_interrupted_call_leaves_no_files_or_threads(verb: str, all_outcomes: dict[str, Any]) -> None:
     assert verb in all_outcomes, all_outcomes["stderr"]
     outcome = all_outcomes[verb]
     answers = outcome["answers"]
@@ -148,5 +148,5 @@ def test_interrupted_verb_leaves_nothing(verb: str, all_outcomes: dict[str, Any]
     assert max(answers) < ANSWER_S
 
 
-def test_interrupted_verb_prints_nothing(all_outcomes: dict[str, Any]) -> None:
+def test_interrupted_call_prints_nothing(all_outcomes: dict[str, Any]) -> None:
     assert (all_outcomes["returncode"], all_outcomes["stderr"]) == (0, "")

@@ -73,7 +73,7 @@ def check_rank(rank: int, size: int, directory: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_each_rank_fills_its_part(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_fills_its_shard(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "rt"))
     for name, tensors in (
         ("source", whole()),

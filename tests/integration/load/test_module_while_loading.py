@@ -79,7 +79,7 @@ def leave_by_error(loading: ps.modules.BackgroundLoad) -> None:
 
 @pytest.mark.parametrize("close", [lambda loading: loading.close(), leave_by_error], ids=["close", "exit"])
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_closed_load_never_overwrites_next(
+def test_closed_load_never_overwrites_next_load(
     ones: Path, twos: Path, close: Callable[[Any], None], with_manifest: bool
 ) -> None:
     if with_manifest:
@@ -110,7 +110,7 @@ def test_closed_load_never_overwrites_next(
         assert all(bool((tensor == 2).all()) for tensor in model.state_dict().values())
 
 
-def test_close_from_progress_ends_load(ones: Path) -> None:
+def test_close_in_progress_callback_aborts_load(ones: Path) -> None:
     model = layers(0.0)
     started = threading.Event()
 
@@ -165,7 +165,7 @@ def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
         assert type(model.head.weight) is torch.nn.Parameter
 
 
-def test_assigned_and_deleted_parameters_stay(ones: Path) -> None:
+def test_assigned_and_deleted_parameters_stay_changed(ones: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(7, WIDTH))
     with SlowServer(ones) as server, ps.modules.load_in_background(model, server.url + "/") as loading:
@@ -214,7 +214,7 @@ def test_module_with_extra_state_is_filled(tmp_path: Path, extra: Any, verb: str
     assert bool((model.weight == 2).all()) and model.extra is extra
 
 
-def test_stored_extra_state_needs_strict_false(tmp_path: Path) -> None:
+def test_strict_load_of_stored_extra_state_raises(tmp_path: Path) -> None:
     stored = {"weight": torch.full((4, 4), 2.0), "bias": torch.ones(4), "_extra_state": torch.arange(3)}
     save_file(stored, tmp_path / "m.safetensors")
     model = WithExtra({"step": 3})

@@ -42,7 +42,7 @@ def are_equal(tensors: dict[str, torch.Tensor], directory: Path) -> bool:
     return tensors.keys() == theirs.keys() and all(torch.equal(tensors[name], theirs[name]) for name in theirs)
 
 
-def test_network_volume_is_recognised(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+def test_network_volume_is_detected(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     assert network_file_system(str(mounted[1])) == "FUSE"
     assert network_file_system(str(directory)) == ""
     assert network_file_system(str(directory / "none")) == ""
@@ -77,7 +77,7 @@ def test_numpy_arrays_match_local_file(mounted: tuple[NetworkVolume, Path], dire
     assert are_equal({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
 
 
-def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+def test_declared_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     volume, path = mounted
     with safe_open(path) as file:
         order = sorted(file.keys(), key=lambda name: (int(name.split(".")[1]), name))
@@ -89,7 +89,7 @@ def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
 
 
-def test_cached_file_is_mapped_by_original(mounted: tuple[NetworkVolume, Path]) -> None:
+def test_cached_file_reads_nothing_from_volume(mounted: tuple[NetworkVolume, Path]) -> None:
     volume, path = mounted
     path.read_bytes()
     file = NetworkFile.open(str(path))

@@ -69,7 +69,7 @@ def test_endless_listing_error_names_limit(
     assert len(endless.seen) < 20
 
 
-def test_endless_directory_listing_ends(endless: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_directory_listing_raises(endless: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_LISTING", 1)
     begun = time.monotonic()
     with pytest.raises(SourceStalled, match=r"not complete after 0\.6 s"):
@@ -97,7 +97,7 @@ def endless_response(status: int) -> Behave:
 
 
 @pytest.mark.parametrize("status", [200, 403, 500])
-def test_endless_body_ends_at_deadline(status: int) -> None:
+def test_endless_body_fails_at_deadline(status: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     with Server(endless_response(status)) as server, pytest.raises(PenstockError):

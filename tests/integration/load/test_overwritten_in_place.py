@@ -183,7 +183,7 @@ def num_contents(found: list[int], turn: int) -> int:
 
 
 @pytest.mark.parametrize("read", PATHS, ids=lambda read: read.__name__)
-def test_overwritten_file_never_mixes_contents(writer: Writer, read: Callable[[Path], list[int]]) -> None:
+def test_load_of_overwritten_file_never_mixes_contents(writer: Writer, read: Callable[[Path], list[int]]) -> None:
     pause = random.Random(12)
     outcomes = []
     for turn in range(1, ROUNDS + 1):

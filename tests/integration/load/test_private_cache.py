@@ -47,7 +47,7 @@ def test_cache_from_older_version_becomes_private(tmp_path: Path, model: Path, m
 
 
 @pytest.mark.parametrize("how", ["another user's", "a link"])
-def test_cache_possibly_made_by_another_user_is_unused(
+def test_cache_created_by_another_user_is_rejected(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     folder = tmp_path / "cache" / "penstock-chunks"

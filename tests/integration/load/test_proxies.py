@@ -127,7 +127,7 @@ def test_proxy_credentials_are_sent_for_every_source(clean: pytest.MonkeyPatch, 
             assert list(penstock.load(uri)) == ["a"]
 
 
-def test_proxy_tunnel_needs_credentials(clean: pytest.MonkeyPatch, authority: Authority) -> None:
+def test_proxy_tunnel_sends_credentials(clean: pytest.MonkeyPatch, authority: Authority) -> None:
     with secure(authority, NAME) as server, proxy_to(server) as proxy:
         clean.setenv("AWS_CA_BUNDLE", str(authority.ca_file))
         clean.setenv("REQUESTS_CA_BUNDLE", str(authority.ca_file))
@@ -142,7 +142,7 @@ def test_proxy_tunnel_needs_credentials(clean: pytest.MonkeyPatch, authority: Au
                 penstock.load(uri)
 
 
-def test_excluded_host_is_reached_directly(clean: pytest.MonkeyPatch) -> None:
+def test_no_proxy_host_is_reached_directly(clean: pytest.MonkeyPatch) -> None:
     with RangeServer({"b/m.safetensors": DATA}) as server:
         clean.setenv("ALL_PROXY", "http://127.0.0.1:9")
         clean.setenv("AWS_ENDPOINT_URL", server.url)
@@ -155,7 +155,7 @@ def test_excluded_host_is_reached_directly(clean: pytest.MonkeyPatch) -> None:
                 assert list(penstock.load(uri)) == ["a"]
 
 
-def test_unknown_certificate_names_its_variables(clean: pytest.MonkeyPatch, authority: Authority) -> None:
+def test_unknown_certificate_error_names_environment_variables(clean: pytest.MonkeyPatch, authority: Authority) -> None:
     with secure(authority, "localhost") as server:
         clean.setenv("AWS_ENDPOINT_URL", server.url)
         for uri in (f"{server.url}/b/m.safetensors", "s3://b/m.safetensors"):

@@ -81,7 +81,7 @@ class TestS3ThroughStore(TestS3):
         return StoreSource(place, obstore.head(place.store, place.key), settings=SETTINGS, why="asked for")
 
 
-def test_object_has_path_and_identity(server: S3Server, options: dict[str, str]) -> None:
+def test_s3_object_reports_path_and_identity(server: S3Server, options: dict[str, str]) -> None:
     data = sample(300_000)
     source = open_object(put(server, "one.bin", data), settings=SETTINGS, storage_options=options)
     try:
@@ -107,7 +107,7 @@ def test_credentials_are_read_from_environment(server: S3Server, monkeypatch: py
 @pytest.mark.parametrize(
     "key", ["a b+c.bin", "d=1&e/f,g;h.bin", "na\u00efve/\u6743.bin", "p%20q%2F.bin", "x~(1)'!*.bin"]
 )
-def test_odd_keys_are_read_and_listed(server: S3Server, options: dict[str, str], key: str) -> None:
+def test_keys_with_special_characters_are_read(server: S3Server, options: dict[str, str], key: str) -> None:
     uri = put(server, f"odd/{key}", key.encode())
     assert read_small(uri, settings=SETTINGS, storage_options=options) == key.encode()
     assert uri in list_objects("s3://weights/odd/**", settings=SETTINGS, storage_options=options)
@@ -183,7 +183,7 @@ def test_credentials_revoked_during_read_raise(
         source.close()
 
 
-def test_listing_follows_prefix_and_glob(server: S3Server, options: dict[str, str]) -> None:
+def test_listing_returns_keys_matching_prefix_and_glob(server: S3Server, options: dict[str, str]) -> None:
     names = ["m/a-1.safetensors", "m/a-2.safetensors", "m/config.json", "m/sub/b.safetensors", "m2/c.safetensors"]
     for name in names:
         put(server, name, b"x")
@@ -244,7 +244,7 @@ def test_multipart_object_is_read(server: S3Server, options: dict[str, str]) -> 
         source.close()
 
 
-def test_unsigned_reads_use_bare_url(server: S3Server, options: dict[str, str]) -> None:
+def test_unsigned_reads_use_url_without_signature(server: S3Server, options: dict[str, str]) -> None:
     """The bucket is not public, so the test only checks the URL."""
     unsigned = options | {"skip_signature": "true"}
     place = objects.locate_object("s3://weights/some key.bin", settings=SETTINGS, options=unsigned)
@@ -278,7 +278,7 @@ def test_request_payer_is_read_through_obstore(server: S3Server, options: dict[s
         ),
     ],
 )
-def test_wrong_uri_or_option_raises(uri: str, options: dict[str, str], error: type[PenstockError]) -> None:
+def test_invalid_s3_uri_or_option_raises(uri: str, options: dict[str, str], error: type[PenstockError]) -> None:
     with pytest.raises(error) as caught:
         open_object(uri, settings=Settings(retries=1, stall_s=5.0), storage_options=options)
     assert caught.value.uri == uri
@@ -313,7 +313,7 @@ def test_forked_child_reads_open_object(server: S3Server, options: dict[str, str
         source.close()
 
 
-def test_brackets_in_names_are_literal(server: S3Server, options: dict[str, str]) -> None:
+def test_brackets_in_object_names_match_literally(server: S3Server, options: dict[str, str]) -> None:
     one, other, third = (save({name: torch.ones(2)}) for name in ("one", "other", "third"))
     put(server, "brackets/model[1]/model.safetensors", one)
     put(server, "brackets/model1/model.safetensors", other)

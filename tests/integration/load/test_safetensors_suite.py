@@ -67,7 +67,7 @@ def test_safetensors_suite_passes_with_installed_patch(tmp_path: Path) -> None:
 
 
 @long_running
-def test_safetensors_suite_passes_with_penstock_reading_everything(tmp_path: Path) -> None:
+def test_safetensors_suite_passes_with_penstock_reader(tmp_path: Path) -> None:
     found = run(ALL_BY_PENSTOCK, tmp_path, "--deselect", OTHER_TEXT)
     assert found["passed"] >= 60
     assert found["deselected"] == 1

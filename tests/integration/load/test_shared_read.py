@@ -189,7 +189,7 @@ def test_ranks_share_reads_in_any_order(directory: Path) -> None:
     assert more == (([*sizes, sizes[0]], "meta"),) * 2
 
 
-def test_group_size_one_and_three_read_once(directory: Path) -> None:
+def test_groups_of_any_size_read_once(directory: Path) -> None:
     for world_size in (1, 3):
         reports = returned(run(everything, world_size, str(directory)))
         assert sum(report.read_bytes for report in reports) == reports[0].nbytes
@@ -232,7 +232,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
     return len(copies)
 
 
-def test_concurrent_threads_get_separate_tensors(directory: Path) -> None:
+def test_concurrent_threads_receive_separate_tensors(directory: Path) -> None:
     assert returned(run(two_owners, 1, str(directory))) == [2]
 
 

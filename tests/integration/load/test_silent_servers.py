@@ -85,11 +85,11 @@ def require_soon(number: str, error_name: str, calls: list[str], env: dict[str, 
 
 
 @pytest.mark.parametrize(("number", "error_name"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "TimeoutError")])
-def test_signal_ends_wait_for_response(silent: str, number: str, error_name: str) -> None:
+def test_signal_interrupts_wait_for_response(silent: str, number: str, error_name: str) -> None:
     require_soon(number, error_name, [f"{verb}={silent}/m.safetensors" for verb in ("load", "inspect", "safe_open")])
 
 
-def test_interrupt_ends_wait_for_weights() -> None:
+def test_interrupt_aborts_wait_for_weights() -> None:
     data = save({"a": torch.arange(1 << 20, dtype=torch.float32)})
     # The server sends the header and then pauses in the middle of the weights.
     with RangeServer({"m.safetensors": data}, faults=Faults(stall_after=200_000)) as server:
@@ -97,7 +97,7 @@ def test_interrupt_ends_wait_for_weights() -> None:
         require_soon("SIGINT", "KeyboardInterrupt", [f"{verb}={server.url}/m.safetensors" for verb in verbs])
 
 
-def test_interrupt_ends_waits_inside_libraries(silent: str, tmp_path: Path) -> None:
+def test_interrupt_aborts_waits_inside_libraries(silent: str, tmp_path: Path) -> None:
     env = {
         "AWS_ACCESS_KEY_ID": "k",
         "AWS_SECRET_ACCESS_KEY": "s",

@@ -142,7 +142,7 @@ def test_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Tenso
     assert torch.equal(answers[0], true(x))
 
 
-def test_parameters_keep_their_objects(true: Model, checkpoint: Path) -> None:
+def test_loading_keeps_parameter_objects_and_addresses(true: Model, checkpoint: Path) -> None:
     model = empty()
     before = [(id(tensor), tensor.data_ptr()) for tensor in model.state_dict(keep_vars=True).values()]
     with ps.modules.load_in_background(model, str(checkpoint)) as loading:
@@ -184,7 +184,7 @@ def test_missing_digests_raise_unless_allowed(true: Model, checkpoint: Path, x: 
 
 
 @torch.no_grad()
-def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_corrupt_bytes_are_never_used_in_forward(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     path = checkpoint / "model-b.safetensors"
     sound = path.read_bytes()
     path.write_bytes(sound[:-5] + bytes([sound[-5] ^ 1]) + sound[-4:])
@@ -209,7 +209,7 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
 
 
 @torch.no_grad()
-def test_failed_load_can_start_again(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_failed_background_load_can_be_restarted(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     own = [id(tensor) for tensor in model.parameters()]
     with RangeServer(checkpoint) as server:
@@ -253,7 +253,7 @@ def test_changed_file_raises_in_forward(checkpoint: Path, x: torch.Tensor) -> No
             model(x)
 
 
-def test_close_ends_load(checkpoint: Path, x: torch.Tensor) -> None:
+def test_close_aborts_background_load(checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-a") as server:
         loading = ps.modules.load_in_background(model, server.url + "/")
@@ -291,7 +291,7 @@ def test_failed_thread_start_restores_module(
         assert torch.equal(module(x), true(x))
 
 
-def test_loading_module_rejects_second_load(checkpoint: Path) -> None:
+def test_second_load_into_loading_module_raises(checkpoint: Path) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         for load in (ps.load_into, ps.modules.load_in_background):
@@ -302,7 +302,7 @@ def test_loading_module_rejects_second_load(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: model.state_dict()], ids=["deepcopy", "state_dict"])
-def test_copy_waits_for_load(true: Model, checkpoint: Path, copied: Any) -> None:
+def test_copying_loading_module_waits_for_load(true: Model, checkpoint: Path, copied: Any) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/"):
         threading.Timer(0.2, server.opened.set).start()

@@ -62,16 +62,14 @@ def read(source: Source, start: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("retries", [1, 3])
-def test_repeatedly_truncated_responses_keep_read_going(
-    server: RangeServer, opened: Open, how: str, retries: int
-) -> None:
+def test_truncated_responses_do_not_abort_read(server: RangeServer, opened: Open, how: str, retries: int) -> None:
     source = opened(how, Settings(stall_s=60.0, retries=retries))
     server.faults = Faults(truncate_share=0.6)
     assert read(source, 0, len(DATA)) == DATA
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_busy_responses_keep_reads_going(server: RangeServer, opened: Open, how: str) -> None:
+def test_busy_responses_do_not_abort_reads(server: RangeServer, opened: Open, how: str) -> None:
     """Of several concurrent ranges, one is rejected repeatedly while the others progress."""
     source = opened(how, Settings(stall_s=60.0, retries=1))
     server.faults = Faults(status=503, retry_after="0", every=2)
@@ -93,7 +91,7 @@ def test_busy_responses_keep_reads_going(server: RangeServer, opened: Open, how:
     assert not failed
 
 
-def test_rejected_range_recovers_while_others_arrive(server: RangeServer, opened: Open) -> None:
+def test_rejected_range_is_retried_during_other_reads(server: RangeServer, opened: Open) -> None:
     """One range gets more 500s than `retries`, with other ranges served between them."""
     source = opened("url", Settings(stall_s=60.0, retries=1))
     done = threading.Event()
@@ -126,7 +124,7 @@ def test_retry_after_delays_next_request(server: RangeServer, opened: Open, afte
     assert time.monotonic() - began > (2.5 if after == "1" else 0.9)
 
 
-def test_endless_retry_after_ends_at_stall_deadline(server: RangeServer, opened: Open) -> None:
+def test_endless_retry_after_fails_at_stall_deadline(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=2.0, retries=3))
     server.faults = Faults(status=503, retry_after="86400")
     began = time.monotonic()
@@ -174,7 +172,7 @@ def connections_to(server: RangeServer) -> int:
     return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
 
 
-def test_limited_range_is_continued_immediately(server: RangeServer, opened: Open) -> None:
+def test_shortened_response_is_continued_immediately(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=60.0, retries=3))
     server.faults = Faults(most_bytes=1024)
     assert read(source, 1000, 2 * MIB) == DATA[1000 : 1000 + 2 * MIB]
@@ -182,7 +180,7 @@ def test_limited_range_is_continued_immediately(server: RangeServer, opened: Ope
     assert server.requests[1].headers["range"] == "bytes=2024-"
 
 
-def test_limited_responses_are_read_in_pieces(server: RangeServer, opened: Open) -> None:
+def test_read_completes_from_shortened_responses(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=60.0, retries=3))
     server.faults = Faults(most_bytes=65_536, also_open_ranges=True)
     assert read(source, 0, MIB) == DATA[:MIB]

@@ -48,7 +48,7 @@ def test_concurrent_readers_share_stream_tensors(path: Path, copy: bool) -> None
     assert sorted(got) == [(f"t{i:03}", 4096 * i) for i in range(NUM_TENSORS)]
 
 
-def test_stream_close_ends_its_readers(path: Path) -> None:
+def test_closing_stream_stops_its_readers(path: Path) -> None:
     for _ in range(20):
         outcomes: list[str] = []
         tensors = penstock.stream(path, settings=penstock.ReadSettings(copy=True))

@@ -35,7 +35,7 @@ def whole(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> None:
+def test_tensors_divided_among_ranks_form_model(pool: ThreadPoolExecutor) -> None:
     shares = [WholeTensorShares(rank, 2) for rank in range(2)]
     senders = [TrainerPublisher("policy", connection=HERE, rank=(rank, 2)) for rank in range(2)]
     with senders[0], senders[1], VersionReceiver("policy", connection=HERE) as receiver:
@@ -51,7 +51,7 @@ def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> N
     assert sorted(len(share.params["up.weight"].tensor) for share in shares) == [3, 4]
 
 
-def test_changed_tensor_set_is_refused() -> None:
+def test_publishing_changed_tensor_set_is_rejected() -> None:
     share = WholeTensorShares(0, 1)
     share.fill(whole(0).items())
     with pytest.raises(ps.ConfigError, match="the trainer changed the tensor other"):

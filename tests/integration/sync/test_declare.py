@@ -84,7 +84,7 @@ def _distributed(rank: int, world_size: int) -> EncodedRows:
     return encoded(rows)
 
 
-def test_dtensor_boxes_match_any_mesh_and_placement() -> None:
+def test_dtensor_regions_match_any_mesh_and_placement() -> None:
     outcomes = run_ranks(_distributed, 4, timeout_s=120)
     assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 4
     true = {f"t{i}": full(shape) for i, (_, _, shape) in enumerate(cases())}
@@ -138,7 +138,7 @@ def _step(world_size: int, tp: int, replicas: int) -> tuple[EncodedRows, dict[st
     }
 
 
-def test_fsdp2_with_tensor_parallelism_declares_whole_model() -> None:
+def test_fsdp2_with_tensor_parallelism_declares_all_elements() -> None:
     outcomes = run_ranks(_trained, 4, timeout_s=120)
     assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 4
     for i in range(len(CUTS)):

@@ -25,7 +25,7 @@ def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> None:
+def test_unchanged_layers_transfer_no_bytes(host: Host, source: str, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, **SHAPE)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, **SHAPE)
     publishers[0].call("subscribers 2")
@@ -56,7 +56,7 @@ def test_weights_changed_by_engine_are_restored(host: Host, mode: str) -> None:
     update(publishers, subscribers, 3)
 
 
-def test_changed_plan_moves_whole_version(host: Host) -> None:
+def test_changed_plan_transfers_all_bytes(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **SHAPE)
     subscribers = host.start_ranks("subscriber", 1, **SHAPE)
     update(publishers, subscribers, 1)

@@ -53,7 +53,7 @@ def publish(published: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("hook", ["before_pause", "at_commit", "after_resume"])
-def test_raising_hook_fails_update_cleanly(published, mode: str, hook: str) -> None:
+def test_raising_hook_fails_update_without_mutation(published, mode: str, hook: str) -> None:
     engine, mine = Engine(), torch.zeros(SHAPE)
     with ps.subscriber("p", {"w": mine}, mode=mode, hooks=engine.hooks()) as subscriber:
         subscriber.update()

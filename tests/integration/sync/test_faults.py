@@ -34,7 +34,7 @@ def short_stall(seconds: float) -> dict[str, Any]:
     return {"environ": {"PENSTOCK_STALL_S": str(seconds)}}
 
 
-def test_killed_receiver_is_named_without_delay(host: Host) -> None:
+def test_killed_receiver_is_reported_immediately(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = [*host.start_ranks("subscriber", 1), *host.start_ranks("subscriber", 1, pause_s=60.0)]
     publishers[0].call("subscribers 2")
@@ -54,7 +54,7 @@ def test_killed_receiver_is_named_without_delay(host: Host) -> None:
     assert set(zero["committed"]) == members(subscribers[:1])
 
 
-def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
+def test_stopped_receiver_is_late_then_recovers(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **short_stall(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # a live subscriber without requests
@@ -108,7 +108,7 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     assert_has_version(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
-def test_rank_lost_before_first_update_is_named(host: Host) -> None:
+def test_error_names_rank_lost_before_update(host: Host) -> None:
     """Rank 0 plans and cannot reach rank 1, so the error names rank 1."""
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **short_stall(8.0))
     step(publishers, [], 1)
@@ -122,7 +122,7 @@ def test_rank_lost_before_first_update_is_named(host: Host) -> None:
     assert publishers[0].process.poll() is None
 
 
-def test_interrupted_direct_update_is_dirty_until_next(host: Host) -> None:
+def test_interrupted_direct_update_stays_dirty_until_next(host: Host) -> None:
     task = SyncTask(side="subscriber")
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
     publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
@@ -199,7 +199,7 @@ def test_trainer_restarts_with_different_world_size(host: Host) -> None:
             one.kill()
 
 
-def test_inference_scales_while_versions_flow(host: Host) -> None:
+def test_receivers_join_and_leave_during_updates(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     running = host.start_ranks("subscriber", 2, dim=1)
     gone = set[str]()
@@ -231,7 +231,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
     assert members(running) <= set(zero["committed"])
 
 
-def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> None:
+def test_publisher_rank_leaving_fails_version(host: Host) -> None:
     """The rank's trainer raised an error between two steps and left, so no process waits until a deadline."""
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
@@ -264,7 +264,7 @@ def test_concurrent_publisher_groups_have_one_winner(host: Host) -> None:
     assert_has_version(subscriber, subscriber.call("update"), 1)
 
 
-def test_misfit_is_refused_before_reading(host: Host) -> None:
+def test_mismatched_receiver_is_rejected_before_reading(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     good = host.start_ranks("subscriber", 1)[0]
     bad = [
@@ -298,7 +298,7 @@ def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     assert_has_version(subscribers[0], step([third], subscribers, 2)[0], 2)
 
 
-def test_versions_only_increase_on_both_sides(host: Host) -> None:
+def test_decreasing_version_is_rejected_on_both_sides(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.call("publish 5")
@@ -344,7 +344,7 @@ def test_too_small_budget_error_states_minimum(host: Host) -> None:
     assert "memory_bytes >= " in direct.wait_for("failed")["message"]
 
 
-def test_versions_flow_while_hub_is_away(host: Host) -> None:
+def test_versions_sync_while_hub_is_down(host: Host) -> None:
     hub, url = host.start_hub()
     publishers = host.start_ranks("publisher", 2, hub=url, **short_stall(6.0))
     subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **short_stall(6.0))
@@ -379,7 +379,7 @@ def test_status_shows_sync_ranks(host: Host) -> None:
     assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
 
 
-def test_bytes_changed_during_read_are_refused(host: Host) -> None:
+def test_bytes_changed_during_read_are_rejected(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot")
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("publish 1")

@@ -31,7 +31,7 @@ def _losses(rank: int, world_size: int, moved: bool, width: int) -> list[float]:
 
 
 @pytest.mark.parametrize("width", [8, 7])
-def test_training_continues_with_moved_weights(width: int) -> None:
+def test_training_continues_with_weights_in_arena(width: int) -> None:
     stayed, moved = (run_ranks(_losses, 2, which, width) for which in (False, True))
     assert [one.ended for one in [*stayed, *moved]] == ["returned"] * 4, moved
     assert [one.value for one in moved] == [one.value for one in stayed]

@@ -12,7 +12,7 @@ import torch
 import penstock as ps
 
 
-def test_loop_yields_each_new_version_until_closed() -> None:
+def test_update_loop_yields_versions_until_closed() -> None:
     target = {"w": torch.zeros(4)}
     with ps.subscriber("loop", target) as subscriber:
         weights = {"w": torch.zeros(4)}
@@ -31,7 +31,7 @@ def test_loop_yields_each_new_version_until_closed() -> None:
         closing.join()
 
 
-def test_loop_skips_refused_versions(caplog: pytest.LogCaptureFixture) -> None:
+def test_update_loop_skips_refused_versions(caplog: pytest.LogCaptureFixture) -> None:
     hooks = ps.Hooks(check=lambda version, staged: "it is bad" if version == 1 else "")
     with (
         ps.publisher("refused", {"w": torch.ones(4)}) as publisher,
@@ -45,7 +45,7 @@ def test_loop_skips_refused_versions(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("it is bad") == 1
 
 
-def test_loop_raises_permanent_errors() -> None:
+def test_update_loop_raises_permanent_errors() -> None:
     with (
         ps.publisher("misfit", {"w": torch.ones(4)}) as publisher,
         ps.subscriber("misfit", {"w": torch.ones(5)}) as subscriber,
@@ -55,7 +55,7 @@ def test_loop_raises_permanent_errors() -> None:
             next(iter(subscriber))
 
 
-def test_loop_waits_while_trainer_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_update_loop_waits_for_absent_trainer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "penstock")
     connection = ps.ConnectionSettings(stall_s=0.3)
     with ps.subscriber("away", {}, connection=connection) as subscriber:

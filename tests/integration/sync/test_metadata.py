@@ -16,7 +16,7 @@ def value(version: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_version_is_refused_by_metadata_before_read(host: Host, mode: str) -> None:
+def test_metadata_hook_rejects_version_before_read(host: Host, mode: str) -> None:
     held, mine, called = {"w": value(1)}, {"w": value(0)}, list[object]()
 
     def before_read(version: int, metadata: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ def test_version_is_refused_by_metadata_before_read(host: Host, mode: str) -> No
         assert (subscriber.metadata, float(mine["w"][0, 0])) == ({}, 3.0)
 
 
-def test_receiver_passes_metadata_on(host: Host) -> None:
+def test_receiver_serves_metadata_to_next_receiver(host: Host) -> None:
     mine, late = {"w": value(0)}, {"w": value(0)}
     with ps.subscriber("p", mine) as first:
         with ps.publisher("p", {"w": value(4)}, mode="snapshot") as publisher:

@@ -53,7 +53,7 @@ def failing(weights: Weights) -> None:
         ({"module.bias": torch.ones(4)}, torch.nn.LayerNorm(4), {"strict": False}, "no published tensor fills", None),
     ],
 )
-def test_misfit_raises_plan_error_with_cause(
+def test_model_mismatch_raises_plan_error_with_cause(
     source: Any, target: Any, options: dict[str, Any], message: str, cause: type[Exception] | None, mode: str
 ) -> None:
     with pytest.raises(ps.PlanError, match=rf"(?s){message}") as caught:
@@ -82,7 +82,7 @@ class Gathers(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:2 tensors are received whole")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("reads", [False, True])
-def test_loader_needing_all_names_gets_them(reads: bool, mode: Any) -> None:
+def test_loader_needing_all_tensors_receives_them_together(reads: bool, mode: Any) -> None:
     source, target = {"w": torch.randn(4, 8), "v": torch.randn(3)}, Gathers(reads=reads)
     report = sync(source, target, mode=mode)
     assert torch.allclose(target.w, source["w"] / source["w"].abs().max())
@@ -91,7 +91,7 @@ def test_loader_needing_all_names_gets_them(reads: bool, mode: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:2 tensors are received whole")
-def test_loader_failing_later_marks_target_dirty() -> None:
+def test_loader_failing_midway_marks_target_dirty() -> None:
     target, is_broken = linear(), [False]
 
     def load(weights: Weights) -> None:
@@ -156,13 +156,13 @@ def compiled(module: torch.nn.Module) -> Any:
         ),
     ],
 )
-def test_wrapper_prefixes_are_not_names(wrap_source: Any, wrap_target: Any, make: Any) -> None:
+def test_wrapper_prefixes_are_ignored_in_tensor_names(wrap_source: Any, wrap_target: Any, make: Any) -> None:
     source, target = make(), make()
     sync(wrap_source(source), wrap_target(target))
     assert torch.equal(next(source.parameters()), next(target.parameters()))
 
 
-def test_restart_with_changed_shape_is_named() -> None:
+def test_changed_shape_after_restart_error_names_tensor() -> None:
     with ps.subscriber("restart", {"lora_A": torch.zeros(4, 8)}) as subscriber:
         with ps.publisher("restart", {"lora_A": torch.ones(4, 8)}) as publisher:
             publisher.publish(1)
@@ -187,7 +187,7 @@ class Adds(torch.nn.Module):
             named[name].data[:2].copy_((tensor + 1)[:2])
 
 
-def test_computing_loader_leaves_parameter_unfilled() -> None:
+def test_parameter_unfilled_by_computing_loader_raises() -> None:
     # The loader may fill the remaining elements of `w`, but nothing can fill `v`.
     with pytest.raises(ps.PlanError, match=r"do not fill all parameters:\s+v: 3 of 3 elements; blame") as caught:
         sync({"w": torch.ones(4)}, Adds())
@@ -201,7 +201,7 @@ def test_computing_loader_leaves_parameter_unfilled() -> None:
 @pytest.mark.parametrize(
     ("source", "target"), [({1: torch.ones(4)}, {}), ({"w": torch.ones(4)}, {("w", 0): torch.ones(4)})]
 )
-def test_non_text_names_are_refused(source: Any, target: Any) -> None:
+def test_non_text_tensor_names_are_rejected(source: Any, target: Any) -> None:
     with pytest.raises(ps.ConfigError, match="the name of a tensor is"):
         sync(source, target)
 
@@ -221,7 +221,7 @@ def test_numbers_with_wrong_type_are_refused() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_parameter_filled_only_by_reading_loader_is_named(leaves: bool) -> None:
+def test_report_names_parameters_only_loader_can_fill(leaves: bool) -> None:
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

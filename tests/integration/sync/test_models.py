@@ -115,7 +115,7 @@ def test_synced_model_matches_own_loader(stack: ExitStack, mode: str, source: st
     assert before == [{name: one.data_ptr() for name, one in model.named_parameters()} for model in models]
 
 
-def test_module_without_loader_uses_its_own_names(stack: ExitStack) -> None:
+def test_module_without_loader_syncs_by_parameter_name(stack: ExitStack) -> None:
     trained, served = nn.Linear(8, 4), nn.Linear(8, 4)
     (pub,) = publishers(stack, [trained], mode="snapshot")  # type: ignore[list-item]
     pub.publish(1)

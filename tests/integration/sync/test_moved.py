@@ -107,7 +107,7 @@ MOVES = [
 
 @pytest.mark.parametrize("replica", ["device", "cpu"])
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
-def test_publisher_follows_moved_parameters(stack: ExitStack, move: Callable[..., None], replica: str) -> None:
+def test_publisher_sends_parameters_after_they_move(stack: ExitStack, move: Callable[..., None], replica: str) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot", snapshot_device=replica))
     subscriber = stack.enter_context(ps.subscriber("moved", served))
@@ -123,7 +123,7 @@ def test_publisher_follows_moved_parameters(stack: ExitStack, move: Callable[...
 
 @pytest.mark.parametrize("move", [assign_data, share_memory, replace_layer], ids=lambda move: move.__name__)
 @pytest.mark.parametrize("side", ["publisher", "subscriber"])
-def test_live_version_follows_moved_parameters(stack: ExitStack, move: Callable[..., None], side: str) -> None:
+def test_live_version_serves_moved_parameters(stack: ExitStack, move: Callable[..., None], side: str) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained))
     subscriber = stack.enter_context(ps.subscriber("moved", served))
@@ -136,7 +136,7 @@ def test_live_version_follows_moved_parameters(stack: ExitStack, move: Callable[
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
-def test_subscriber_follows_moved_parameters(stack: ExitStack, move: Callable[..., None], mode: str) -> None:
+def test_subscriber_fills_parameters_after_they_move(stack: ExitStack, move: Callable[..., None], mode: str) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served, mode=mode))
@@ -323,7 +323,7 @@ def test_target_moved_by_hook_is_refused(stack: ExitStack, mode: str) -> None:
     assert resumed == [1, 1]
 
 
-def test_target_made_by_function_is_followed(stack: ExitStack) -> None:
+def test_moved_allocate_function_target_is_updated(stack: ExitStack) -> None:
     trained = {"w": torch.ones(64), "v": torch.ones(3, 5)}
     made: list[dict[str, torch.Tensor]] = []
 
@@ -342,7 +342,7 @@ def test_target_made_by_function_is_followed(stack: ExitStack) -> None:
         trained["w"].fill_(2)
 
 
-def test_unfilled_buffer_may_move(stack: ExitStack) -> None:
+def test_update_succeeds_after_unfilled_buffer_moves(stack: ExitStack) -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -372,7 +372,7 @@ def test_unfilled_buffer_may_move(stack: ExitStack) -> None:
     assert calls == recorded
 
 
-def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
+def test_swapped_tensors_receive_correct_values(stack: ExitStack) -> None:
     # Regions and sizes stay, so only the registration distinguishes the plans.
     both = torch.zeros(2, 256)
     trained = {"a": both[0], "b": both[1]}
@@ -391,7 +391,7 @@ def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("transforms", [None, "fp8-block128"])
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_ranks_with_moved_shards_are_followed(stack: ExitStack, mode: str, transforms: str | None) -> None:
+def test_shards_moved_on_ranks_still_sync(stack: ExitStack, mode: str, transforms: str | None) -> None:
     # Blocks of 128 rows cross the edge between the ranks, so they exchange elements.
     values = torch.randn(300, 256)
     held = [halves({"a.weight": values, "b.weight": -values}, rank) for rank in range(2)]
@@ -411,7 +411,7 @@ def test_ranks_with_moved_shards_are_followed(stack: ExitStack, mode: str, trans
         assert torch.equal(served["b.weight"], -version * values)
 
 
-def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
+def test_sender_reuses_its_publisher(stack: ExitStack) -> None:
     sender = stack.enter_context(TrainerPublisher("moved", connection=ps.ConnectionSettings(), rank=(0, 1)))
     served = {"w": torch.zeros(64)}
     subscriber = stack.enter_context(ps.subscriber("moved", served))
@@ -481,7 +481,7 @@ with ps.join("held") as holder:
     ("how", "ends"),
     [('target["w"].share_memory_()', "IntegrityError"), ('target["w"].data = torch.zeros(1 << 18)', "served on")],
 )
-def test_holder_moving_weights_survives(host: Host, tmp_path: Any, how: str, ends: str) -> None:
+def test_holder_moving_its_weights_keeps_serving(host: Host, tmp_path: Any, how: str, ends: str) -> None:
     path = tmp_path / "held.safetensors"
     code = HOLDER.replace("HOW", how)
     command = [sys.executable, "-c", code, str(path)]

@@ -37,7 +37,7 @@ def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pac
             assert any(expected in line for line in result["why"]), result["why"]
 
 
-def test_format_codes_and_scales_are_packed(host: Host) -> None:
+def test_format_codes_and_scales_arrive_packed(host: Host) -> None:
     offered = {"transforms": {"fp8-block128": ["*"]}, "pack_bytes": "8M"}
     publishers = host.start_ranks("publisher", 2, mode="snapshot", options=offered, **over("http"))
     subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))
@@ -75,7 +75,7 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
     assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])
 
 
-def test_too_small_pack_memory_is_refused_before_publishing() -> None:
+def test_too_small_pack_memory_fails_before_publishing() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         ps.publisher("policy", {}, settings=ps.sync.PublisherSettings(pack_bytes=1000))
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES

@@ -69,7 +69,7 @@ def test_first_update_reuses_preparation(host: Host, mode: str, plans: list[Sync
         assert (model.num_loads, len(plans)) == (1, 1)
 
 
-def test_preparation_survives_second_engine(host: Host, plans: list[SyncPlan]) -> None:
+def test_preparation_stays_valid_after_second_engine_joins(host: Host, plans: list[SyncPlan]) -> None:
     models, weights = [Model(), Model()], trained()
     with (
         ps.publisher("p", weights, mode="snapshot") as publisher,
@@ -86,7 +86,7 @@ def test_preparation_survives_second_engine(host: Host, plans: list[SyncPlan]) -
         assert len(plans) == 2
 
 
-def test_missing_publisher_prepares_nothing(host: Host) -> None:
+def test_prepare_without_publisher_returns_false(host: Host) -> None:
     model, weights = Model(), trained()
     with ps.subscriber("p", model) as subscriber:
         assert not subscriber.prepare(0.0)
@@ -157,7 +157,7 @@ def test_staged_version_survives_prepare(host: Host) -> None:
         assert torch.equal(live["w"], torch.ones(64))
 
 
-def test_live_version_is_served_under_next_trainer(host: Host) -> None:
+def test_live_version_is_served_after_trainer_restart(host: Host) -> None:
     live, late = {"w": torch.full((64,), -1.0)}, {"w": torch.zeros(64)}
     with ps.subscriber("p", live) as subscriber:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
@@ -189,7 +189,7 @@ def test_mismatched_update_keeps_live_version_served(host: Host) -> None:
         assert subscriber.release() > 0
 
 
-def test_second_planner_is_asked_when_first_fails(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_requested_from_second_planner(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = Membership.ask
 

@@ -109,7 +109,7 @@ def received(stack: ExitStack, world_size: int) -> tuple[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", orders(2) + orders(3, 6) + orders(4, 6))
-def test_first_publish_works_in_any_order(stack: ExitStack, order: tuple[Step, ...]) -> None:
+def test_first_publish_succeeds_in_any_rank_order(stack: ExitStack, order: tuple[Step, ...]) -> None:
     world_size = len(order) // 2
     trainer = Trainer(stack, world_size, 7.0)
     trainer.run(order, 1)
@@ -136,7 +136,7 @@ def test_restarted_ranks_continue_numbering(stack: ExitStack, order: tuple[Step,
     assert received(stack, world_size)[0] == 6
 
 
-def test_all_ranks_reject_used_version(stack: ExitStack) -> None:
+def test_all_ranks_reject_already_published_version(stack: ExitStack) -> None:
     with ExitStack() as first:
         old = Trainer(first, 2, 1.0)
         old.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 3)

@@ -128,7 +128,7 @@ def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
     fleet.assert_serves(3)
 
 
-def test_released_weights_are_restored_from_engine(fleet: Fleet) -> None:
+def test_released_weights_are_restored_from_another_engine(fleet: Fleet) -> None:
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         peer.update()
         fleet.trainer.close()
@@ -224,7 +224,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     fleet.assert_serves(1)
 
 
-def test_release_before_first_version_needs_engine(hub: None) -> None:
+def test_release_before_first_version_requires_engine(hub: None) -> None:
     with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
         with pytest.raises(ConfigError, match="before the first version"):
             engine.release()
@@ -234,7 +234,7 @@ def test_release_before_first_version_needs_engine(hub: None) -> None:
             assert engine.restore(timeout_s=10.0).version == 1
 
 
-def test_readers_leave_released_source(fleet: Fleet) -> None:
+def test_readers_switch_from_released_source(fleet: Fleet) -> None:
     """A peer's update reads from the trainer and not from freed memory."""
     fleet.engine.release()
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
@@ -242,7 +242,7 @@ def test_readers_leave_released_source(fleet: Fleet) -> None:
         assert torch.equal(other.turned, loaded(1).turned)
 
 
-def test_announced_returns_newest_version_immediately(fleet: Fleet) -> None:
+def test_announced_returns_newest_version_without_waiting(fleet: Fleet) -> None:
     assert (fleet.engine.announced(), fleet.engine.is_released) == (1, False)
     fleet.engine.release()
     fleet.publish(2)

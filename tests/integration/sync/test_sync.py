@@ -23,7 +23,7 @@ def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: i
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_each_version_arrives_bitwise_equal(host: Host, source: str, mode: str, transport: str) -> None:
+def test_each_version_arrives_bit_identical(host: Host, source: str, mode: str, transport: str) -> None:
     connection = {"transports": [transport]}
     publishers = host.start_ranks("publisher", 2, mode=source, connection=connection)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, connection=connection)

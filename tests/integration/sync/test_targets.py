@@ -69,7 +69,7 @@ def test_failed_first_update_leaves_dict_empty() -> None:
         ),
     ],
 )
-def test_target_receiving_nothing_is_refused(target: Any, options: Any, message: str, mode: Any) -> None:
+def test_target_matching_no_tensor_is_rejected(target: Any, options: Any, message: str, mode: Any) -> None:
     with (
         ps.publisher("nothing", WEIGHTS) as publisher,
         ps.subscriber("nothing", target, mode=mode, **options) as subscriber,
@@ -111,7 +111,7 @@ def test_non_strict_dict_keeps_unpublished_tensors() -> None:
             strict.update()
 
 
-def test_default_publish_keeps_version_for_later_subscribers(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_publish_serves_later_subscribers(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"w": torch.ones(3)}
     with ps.publisher("default", weights) as publisher:
         assert publisher.publish(1).mode == "snapshot"

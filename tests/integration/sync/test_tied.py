@@ -101,7 +101,7 @@ def test_tied_module_with_different_dtypes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["overlap", "expanded"])
-def test_partly_overlapping_targets_are_refused(kind: str) -> None:
+def test_partly_overlapping_targets_are_rejected(kind: str) -> None:
     memory = torch.zeros(12)
     target = {"a": memory[:8], "b": memory[4:]} if kind == "overlap" else {"a": torch.zeros(1).expand(8)}
     published = {name: torch.ones(8) for name in target}

@@ -32,9 +32,7 @@ def stack(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[Exi
         yield found
 
 
-def test_versions_cross_tls_and_strangers_are_refused(
-    stack: ExitStack, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_sync_over_mutual_tls(stack: ExitStack, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"up": torch.arange(4096.0).view(64, 64), "norm": torch.ones(64)}
     held = [halves(tensors, rank) for rank in range(2)]
     pubs = publishers(stack, held, mode="live", connection=LISTEN)

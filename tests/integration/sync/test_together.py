@@ -50,7 +50,7 @@ def assert_keeps_version(worker: SyncWorker, version: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
+def test_subscribers_commit_atomically(host: Host, source: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, terms={"stragglers": "withdraw", "timeout_s": 8.0})
     subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
     publishers[0].call("subscribers 3")
@@ -185,7 +185,7 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     assert set(zero["committed"]) == members([first, joins])
 
 
-def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
+def test_hub_returns_decision_after_rank_0_dies(host: Host) -> None:
     first = host.start_ranks("subscriber", 1)  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 2.0})
     slow = host.start_ranks("subscriber", 1)[0]
@@ -200,7 +200,7 @@ def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
         assert_has_version(one, one.call("commit"), 1)
 
 
-def test_uninformed_subscriber_keeps_version_and_retries(host: Host) -> None:
+def test_subscriber_without_decision_keeps_previous_version(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
     hub.wait_for("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(3.0))
@@ -251,7 +251,7 @@ def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest
     assert (shown[zero].decision.version, shown[zero].decision.outcome) == (1, "committed")
 
 
-def test_checks_see_staged_weights_and_trainer_values() -> None:
+def test_check_receives_staged_weights_and_trainer_values() -> None:
     torch.manual_seed(0)
 
     class Model(torch.nn.Module):
@@ -326,7 +326,7 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
         assert subscriber.version == 1
 
 
-def test_pinned_version_stays_until_lease_ends() -> None:
+def test_pinned_version_is_not_replaced_until_released() -> None:
     trained, served = torch.zeros(8), torch.zeros(8)
     with (
         ps.publisher("pins", {"w": trained}, mode="snapshot") as publisher,

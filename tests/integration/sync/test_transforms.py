@@ -27,7 +27,7 @@ def subscribers(host: Host, count: int = 2, **task: Any) -> list[SyncWorker]:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize(("source", "keep_plain"), [("live", True), ("snapshot", True), ("snapshot", False)])
-def test_each_version_matches_whole_quantised_model(host: Host, source: str, keep_plain: bool, mode: str) -> None:
+def test_each_version_matches_unsharded_quantised_model(host: Host, source: str, keep_plain: bool, mode: str) -> None:
     mine = publishers(host, mode=source, options={"keep_plain": keep_plain})
     theirs = subscribers(host, mode=mode)
     plain = host.start_ranks("subscriber", 1, **SHAPE) if keep_plain else []
@@ -46,7 +46,7 @@ def test_each_version_matches_whole_quantised_model(host: Host, source: str, kee
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
+def test_shards_within_one_block_are_quantised_together(host: Host, source: str) -> None:
     """The second and fourth of five ranks begin no block, so they send elements only to other ranks."""
     mine = publishers(host, 5, mode=source, options={"keep_plain": False})
     theirs = subscribers(host)
@@ -72,7 +72,7 @@ def test_master_weights_are_cast(host: Host) -> None:
     assert zero["exchanged"] == one["exchanged"] == 0
 
 
-def test_unoffered_tag_is_refused(host: Host) -> None:
+def test_format_not_published_raises_plan_error(host: Host) -> None:
     mine = publishers(host, 1, mode="snapshot")
     other = host.start_ranks("subscriber", 1, tag="fp8-channel", **SHAPE)
     mine[0].call("publish 1")

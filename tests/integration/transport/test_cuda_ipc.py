@@ -107,7 +107,7 @@ def test_premapped_memory_is_not_mapped_by_read(reader, holder) -> None:
     assert reader.driver.num_opened == 1
 
 
-def test_mapped_read_does_not_wait_for_other_mapping(reader, holder, monkeypatch) -> None:
+def test_mapped_read_does_not_await_other_mapping(reader, holder, monkeypatch) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     is_mapping, may_end = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_mapped_read_does_not_wait_for_other_mapping(reader, holder, monkeypatch
         assert reader.read(descriptor) == pattern(NBYTES, 3)
 
 
-def test_copy_groups_cover_every_byte_once(reader, holder, monkeypatch) -> None:
+def test_copy_groups_copy_every_byte_once(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(cuda_ipc, "GROUP_BYTES", 100_000)
     monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", 80_000)
     monkeypatch.setattr(cuda_ipc, "MANY", 10)
@@ -284,7 +284,7 @@ def test_unshareable_memory_is_refused(reader) -> None:
     reader.driver.num_opened -= 1  # the virtual memory above
 
 
-def test_only_current_generation_is_handed_out(reader) -> None:
+def test_stale_generation_receives_no_file_descriptors(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         payload = msgspec.msgpack.decode(holder.descriptor.payload)
         path = payload["page"]["socket"]

@@ -195,7 +195,7 @@ def weights(nbytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
-def test_weights_are_transferred_compressed(num_connections: int) -> None:
+def test_weights_are_compressed_on_the_wire(num_connections: int) -> None:
     options = {"num_connections": num_connections, "compress": True}
     with reading(NBYTES) as (_, handle, there), reading(NBYTES, **options) as (transport, into, here):
         there[:] = weights(NBYTES)
@@ -256,7 +256,7 @@ def test_local_link_stops_compressing_after_measurement() -> None:
         assert "the codec 1.00x" in why
 
 
-def test_peer_without_compression_is_read_raw(monkeypatch) -> None:
+def test_peer_without_compression_sends_raw_bytes(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "CODING", "another")
     with reading(100_000) as (_, handle, there), reading(100_000, compress=True) as (transport, into, here):
         there[:] = sample(100_000)
@@ -313,7 +313,7 @@ def test_memory_released_during_read_is_not_written() -> None:
         assert buffer == b"\x55" * NBYTES
 
 
-def test_runs_above_request_limit_are_read() -> None:
+def test_ranges_above_request_limit_are_read() -> None:
     count = 3 * MAX_RUNS + 5
     at = np.arange(count) * 100
     with reading(count * 100) as (_, handle, there), reading(count * 100) as (transport, into, here):
@@ -324,7 +324,7 @@ def test_runs_above_request_limit_are_read() -> None:
         assert (np.frombuffer(here, np.uint8).reshape(count, 100)[:, :90] == expected).all()
 
 
-def test_wrong_key_is_refused() -> None:
+def test_read_with_wrong_key_is_rejected() -> None:
     with reading(100) as (_, handle, _), reading(100) as (transport, into, buffer):
         payload = msgspec.msgpack.decode(handle.descriptor.payload)
         forged = msgspec.msgpack.encode({**payload, "key": bytes(16)})
@@ -343,7 +343,7 @@ def test_invalid_listen_address_is_rejected() -> None:
             HttpTransport.open(listen)
 
 
-def test_unix_socket_is_used(tmp_path) -> None:
+def test_http_transport_reads_over_unix_socket(tmp_path) -> None:
     with reading(5_000_000, listen=f"unix:{tmp_path}/door") as (_, handle, there):
         there[:] = sample(5_000_000)
         with reading(5_000_000) as (transport, into, here):
@@ -352,7 +352,7 @@ def test_unix_socket_is_used(tmp_path) -> None:
     assert not (tmp_path / "door").exists()
 
 
-def test_tls_is_used_and_checked(tmp_path) -> None:
+def test_http_transport_verifies_tls_certificate(tmp_path) -> None:
     key, cert = _certificate(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
@@ -489,7 +489,7 @@ def test_hostile_requests_are_refused_without_bytes() -> None:
         transport.wait(transport.post_read(handle, source, whole(1000)), stall_s=20)
 
 
-def test_repeated_whole_region_runs_are_refused(monkeypatch) -> None:
+def test_request_for_too_many_bytes_returns_413(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "MAX_ANSWER_BYTES", 10_000)
     with reading(1000) as (_, handle, _):
         body = request(handle.descriptor, [(0, 1000)] * 11)
@@ -527,7 +527,7 @@ def test_slow_clients_are_closed(monkeypatch) -> None:
         thread.join()
 
 
-def test_full_server_is_retried(monkeypatch) -> None:
+def test_reader_retries_full_server(monkeypatch) -> None:
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(total=1))
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         other = connected(handle.descriptor)

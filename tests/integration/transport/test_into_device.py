@@ -89,7 +89,7 @@ def test_remote_host_memory_reaches_device(kind, reader, holder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pinned"], indirect=True)
-def test_rectangles_of_long_and_short_rows_are_copied(reader, holder) -> None:
+def test_rectangles_are_copied_for_every_row_length(reader, holder) -> None:
     rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
     rows.append((7, 2_000_000, 100, 90, 100, 100))
     rectangles = Rectangles(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
@@ -107,7 +107,7 @@ def test_rectangles_of_long_and_short_rows_are_copied(reader, holder) -> None:
         reader.transport.wait(late, stall_s=20)
 
 
-def test_fence_or_death_frees_memory(kind, reader, holder) -> None:
+def test_fence_or_dead_peer_frees_memory(kind, reader, holder) -> None:
     pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
     holder.fence(2)
     with pytest.raises(StaleDescriptor) as caught:
@@ -216,7 +216,7 @@ def test_sync_stages_unpinnable_memory_and_reports_reason(holder, monkeypatch: p
 
 
 @pytest.mark.parametrize(("inner", "same_host"), [("shm", True), ("http", False)])
-def test_transport_is_chosen_for_host_cache_and_device(inner: str, same_host: bool) -> None:
+def test_transport_is_selected_for_cache_and_device(inner: str, same_host: bool) -> None:
     driver, arena = FakeCuda(), Arena.allocate(100)
     ctypes.memset(arena.address, 7, 100)
     kept = Memory(address=arena.address, nbytes=100, owner=arena)

@@ -100,7 +100,7 @@ def test_killed_holder_raises_peer_lost(reader, forks: bool) -> None:
         assert num_mapped() == 0
 
 
-def test_mapped_memory_of_stopped_holder_is_readable(reader, holder) -> None:
+def test_memory_of_stopped_holder_stays_readable(reader, holder) -> None:
     read(reader, holder.descriptor)
     os.kill(holder.process.pid, signal.SIGSTOP)
     assert read(reader, holder.descriptor) == pattern(NBYTES)

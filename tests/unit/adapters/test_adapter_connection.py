@@ -33,7 +33,7 @@ def test_process_without_rank_does_not_listen() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"hub": "no address"}, {"stall_s": -1}, {"data_port": 7072}])
-def test_wrong_option_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_option_raises_config_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         connection_of(wrong)
 
@@ -55,14 +55,14 @@ def host_class() -> type[Host]:
     return type("Host", (Host,), {})
 
 
-def test_function_is_replaced_once() -> None:
+def test_repeated_patch_replaces_function_once() -> None:
     host = host_class()
     for _ in range(3):
         patch_once(host, add=twice)
     assert (host().add(1), host.add.__doc__, Host().add(1)) == (4, "Add one.", 2)
 
 
-def test_two_replacements_of_function_both_run() -> None:
+def test_both_patches_of_function_run() -> None:
     def plus_ten(original: Any, self: Any, number: int) -> int:
         return 10 + int(original(self, number))
 
@@ -72,14 +72,14 @@ def test_two_replacements_of_function_both_run() -> None:
     assert host().add(1) == 14
 
 
-def test_missing_function_leaves_class_unchanged() -> None:
+def test_patch_of_missing_function_changes_nothing() -> None:
     host = host_class()
     with pytest.raises(AttributeError, match="flush"):
         patch_once(host, add=twice, flush=twice)
     assert host().add(1) == 2
 
 
-def test_module_object_and_coroutine_are_replaced() -> None:
+def test_module_function_and_coroutine_are_patched() -> None:
     module, host = ModuleType("m"), Host()
     vars(module)["add"] = Host().add
 

@@ -23,7 +23,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_engine_without_commands_still_loads(example: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_command_hook_still_loads(example: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     del example.Engine.handle
     for _ in range(2):
         example.register()
@@ -44,7 +44,7 @@ def test_unknown_option_is_refused(example: ModuleType) -> None:
         example.Loader({"no_such": 1})
 
 
-def test_other_commands_reach_engine(example: ModuleType) -> None:
+def test_unrelated_commands_reach_engine(example: ModuleType) -> None:
     example.register()
     engine = example.Engine.__new__(example.Engine)
     with pytest.raises(ValueError, match="unknown command stop"):

@@ -183,7 +183,9 @@ def ranks(
         (True, True, (4, 1, 1), {"expert_tp": 2}),
     ],
 )
-def test_ranks_hold_complete_checkpoint(moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict) -> None:
+def test_megatron_ranks_declare_complete_checkpoint(
+    moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict
+) -> None:
     assert_whole(hugging_face(moe, mla), cuts, options)
 
 
@@ -211,6 +213,6 @@ def test_unknown_parameters_are_listed_and_accept_rule() -> None:
 @pytest.mark.parametrize(
     "name", ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight7"]
 )
-def test_sizes_contradicting_grid_are_refused(name: str) -> None:
+def test_sizes_contradicting_parallel_grid_are_rejected(name: str) -> None:
     with pytest.raises(PlanError, match=name):
         from_megatron({name: make_tensor(10, HIDDEN)}, GRID)

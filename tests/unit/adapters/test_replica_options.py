@@ -15,7 +15,7 @@ from penstock.spi.engine_weights import FleetOptions, join, read_options
 HUB = "http://hub:7070"
 
 
-def test_missing_fleet_gives_no_options() -> None:
+def test_missing_fleet_variable_returns_no_options() -> None:
     assert FleetOptions.read({}, "llama") is None
     assert FleetOptions.read({"memory_bytes": 1, "hub": None}, "llama") is None
 
@@ -25,7 +25,7 @@ def test_every_fleet_option_is_read() -> None:
     assert found == FleetOptions(fleet="l", hub=HUB, max_bytes_per_s=2 << 30, serve=False)
 
 
-def test_hub_alone_joins_fleet_named_after_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_option_alone_joins_model_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for model in ("org/llama", "s3://bucket/llama/", "/models/llama", "hf://org/llama"):
         assert FleetOptions.read({"hub": HUB}, model) == FleetOptions(fleet="llama", hub=HUB)
     (tmp_path / "llama").mkdir()

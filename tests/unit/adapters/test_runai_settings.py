@@ -7,14 +7,14 @@ from penstock.types import GIB, MIB
 from penstock_hf.runai_streamer.settings import runai_settings
 
 
-def test_empty_environment_keeps_defaults() -> None:
+def test_empty_environment_keeps_default_settings() -> None:
     found = runai_settings({})
     assert (found.fetch_threads, found.chunk_bytes, found.memory_bytes) == (None, None, None)
     assert found.distributed == "auto"
     assert found.storage_options == {}
 
 
-def test_every_variable_is_translated() -> None:
+def test_every_streamer_variable_sets_its_option() -> None:
     found = runai_settings(
         {
             "RUNAI_STREAMER_CONCURRENCY": "12",

@@ -39,7 +39,7 @@ def test_wrong_sync_port_is_refused(wrong: dict[str, object]) -> None:
         loader_options({"fleet": "llama", **wrong})
 
 
-def test_member_and_sync_listen_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_and_sync_listen_on_separate_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -44,7 +44,7 @@ def fake_digester(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
     return fake
 
 
-def test_kernels_are_ready_after_load(fake_digester: type[Digester]) -> None:
+def test_kernels_are_loaded_before_load_returns(fake_digester: type[Digester]) -> None:
     with kernels_ready(CUDA, LOG):
         pass
     [(device, thread)] = fake_digester.ready
@@ -67,7 +67,7 @@ def test_failed_kernels_are_logged_and_load_continues(
     assert "digest kernels are not ready: cuda:0 has no room" in caplog.text
 
 
-def test_host_memory_needs_no_kernels(fake_digester: type[Digester]) -> None:
+def test_loading_to_host_prepares_no_kernels(fake_digester: type[Digester]) -> None:
     with kernels_ready(torch.device("cpu"), LOG):
         pass
     assert fake_digester.ready == []

@@ -9,7 +9,7 @@ from penstock.spi.engine_weights import read_options
 from penstock.types import MIB
 
 
-def test_byte_sizes_are_parsed() -> None:
+def test_vllm_byte_size_options_are_parsed() -> None:
     assert read_options({"memory_bytes": "64M", "verify": True}) == {"memory_bytes": 64 * MIB, "verify": True}
     assert read_options({}) == {}
 
@@ -18,6 +18,6 @@ def test_byte_sizes_are_parsed() -> None:
     "extra",
     [[], {"verify": "yes"}, {"memory_bytes": "lots"}, {"storage_options": 3}, {"distributed": 1}, {"memroy_bytes": 1}],
 )
-def test_wrong_option_is_refused(extra: Any) -> None:
+def test_invalid_option_raises_config_error(extra: Any) -> None:
     with pytest.raises(ConfigError):
         read_options(extra)

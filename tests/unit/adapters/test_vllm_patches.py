@@ -66,7 +66,7 @@ def asked(core: Any, salt: str | None) -> Request:
     return made
 
 
-def test_salt_differs_per_version_and_client() -> None:
+def test_cache_salt_differs_per_version_and_client() -> None:
     salts = {salt_of(own, version) for own in (None, "a", "b") for version in ("1", "2")}
     assert len(salts) == 6
     assert salt_of(salt_of("a", "1"), "2") == salt_of("a", "2")
@@ -88,7 +88,7 @@ def test_requests_use_newest_version_until_computed() -> None:
         assert request.block_hashes == [f"block of {request.cache_salt}"]
 
 
-def test_engines_with_other_backends_are_unchanged() -> None:
+def test_engines_with_other_backends_are_not_patched() -> None:
     for backend in (None, "nccl"):
         core = make_core(backend)
         one = asked(core, "a")
@@ -134,7 +134,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("which", ["fail", "fail 0", "fail 1", "fail 2"])
-def test_call_after_failed_call_receives_its_responses(which: str) -> None:
+def test_call_after_failed_call_receives_own_responses(which: str) -> None:
     class Mine(Executor):
         pass
 
@@ -222,7 +222,7 @@ def worker_class() -> type[Worker]:
     return type("CpuWorker", (Worker, base), {})
 
 
-def test_worker_reports_boot_until_warm(worker_class: type[Worker], record: BootRecord) -> None:
+def test_worker_reports_startup_phases_until_warm(worker_class: type[Worker], record: BootRecord) -> None:
     worker = worker_class("penstock")
     worker.init_device()
     worker.load_model(load_dummy_weights=False)
@@ -244,7 +244,7 @@ def test_worker_reports_boot_until_warm(worker_class: type[Worker], record: Boot
     assert worker.done.count("compile_or_warm_up_model") == 2
 
 
-def test_failed_worker_reports_its_step(worker_class: type[Worker], record: BootRecord) -> None:
+def test_failed_worker_reports_failed_startup_phase(worker_class: type[Worker], record: BootRecord) -> None:
     worker = worker_class("penstock", fails="compile_or_warm_up_model")
     worker.init_device()
     with pytest.raises(RuntimeError):
@@ -276,7 +276,7 @@ class Models:
         return "Success"
 
 
-def test_newest_adapter_version_has_short_name() -> None:
+def test_unversioned_name_serves_newest_adapter_version() -> None:
     name_newest_adapter(Models)
     name_newest_adapter(Models)
     models = Models()
@@ -300,7 +300,7 @@ def test_newest_adapter_version_has_short_name() -> None:
 
 
 @pytest.mark.parametrize(("load_format", "is_loaded"), [("penstock", True), ("auto", False)])
-def test_ahead_of_time_compiled_functions_load(
+def test_ahead_of_time_compiled_functions_are_loaded(
     monkeypatch: pytest.MonkeyPatch, load_format: str, is_loaded: bool
 ) -> None:
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable

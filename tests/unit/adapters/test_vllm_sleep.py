@@ -68,7 +68,7 @@ def worker() -> Any:
     return type("CpuWorker", (Worker, base), {})(config())
 
 
-def test_woken_worker_has_original_weights(worker: Any) -> None:
+def test_woken_worker_restores_original_weights(worker: Any) -> None:
     worker.load_model(load_dummy_weights=True)
     before = worker.execute_model(torch.ones(8))
     worker.sleep(1)
@@ -94,7 +94,7 @@ def test_weights_changed_during_sleep_are_reloaded(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["penstock", "auto"])
-def test_engine_without_weight_versions_sleeps(load_format: str) -> None:
+def test_engine_without_weight_versions_can_sleep(load_format: str) -> None:
     class Core:
         """A class like the engine core of vLLM 0.26."""
 

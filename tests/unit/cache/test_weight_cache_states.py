@@ -173,7 +173,7 @@ def recall(cache: WeightCache, member: Member) -> str:
         return str(why)
 
 
-def test_constructor_neither_joins_nor_serves() -> None:
+def test_cache_constructor_neither_joins_nor_serves() -> None:
     cache = WeightCache()
     assert cache.state is CacheState.NEW
     with pytest.raises(ConfigError, match="not open"):
@@ -184,7 +184,7 @@ def test_constructor_neither_joins_nor_serves() -> None:
         cache.open()
 
 
-def test_started_cache_serves_until_block_ends(member: Member) -> None:
+def test_started_cache_serves_until_block_exits(member: Member) -> None:
     with make_cache(member) as cache:
         assert cache.state is CacheState.SERVING
         with pytest.raises(ConfigError, match="opened before"):
@@ -196,7 +196,7 @@ def test_started_cache_serves_until_block_ends(member: Member) -> None:
         cache.start(cache.tiers, cache.member)
 
 
-def test_interrupted_leave_is_finished_by_next_leave(cache: WeightCache, member: Member) -> None:
+def test_interrupted_leave_is_completed_by_next(cache: WeightCache, member: Member) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -220,7 +220,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("before", list(ResidentState))
 @pytest.mark.parametrize("after", list(ResidentState))
-def test_model_state_changes_only_by_listed_transitions(
+def test_cached_model_state_follows_listed_transitions(
     before: ResidentState, after: ResidentState, member: Member
 ) -> None:
     fleet = HolderFleet(Identity(model="m"), member, None, max_readers=1)
@@ -257,7 +257,7 @@ def test_corrupt_model_is_reloaded(cache: WeightCache, member: Member, source: S
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_model_is_lost_when_its_source_fails(
+def test_failed_source_marks_cached_model_lost(
     cache: WeightCache, member: Member, source: Source, error: PenstockError
 ) -> None:
     source.error = error
@@ -273,14 +273,14 @@ def test_model_is_lost_when_its_source_fails(
     cache.check()
 
 
-def test_reload_with_changed_revision_loses_model(cache: WeightCache, member: Member, source: Source) -> None:
+def test_reload_with_changed_revision_marks_model_lost(cache: WeightCache, member: Member, source: Source) -> None:
     source.revision = "w1-b"
     damage(member)
     wait_until(cache, ResidentState.LOST)
     assert "was kept in revision w1-a, but storage has w1-b" in cache.models()[0].why
 
 
-def test_model_in_use_stays_kept_after_drop(cache: WeightCache, member: Member) -> None:
+def test_dropped_model_stays_cached_while_used(cache: WeightCache, member: Member) -> None:
     member.server.users = 1
     with pytest.raises(SourceBusy, match="still use"):
         cache.drop("m")
@@ -316,7 +316,7 @@ def test_corruption_during_drop_starts_no_reload(cache: WeightCache, member: Mem
     assert source.num_fetches == 1 and weights.damage is not None
 
 
-def test_leave_ends_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
+def test_leave_cancels_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
     source.may_send.clear()
     damage(member)
     (resident,) = cache.models()

@@ -80,7 +80,7 @@ def test_inspect_text_shows_all_tensors_on_request(llama: Path, penstock: Pensto
     assert "more. Use --all to list all." not in every
 
 
-def test_load_prints_its_report(llama: Path, penstock: Penstock) -> None:
+def test_load_command_prints_report(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("load", llama, "--format", "json")
     report = json.loads(out)
     index = json.loads((llama / "model.safetensors.index.json").read_text())
@@ -94,7 +94,7 @@ def test_load_prints_its_report(llama: Path, penstock: Penstock) -> None:
     assert str(report["num_tensors"]) in penstock("load", llama)[0]
 
 
-def test_load_accepts_names_and_memory_limit(llama: Path, penstock: Penstock) -> None:
+def test_load_command_accepts_names_and_memory_limit(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock(
         "load", llama, "--names", "*norm*", "--names", "lm_head.*", "--memory-bytes", "64M", "--format", "json"
     )
@@ -103,12 +103,12 @@ def test_load_accepts_names_and_memory_limit(llama: Path, penstock: Penstock) ->
     assert report["num_tensors"] == sum("norm" in name or "lm_head" in name for name in index["weight_map"])
 
 
-def test_load_writes_perfetto_trace(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_load_command_writes_perfetto_trace(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("load", llama, "--trace", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_load_dry_run_predicts_without_loading(llama: Path, penstock: Penstock) -> None:
+def test_load_dry_run_reads_no_weights(llama: Path, penstock: Penstock) -> None:
     plan = json.loads(penstock("load", llama, "--dry-run", "--format", "json")[0])
     index = json.loads((llama / "model.safetensors.index.json").read_text())
     assert plan["nbytes"] == index["metadata"]["total_size"]
@@ -143,7 +143,7 @@ def test_flipped_bit_exits_3_and_names_tensor(llama: Path, command: str, penstoc
     assert out == ""
 
 
-def test_damaged_manifest_is_replaced_with_force(llama: Path, penstock: Penstock) -> None:
+def test_corrupt_manifest_is_replaced_with_force(llama: Path, penstock: Penstock) -> None:
     penstock("manifest", llama)
     with (llama / "penstock.manifest").open("ab") as file:
         file.write(b"x")
@@ -156,7 +156,7 @@ def test_damaged_manifest_is_replaced_with_force(llama: Path, penstock: Penstock
     penstock("verify", llama)
 
 
-def test_damaged_weights_keep_existing_manifest(llama: Path, penstock: Penstock) -> None:
+def test_corrupt_weights_keep_existing_manifest(llama: Path, penstock: Penstock) -> None:
     first = json.loads(penstock("manifest", llama, "--format", "json")[0])
     before = (llama / "penstock.manifest").read_bytes()
     shard = sorted(llama.glob("*.safetensors"))[1]
@@ -184,7 +184,9 @@ def test_changed_tensors_keep_existing_manifest(tmp_path: Path, penstock: Pensto
     penstock("verify", file)
 
 
-def test_signed_manifest_for_same_bytes_is_current(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
+def test_signed_manifest_of_copied_weights_stays_valid(
+    llama: Path, keys: tuple[Path, Path], penstock: Penstock
+) -> None:
     private, public = keys
     penstock("manifest", llama, "--sign", private)
     # A copy has a different time, and so a different identity.
@@ -235,13 +237,13 @@ def test_signature_is_written_and_required(
     penstock("verify", llama, "--public-key", public, code=3)
 
 
-def test_missing_key_is_usage_error(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_missing_key_option_is_usage_error(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
     assert "cannot read the key" in penstock("verify", llama, "--public-key", tmp_path / "absent", code=2)[1]
     assert not (llama / "penstock.manifest").exists()
 
 
-def test_manifest_is_written_to_out_path(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_manifest_command_writes_to_out_path(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("manifest", llama, "--out", tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere").stat().st_size > 0
     assert not (llama / "penstock.manifest").exists()
@@ -280,7 +282,7 @@ def test_partial_bench_load_skips_safetensors(llama: Path, penstock: Penstock) -
     assert "left out" in err
 
 
-def test_source_errors_exit_3(tmp_path: Path, llama: Path, penstock: Penstock) -> None:
+def test_source_error_exits_3(tmp_path: Path, llama: Path, penstock: Penstock) -> None:
     assert "NotFound" in penstock("load", tmp_path / "absent", code=3)[1]
     shard = sorted(llama.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -289,7 +291,7 @@ def test_source_errors_exit_3(tmp_path: Path, llama: Path, penstock: Penstock) -
     assert "FormatError" in penstock("inspect", tmp_path / "junk.safetensors", code=3)[1]
 
 
-def test_wrong_configuration_exits_2(llama: Path, penstock: Penstock, monkeypatch) -> None:
+def test_invalid_configuration_exits_2(llama: Path, penstock: Penstock, monkeypatch) -> None:
     penstock("load", "nonsense://bucket/x", code=2)
     monkeypatch.setenv("PENSTOCK_RETRIES", "many")
     assert "PENSTOCK_RETRIES" in penstock("load", llama, code=2)[1]
@@ -305,7 +307,7 @@ def test_inspect_imports_no_torch(llama: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_exit_code_reaches_shell(llama: Path) -> None:
+def test_command_exit_code_reaches_shell(llama: Path) -> None:
     (llama / "model-00002-of-00002.safetensors").unlink()
     command = [sys.executable, "-m", "penstock.cli.main", "load", str(llama)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ def report(**more: Any) -> ConvertReport:
     return ConvertReport(**told | more)
 
 
-def test_healthy_report_hides_moved_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_omits_moved_tasks_without_failures(capsys: pytest.CaptureFixture[str]) -> None:
     healthy = WorkerStats(worker="0", device="cpu")
     told = {"num_tasks": 9, "num_stolen": 2, "num_twice": 1, "fetched_bytes": 4_000_000, "workers": (healthy,)}
     write_report(report(**told), OutputFormat.human)
@@ -74,7 +74,7 @@ def test_skipped_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str])
         ('{"op": "rename", "rules": [["a", "b"]]}', {"op": "rename", "rules": [["a", "b"]]}),
     ],
 )
-def test_operation_text_is_parsed(text: str, word: dict[str, Any]) -> None:
+def test_operation_option_text_is_parsed(text: str, word: dict[str, Any]) -> None:
     assert operation_spec(text) == word
 
 
@@ -107,7 +107,7 @@ def test_json_report_has_every_field(capsys) -> None:
     assert report().off_by is None and report(predicted_s=1.0, moving_s=0.0).off_by is None
 
 
-def test_dry_run_uses_machine_rates(tmp_path: Path, capsys) -> None:
+def test_convert_dry_run_uses_measured_rates(tmp_path: Path, capsys) -> None:
     write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
     rates = msgspec.structs.replace(CPU_RATES, name="mine", quantise_gb_per_s=1e-3)
     (tmp_path / "rates.json").write_bytes(to_json(rates))

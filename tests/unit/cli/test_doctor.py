@@ -11,7 +11,7 @@ from penstock.cli import doctor, terminal
 from penstock.cli.main import app
 
 
-def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
+def test_doctor_json_reports_every_component(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "9")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never to be shown")
     file = tmp_path / "disk"
@@ -31,27 +31,27 @@ def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
     assert "never to be shown" not in result.stdout
 
 
-def test_doctor_text_lists_same_parts_as_json() -> None:
+def test_doctor_text_matches_json_components() -> None:
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 0
     for part in ("devices", "limits, measured now", "engines", "environment", "give --path FILE"):
         assert part in result.stdout
 
 
-def test_missing_file_is_reported_without_failing(tmp_path: Path) -> None:
+def test_doctor_reports_missing_file_without_failing(tmp_path: Path) -> None:
     limits = doctor.measure_limits(tmp_path / "absent")
     disk = [limit for limit in limits if limit.name.startswith("disk")]
     assert disk
     assert all(limit.gb_per_s is None and "No such file" in limit.why for limit in disk)
 
 
-def test_empty_file_has_no_rate(tmp_path: Path) -> None:
+def test_doctor_reports_no_rate_for_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     limits = doctor.measure_limits(tmp_path / "empty")
     assert any("is empty" in limit.why for limit in limits)
 
 
-def test_missing_package_has_no_version() -> None:
+def test_doctor_reports_no_version_for_missing_package() -> None:
     assert terminal.package_version("no-such-distribution") is None
     assert terminal.package_version("penstock")
     assert not terminal.importable("no_such_module")

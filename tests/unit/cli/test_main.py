@@ -46,14 +46,14 @@ def run(arguments: list[str], *, raises: BaseException | None = None, monkeypatc
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_error_becomes_its_exit_code(error: Exception, code: int, monkeypatch, capsys) -> None:
+def test_each_error_class_has_its_exit_code(error: Exception, code: int, monkeypatch, capsys) -> None:
     assert run(["fail"], raises=error, monkeypatch=monkeypatch) == code
     written = capsys.readouterr()
     assert written.out == ""
     assert "no" in written.err or "bug in Penstock" in written.err
 
 
-def test_error_shows_place_blame_and_hint(monkeypatch, capsys) -> None:
+def test_error_output_shows_location_blame_and_hint(monkeypatch, capsys) -> None:
     error = errors.SourceTruncated(
         "ends early", uri="s3://b/k", tensor="lm_head.weight", byte_range=(8, 16), hint="copy it again", mutated=True
     )
@@ -77,7 +77,7 @@ def test_json_format_prints_error_as_json(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["load"], ["load", "x", "--no-such-option"], ["load", "x", "--format", "xml"]]
 )
-def test_wrong_usage_exits_2(arguments: list[str], capsys) -> None:
+def test_invalid_usage_exits_2(arguments: list[str], capsys) -> None:
     assert run(arguments) == 2
     assert capsys.readouterr().out == ""
 
@@ -102,7 +102,7 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     assert done.stdout
 
 
-def test_installed_command_runs() -> None:
+def test_installed_penstock_command_runs() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "version", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -132,7 +132,7 @@ def test_large_output_to_full_stdout_exits_3() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_closed_stdout_reader_is_silent(unbuffered: str) -> None:
+def test_closed_stdout_pipe_prints_no_error(unbuffered: str) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "version"]
     read, write = os.pipe()
     os.close(read)
@@ -142,7 +142,7 @@ def test_closed_stdout_reader_is_silent(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_interrupt_ends_without_traceback(monkeypatch, capsys) -> None:
+def test_interrupt_prints_no_traceback(monkeypatch, capsys) -> None:
     assert run(["fail"], raises=KeyboardInterrupt(), monkeypatch=monkeypatch) == 130
     assert capsys.readouterr().err == ""
 

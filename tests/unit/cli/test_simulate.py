@@ -62,7 +62,7 @@ def test_invalid_cluster_raises_config_error(tmp_path: Path) -> None:
 
 
 @long_running
-def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
+def test_simulate_command_applies_calibrated_rates(tmp_path: Path, llama: str) -> None:
     file = tmp_path / "rates.json"
     run("calibrate", str(file))
     rates = from_json(file.read_bytes(), Rates)
@@ -90,12 +90,12 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
         ({"fetch": 0.0, "compute": 0.0, "send": 0.0}, 1.0),
     ],
 )
-def test_operation_rate_uses_its_own_stage(busy_s: dict[str, float], gb_per_s: float) -> None:
+def test_operation_rate_applies_to_its_stage(busy_s: dict[str, float], gb_per_s: float) -> None:
     report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, moving_s=4.0)
     assert operation_gb_per_s(cast(Any, report)) == pytest.approx(gb_per_s)
 
 
-def test_slow_python_hosts_take_longer(llama: str) -> None:
+def test_python_slowdown_increases_predicted_time(llama: str) -> None:
     for command in (("sync", llama, *SMALL), ("fetch", "--bytes", "1G", "--nodes", "2")):
         once, twice = (
             json.loads(run("simulate", *command, "--python-slowdown", times, "--format", "json"))["predicted_s"]
@@ -110,7 +110,7 @@ def test_zero_python_slowdown_is_refused(llama: str, times: str) -> None:
         run("simulate", "sync", llama, *SMALL, "--python-slowdown", times)
 
 
-def test_plans_are_shown_and_explained(llama: str) -> None:
+def test_simulate_command_shows_plan(llama: str) -> None:
     assert "reads" in run("plan", "load", llama)
     assert "read 0:" in run("plan", "load", llama, "--explain")
     assert json.loads(run("plan", "load", llama, "--format", "json"))["num_reads"] > 0
@@ -152,7 +152,7 @@ def test_unwritable_picture_raises_destination_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
-def test_cold_start_accepts_named_clusters(cluster: str) -> None:
+def test_cold_start_simulation_accepts_named_clusters(cluster: str) -> None:
     words = ["simulate", "fetch", "--bytes", "8G", "--nodes", "2", "--holders", "0", "--cluster", cluster]
     found = json.loads(run(*words, "--format", "json"))
     assert found["predicted_s"] > 1 and any("--storage-gb-per-s" in note for note in found["assumed"])

@@ -24,7 +24,7 @@ class Report:
     count: np.int64
 
 
-def test_plain_values_match_json() -> None:
+def test_plain_report_values_match_json() -> None:
     report = Report(Path("/a"), DType.BF16, {DType.F4: 0.5}, ("x", "y"), np.int64(3))
     expected = {"path": "/a", "dtype": "BF16", "phases": {"F4": 0.5}, "files": ["x", "y"], "count": 3}
     assert plain(report) == expected
@@ -82,7 +82,7 @@ def test_columns_without_rows_print_header(capsys) -> None:
     assert capsys.readouterr().out == "name  n\n"
 
 
-def test_fields_are_aligned(capsys) -> None:
+def test_terminal_fields_are_aligned(capsys) -> None:
     write_fields({"a": 1, "long": "x"})
     assert capsys.readouterr().out == "a     1\nlong  x\n"
 

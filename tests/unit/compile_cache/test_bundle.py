@@ -72,7 +72,7 @@ def parts(path: Path) -> tuple[bytes, bytes, bytes]:
     return tuple(bytes(tensors[name].numpy()) for name in (DESCRIPTION, SIGNATURE, CONTENT))  # type: ignore[return-value]
 
 
-def test_pack_writes_through_no_link(tmp_path: Path) -> None:
+def test_pack_does_not_follow_symlinks(tmp_path: Path) -> None:
     fill(tmp_path / "caches")
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "victim").chmod(0o600)
@@ -100,7 +100,7 @@ def test_unpacked_files_are_private_to_user(packed: tuple[Path, dict[str, bytes]
     assert stat.S_IMODE((tmp_path / "new/inductor/ab/cab.py").stat().st_mode) == 0o600
 
 
-def test_equal_files_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+def test_equal_files_produce_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     description = describe(*parts(packed[0])[:2], [PUBLIC])
     shutil.rmtree(description.directory)
     unpack(description, memoryview(parts(packed[0])[2]), Path(description.directory))
@@ -108,7 +108,7 @@ def test_equal_files_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], t
     assert (tmp_path / "again.safetensors").read_bytes() == packed[0].read_bytes()
 
 
-def test_missing_compiled_code_makes_no_bundle(tmp_path: Path) -> None:
+def test_packing_without_compiled_code_raises(tmp_path: Path) -> None:
     (tmp_path / "caches").mkdir()
     with pytest.raises(ConfigError, match="no compiled code"):
         pack(tmp_path / "caches", KEY, PRIVATE, tmp_path / "bundle.safetensors")
@@ -193,7 +193,7 @@ BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_bundle_writes_nothing(name: str, tmp_path: Path) -> None:
+def test_unpacking_bad_bundle_writes_no_file(name: str, tmp_path: Path) -> None:
     description, content = BAD[name]()
     (tmp_path / "home").mkdir()
     with pytest.raises(PenstockError):

@@ -22,19 +22,19 @@ KEY = Key(
 
 
 @pytest.mark.parametrize("name", [field for field in Key.__struct_fields__ if field != "config"])
-def test_every_field_changes_id(name: str) -> None:
+def test_every_key_field_changes_bundle_id(name: str) -> None:
     other = msgspec.structs.replace(KEY, **{name: "other"})
     assert other.id != KEY.id
     assert KEY.differences(other) == [f"{name} other instead of {getattr(KEY, name)}"]
 
 
-def test_configuration_changes_id() -> None:
+def test_configuration_changes_bundle_id() -> None:
     other = msgspec.structs.replace(KEY, config={"dtype": "f16", "tp": "2"})
     assert other.id != KEY.id
     assert KEY.differences(other) == ["config.dtype f16 instead of bf16", "config.tp 2 instead of none"]
 
 
-def test_configuration_order_does_not_change_id() -> None:
+def test_configuration_order_does_not_change_bundle_id() -> None:
     one, two = (
         msgspec.structs.replace(KEY, config=dict(pairs))
         for pairs in ([("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")])
@@ -50,7 +50,7 @@ def test_process_key_describes_torch_and_cpu() -> None:
     assert "instruction sets" in key.device and key_of("w1-00", engine="transformers", config={"dtype": "bf16"}) == key
 
 
-def test_engine_without_distribution_has_no_version() -> None:
+def test_engine_without_distribution_reports_no_version() -> None:
     assert key_of("w1-00", engine="mine").engine_version == ""
     assert key_of("w1-00", engine="mine", engine_version="7").engine_version == "7"
 
@@ -66,7 +66,7 @@ def test_missing_device_is_refused(device: str) -> None:
         key_of("w1-00", engine="mine", device=device)
 
 
-def test_device_must_be_text() -> None:
+def test_non_text_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="device"):
         key_of("w1-00", engine="mine", device=0)  # type: ignore[arg-type]
     assert key_of("w1-00", engine="mine", device="cpu:0") == key_of("w1-00", engine="mine")

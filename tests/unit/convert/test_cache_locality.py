@@ -45,17 +45,17 @@ def read(source: WeightSet, file: int, chunks: Sequence[int]) -> int:
     return request
 
 
-def test_empty_cache_holds_no_tasks(opened: WeightSet) -> None:
+def test_empty_cache_reserves_no_tasks(opened: WeightSet) -> None:
     assert cached_tasks(job_of(opened), [opened]) == []
     assert shared_as([opened])
 
 
-def test_uncached_sources_hold_no_tasks(opened: WeightSet, tmp_path: Path) -> None:
+def test_uncached_source_reserves_no_tasks(opened: WeightSet, tmp_path: Path) -> None:
     plain = open_weights(tmp_path / "m", settings=Settings())
     assert cached_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and bytes_read([plain]) == (0, 0)
 
 
-def test_only_cached_tasks_are_held(opened: WeightSet) -> None:
+def test_only_tasks_with_cached_input_are_reserved(opened: WeightSet) -> None:
     job, source = job_of(opened), opened.sources[1]
     assert isinstance(source, CachedSource)
     request = read(opened, 1, range(-(-source.nbytes // CHUNK)))
@@ -72,7 +72,7 @@ def test_only_cached_tasks_are_held(opened: WeightSet) -> None:
     assert bytes_read([opened]) == (source.nbytes, request)
 
 
-def test_task_is_reserved_for_worker_with_cached_input(opened: WeightSet) -> None:
+def test_task_is_reserved_for_caching_worker(opened: WeightSet) -> None:
     """Of one tensor: chunks from its first on, until the task that reads it is held."""
     job, table = job_of(opened), opened.manifest.tensors
     task = int(job.tasks.in_bytes.argmax())

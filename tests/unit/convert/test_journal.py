@@ -13,7 +13,7 @@ def digests(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def test_added_tasks_are_read_again(tmp_path):
+def test_journalled_tasks_are_read_after_reopening(tmp_path):
     first = Journal.open(tmp_path / "j", "k" * 32)
     first.add(3, digests(1, 2**64 - 1))
     first.add(0, digests())
@@ -23,7 +23,7 @@ def test_added_tasks_are_read_again(tmp_path):
     again.close()
 
 
-def test_truncated_line_is_ignored(tmp_path):
+def test_truncated_journal_line_is_ignored(tmp_path):
     journal = Journal.open(tmp_path / "j", "k")
     journal.add(1, digests(5))
     journal.add(2, digests(6))
@@ -37,7 +37,7 @@ def test_truncated_line_is_ignored(tmp_path):
     assert list(Journal.open(tmp_path / "j", "k").done) == [1, 2]
 
 
-def test_journal_of_different_job_is_refused_and_kept(tmp_path):
+def test_journal_of_different_job_is_rejected(tmp_path):
     Journal.open(tmp_path / "j", "one").close()
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(DestinationError, match="another job"):
@@ -48,7 +48,7 @@ def test_journal_of_different_job_is_refused_and_kept(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"{}\n", b"nonsense\n", b'{"task": 1, "digests": "xyz"}\n', b'{"task": 1, "digests": "00"}\n']
 )
-def test_lines_after_garbage_are_ignored(tmp_path, line):
+def test_journal_lines_after_corruption_are_ignored(tmp_path, line):
     journal = Journal.open(tmp_path / "j", "k")
     journal.add(4, digests(7))
     journal.close()
@@ -76,7 +76,7 @@ def test_journal_is_locked_by_one_process(tmp_path):
     new.close()
 
 
-def test_forgotten_tasks_stay_forgotten(tmp_path):
+def test_removed_journal_tasks_stay_removed(tmp_path):
     journal = Journal.open(tmp_path / "j", "k")
     for task in range(4):
         journal.add(task, digests(task))

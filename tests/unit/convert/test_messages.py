@@ -43,7 +43,7 @@ def framed(message: msgspec.Struct) -> bytes:
     return len(raw).to_bytes(4, "little") + raw
 
 
-def test_messages_are_complete_however_bytes_arrive(pair: Pair):
+def test_fragmented_messages_are_reassembled(pair: Pair):
     here, wire = pair
     messages = [WorkerHello(worker="w", secret="s", device="cpu"), Began(task=3), TaskDone(task=3, digests=bytes(16))]
     raw = b"".join(map(framed, messages))
@@ -65,7 +65,7 @@ def test_invalid_worker_message_is_refused(pair: Pair, raw: bytes):
         pair[1].from_worker()
 
 
-def test_end_within_message_is_connection_loss(pair: Pair):
+def test_connection_closed_within_message_raises_peer_lost(pair: Pair):
     here, wire = pair
     here.sendall(framed(Began(task=1))[:-1])
     assert wire.from_worker() == []
@@ -76,7 +76,7 @@ def test_end_within_message_is_connection_loss(pair: Pair):
         wire.send(TaskWork(revoked=(1,)))
 
 
-def test_worker_stopped_before_start_ends() -> None:
+def test_worker_stopped_before_start_exits() -> None:
     here, there = socket.socketpair()
     words = JobSpec(
         sources=("nowhere",),
@@ -95,7 +95,7 @@ def test_worker_stopped_before_start_ends() -> None:
         assert here.recv(1 << 16) == framed(WorkerHello(worker="w0", secret="s", device="cpu"))
 
 
-def test_worker_names_coordinator_major_version():
+def test_worker_error_names_coordinator_major_version():
     raw = msgspec.msgpack.encode({"type": "job", "protocol": "2.0", "sources": "of another shape"})
     there, coordinator = socket.socketpair()
     with there, coordinator:
@@ -115,7 +115,7 @@ def test_fields_from_newer_minor_version_are_ignored(pair: Pair):
     assert wire.from_worker() == [Began(task=3)]
 
 
-def test_first_protocol_version_is_not_sent():
+def test_default_protocol_version_is_omitted_from_message():
     """The first release refuses unknown fields."""
     assert "protocol" not in msgspec.msgpack.decode(
         msgspec.msgpack.encode(WorkerHello(worker="w", secret="s", device="d"))

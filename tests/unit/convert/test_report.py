@@ -37,7 +37,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def test_measured_rates_predict_slowest_stage(job: ConversionJob) -> None:
+def test_report_predicts_slowest_stage_from_rates(job: ConversionJob) -> None:
     seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
     assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
     assert why == "the rates of here, assuming that the disk keeps up"
@@ -54,17 +54,17 @@ def test_each_operation_has_separate_rate(job: ConversionJob) -> None:
         assert predict(other, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes * expected, rel=0.05)
 
 
-def test_zero_rate_is_refused() -> None:
+def test_zero_measured_rate_is_rejected() -> None:
     with pytest.raises(PlanError, match="rates of operations"):
         msgspec.structs.replace(RATES, operation_gb_per_s={"copy": 0.0}).check()
 
 
-def test_workers_share_work_and_cores(job: ConversionJob) -> None:
+def test_predicted_time_divides_work_among_workers(job: ConversionJob) -> None:
     one, two, four = (predict(job, frozenset(), URIS, ["cpu"] * count, RATES)[0] for count in (1, 2, 4))
     assert one is not None and two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(two, rel=0.1)
 
 
-def test_finished_tasks_are_not_predicted(job: ConversionJob) -> None:
+def test_prediction_excludes_finished_tasks(job: ConversionJob) -> None:
     half = frozenset(range(len(job.tasks) // 2))
     whole, left = (predict(job, kept, URIS, ["cpu"], RATES)[0] for kept in (frozenset[int](), half))
     assert whole is not None and left == pytest.approx(whole / 2, rel=0.05)
@@ -80,7 +80,7 @@ def test_finished_tasks_are_not_predicted(job: ConversionJob) -> None:
         (URIS, ["cuda:0"], "no rates are known for NVIDIA A10"),
     ],
 )
-def test_missing_rates_are_explained(
+def test_report_lists_missing_rates(
     job: ConversionJob, uris: list[str], devices: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_gpus", lambda: {"NVIDIA A10"})

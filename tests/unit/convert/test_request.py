@@ -29,7 +29,7 @@ def test_tasks_have_requested_size(source: Path) -> None:
     assert len(plan(source, to="fp8-block128").tasks) == 1
 
 
-def test_default_task_size_follows_total_bytes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_task_size_grows_with_bytes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(request, "task_bytes_of", lambda nbytes: asked.append(nbytes) or MIB)
     assert len(plan([source, source], operations="average").tasks) > 8
@@ -42,7 +42,7 @@ def test_tasks_are_smaller_with_little_memory(source: Path) -> None:
     assert int(small.memory_bytes.max()) <= 2 * MIB
 
 
-def test_planned_job_is_job_that_runs(source: Path, tmp_path: Path) -> None:
+def test_planned_job_matches_executed_job(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", to="fp8-block128", devices="cpu")
     job = plan(source, to="fp8-block128")
     assert report.num_tasks == len(job.tasks)

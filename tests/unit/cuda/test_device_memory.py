@@ -64,7 +64,7 @@ def test_refused_exchange_keeps_original_memory() -> None:
     assert (live.is_mapped, read(live), read(staged), driver.num_handles) == (True, b"old  ", b"new  ", 0)
 
 
-def test_unmapped_memory_is_renewed_at_same_address() -> None:
+def test_unmapped_memory_is_remapped_at_same_address() -> None:
     driver = FakeCuda()
     memory = make_memory(driver, b"first")
     address = memory.address
@@ -103,7 +103,7 @@ def test_dropping_last_reference_frees_addresses() -> None:
     assert (driver.num_opened, driver.num_handles) == (0, 0)
 
 
-def test_driver_wake_leaves_no_memory() -> None:
+def test_driver_warm_up_leaks_no_memory() -> None:
     driver = FakeCuda()
     wake(0, driver)
     assert (driver.num_opened, driver.num_handles) == (0, 0)

@@ -28,7 +28,7 @@ class Event:
         return self.queries < 0 and time.monotonic() - self.begun >= self.seconds
 
 
-def test_wait_returns_when_event_passes() -> None:
+def test_wait_returns_once_event_completes() -> None:
     event = Event(queries=3)
     assert is_passed(event, 60.0)
     assert event.queries == -1, "the event is not queried after it has passed"
@@ -48,7 +48,7 @@ def test_each_event_has_a_separate_deadline() -> None:
 
 
 @pytest.mark.parametrize("mutated", [False, True])
-def test_stalled_device_error_names_the_work(mutated: bool) -> None:
+def test_stalled_device_error_names_pending_work(mutated: bool) -> None:
     events = [Event(), Event(seconds=float("inf"))]
     with pytest.raises(DestinationError, match=r"the device finished no copy for 0\.05 s") as caught:
         wait_events(events, 0.05, work="copy", mutated=mutated)

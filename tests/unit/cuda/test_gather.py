@@ -32,13 +32,13 @@ assert torch.equal(got, expected)
 """
 
 
-def test_gather_copies_every_byte_to_its_place() -> None:
+def test_gather_copies_every_byte_to_its_offset() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", WORK], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_empty_runs_give_no_tiles() -> None:
+def test_empty_runs_produce_no_tiles() -> None:
     from penstock.cuda import gather
 
     none = np.zeros(0, np.int64)

@@ -39,7 +39,7 @@ def test_each_leaf_digest_matches_xxh3(nbytes: int) -> None:
     assert out.tolist() == [xxhash.xxh3_64_intdigest(data[i : i + 16], seed=0) for i in range(0, nbytes, 16)]
 
 
-def test_digests_of_empty_and_zeros_are_fixed() -> None:
+def test_digests_of_empty_and_zeros_match_constants() -> None:
     # The first is the published test value of XXH3-64. The second must not change with an upgrade.
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
     out = np.zeros(1, np.uint64)
@@ -52,7 +52,7 @@ def test_num_leaves_rounds_up() -> None:
 
 
 @given(st.lists(st.integers(0, 4), max_size=8), st.randoms(use_true_random=False))
-def test_leaves_are_taken_row_by_row(counts: list[int], random: object) -> None:
+def test_leaf_digests_are_selected_by_row(counts: list[int], random: object) -> None:
     rows = list(range(len(counts)))
     random.shuffle(rows)  # type: ignore[attr-defined]
     values = np.arange(sum(counts), dtype=np.uint64)
@@ -66,7 +66,7 @@ BASE = table_of(("a", DType.U8, (20,), 20), ("b", DType.F32, (2, 2), 16), ("é",
 LEAVES = leaves_of(1, 2, 3, 4)
 
 
-def test_revision_is_fixed() -> None:
+def test_revision_matches_recorded_constant() -> None:
     """Manifests contain such revisions, so they may never change."""
     assert leaf.revision(BASE, 16, LEAVES) == "w1-a254ff568c4525c5323503838106eec3d00573682c10d51668c1e3a499723485"
 
@@ -96,7 +96,7 @@ def test_revision_changes_with_any_field(other: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
-def test_small_tables_have_revisions(num_rows: int) -> None:
+def test_small_tables_match_recorded_revisions(num_rows: int) -> None:
     table = BASE.take(range(num_rows))
     assert leaf.revision(table, 16, LEAVES[: 2 * num_rows]).startswith("w1-")
 

@@ -47,7 +47,7 @@ def checker(body: bytearray) -> TensorChecker:
     return TensorChecker(found)
 
 
-def test_correct_leaves_pass_in_any_parts(body: bytearray) -> None:
+def test_correct_leaves_verify_in_any_batches(body: bytearray) -> None:
     held, view = checker(body), memoryview(body)
     held.check(0, 0, view[:25], uri="f")
     held.check(0, 10, view[10:20], uri="f")
@@ -58,7 +58,7 @@ def test_correct_leaves_pass_in_any_parts(body: bytearray) -> None:
 
 
 @pytest.mark.parametrize("at", range(sum(SIZES)))
-def test_flipped_bit_is_located(body: bytearray, at: int) -> None:
+def test_verification_locates_flipped_bit(body: bytearray, at: int) -> None:
     held = checker(body)
     body[at] ^= 4
     row, start, name = (0, 0, "a") if at < 25 else (2, 25, "b") if at < 35 else (3, 35, "c")
@@ -72,7 +72,7 @@ def test_flipped_bit_is_located(body: bytearray, at: int) -> None:
     assert error.blame == "source" and not error.mutated and error.hint
 
 
-def test_part_is_compared_with_its_leaves(body: bytearray) -> None:
+def test_partial_batch_is_compared_with_its_leaves(body: bytearray) -> None:
     with pytest.raises(IntegrityError, match=r"\[10, 20\)"):
         checker(body).check(0, 10, memoryview(body)[:10], uri="f")
 
@@ -137,7 +137,7 @@ def checker_of(place: Place, monkeypatch: pytest.MonkeyPatch, most: int) -> Cuda
     return CudaChecker(PLAN, cast("CudaPlace", place))
 
 
-def test_complete_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_slab_leaves_are_planned_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held = checker_of(Place(3, has_all=True), monkeypatch, DEFAULT_TUNING.slab_blocks)
     pending = held.prepare()
     assert pending is not None and pending.done()
@@ -145,7 +145,7 @@ def test_complete_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.Monkey
     assert FakeLayout.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
 
 
-def test_incomplete_slabs_are_laid_out_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_slab_leaves_are_planned_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(3, has_all=False)
     held = checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks)
     held.prepare()

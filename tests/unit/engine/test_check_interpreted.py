@@ -81,7 +81,7 @@ for name in ("a", "b", "d", "f", "h", "z"):
 """
 
 
-def test_check_finds_exactly_the_differing_ranges(tmp_path: Path) -> None:
+def test_check_reports_exactly_the_differing_ranges(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     sizes = {"a": 4, "b": 70_001, "c": 0, "d": 239, "e": 300_000, "f": 1, "g": 1_300_003, "h": 70_000, "z": 17}
     tensors = {name: rng.integers(0, 256, n, np.uint8) for name, n in sizes.items()}

@@ -106,7 +106,7 @@ def test_items_run_in_priority_order(ticket: RunState, make: Make) -> None:
     assert log == ["s9", "s3", "later equal", "s5", "s7"]
 
 
-def test_idle_thread_keeps_no_item(ticket: RunState, make: Make) -> None:
+def test_idle_thread_releases_its_last_item(ticket: RunState, make: Make) -> None:
     """An item may hold the last reference to the weights."""
     executor, ended = make(2), threading.Event()
     item = Recorded([], run=after(ended.wait))
@@ -117,7 +117,7 @@ def test_idle_thread_keeps_no_item(ticket: RunState, make: Make) -> None:
     wait_until(lambda: held() is None)
 
 
-def test_threads_exist_only_between_post_and_close(ticket: RunState, make: Make) -> None:
+def test_executor_threads_exist_between_post_and_close(ticket: RunState, make: Make) -> None:
     before = threading.active_count()
     executor = make(4)
     assert threading.active_count() == before
@@ -132,7 +132,7 @@ def test_threads_exist_only_between_post_and_close(ticket: RunState, make: Make)
     assert not executor.is_busy()
 
 
-def test_several_threads_run_concurrently(ticket: RunState, make: Make) -> None:
+def test_executor_threads_run_items_concurrently(ticket: RunState, make: Make) -> None:
     executor, together = make(3), threading.Barrier(3, timeout=10)
     executor.post(*(Recorded([], priority=p, run=after(together.wait)) for p in range(3)))
     executor.close()
@@ -153,7 +153,7 @@ def test_error_stops_run_and_abandons_waiting_items(ticket: RunState, make: Make
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])
-def test_unexpected_error_keeps_thread_alive(ticket: RunState, make: Make, error: BaseException) -> None:
+def test_executor_thread_survives_unexpected_error(ticket: RunState, make: Make, error: BaseException) -> None:
     executor = make()
     executor.post(Recorded([], run=refuse(error)))
     wait_until(lambda: ticket.stopped)
@@ -175,7 +175,7 @@ def test_error_in_finish_stops_run(ticket: RunState, make: Make) -> None:
     assert step.ends == [], "finished, though badly: not abandoned as well"
 
 
-def test_device_work_finishes_in_order(ticket: RunState, make: Make) -> None:
+def test_device_work_completes_in_order(ticket: RunState, make: Make) -> None:
     executor = make()
     works = [Work() for _ in range(3)]
     steps = [Recorded([], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
@@ -191,7 +191,7 @@ def test_device_work_finishes_in_order(ticket: RunState, make: Make) -> None:
     assert [step.ends for step in steps] == [["finish"]] * 3
 
 
-def test_device_error_fails_run(ticket: RunState, make: Make) -> None:
+def test_device_error_aborts_run(ticket: RunState, make: Make) -> None:
     executor, work = make(), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
@@ -217,7 +217,7 @@ def test_cancelled_run_waits_for_device(ticket: RunState, make: Make) -> None:
     assert step.ends == ["finish"] or step.ends == ["abandon"]
 
 
-def test_silent_device_raises_stall_and_is_abandoned(ticket: RunState, make: Make) -> None:
+def test_silent_device_raises_source_stalled(ticket: RunState, make: Make) -> None:
     executor, work = make(stall_s=0.05), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)

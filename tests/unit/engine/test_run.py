@@ -23,7 +23,7 @@ def run() -> Iterator[Run]:
         yield run
 
 
-def test_items_pass_through_executors_to_finish(run: Run) -> None:
+def test_items_run_through_executors_until_finish(run: Run) -> None:
     first, second = run.executor("fetch", 2), run.executor("compute", 1)
     log: list[str] = []
 
@@ -37,7 +37,7 @@ def test_items_pass_through_executors_to_finish(run: Run) -> None:
     assert [(span[0], span[1], span[5]) for span in run.trace.take()] == [("fetch", "read", 3), ("compute", "check", 1)]
 
 
-def test_close_cancels_items_and_ends_threads(run: Run) -> None:
+def test_closing_run_cancels_items_and_threads(run: Run) -> None:
     executor, gate, log = run.executor("fetch", 1), threading.Event(), list[str]()
     began = threading.Event()
 
@@ -77,7 +77,7 @@ def test_executors_close_in_pipeline_order(run: Run) -> None:
     assert ends == ["abandon"], "what the last item passed on was taken, not left behind"
 
 
-def test_error_reaches_waiter(run: Run) -> None:
+def test_item_error_is_raised_by_wait(run: Run) -> None:
     def fail() -> None:
         raise SourceUnavailable("gone")
 
@@ -144,7 +144,7 @@ def test_failed_thread_start_queues_nothing(run: Run, monkeypatch: pytest.Monkey
     assert log == ["b"]
 
 
-def test_quick_run_shortens_switch_interval() -> None:
+def test_quick_run_shortens_thread_switch_interval() -> None:
     before, seen = sys.getswitchinterval(), list[float]()
     with Run(1, trace=Trace(enabled=False), stall_s=30.0, is_quick=True) as run:
         executor = run.executor("fetch", 2)
@@ -155,7 +155,7 @@ def test_quick_run_shortens_switch_interval() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_thread_start_error_reaches_waiter(run: Run) -> None:
+def test_thread_start_error_is_raised_by_wait(run: Run) -> None:
     def fail() -> None:
         raise SourceUnavailable("no device", uri="x")
 

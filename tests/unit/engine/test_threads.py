@@ -61,7 +61,7 @@ def test_concurrent_calls_use_separate_threads(kept: KeptThreads) -> None:
     assert len(found) == 15 and len(set(found)) == 5
 
 
-def test_join_returns_after_call(kept: KeptThreads) -> None:
+def test_join_returns_after_call_completes(kept: KeptThreads) -> None:
     gate, log = threading.Event(), list[str]()
 
     def work() -> None:
@@ -76,7 +76,7 @@ def test_join_returns_after_call(kept: KeptThreads) -> None:
     assert log == ["work"]
 
 
-def test_thread_takes_call_name_and_keeps_nothing(kept: KeptThreads) -> None:
+def test_reused_thread_is_renamed_and_holds_nothing(kept: KeptThreads) -> None:
     class Weights:
         pass
 
@@ -101,7 +101,7 @@ def test_thread_takes_call_name_and_keeps_nothing(kept: KeptThreads) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failed_call_ends_its_thread(kept: KeptThreads) -> None:
+def test_failed_call_terminates_its_thread(kept: KeptThreads) -> None:
     failed: list[threading.Thread] = []
 
     def work() -> None:
@@ -116,7 +116,7 @@ def test_failed_call_ends_its_thread(kept: KeptThreads) -> None:
     assert found
 
 
-def test_close_ends_idle_and_busy_threads() -> None:
+def test_close_terminates_idle_and_busy_threads() -> None:
     kept, gate = KeptThreads(), threading.Event()
     before = set(threading.enumerate())
     start(kept, lambda: None).join(WAIT_S)
@@ -133,7 +133,7 @@ def test_close_ends_idle_and_busy_threads() -> None:
     assert mine and not any(thread.is_alive() for thread in mine)
 
 
-def test_idle_thread_ends_after_timeout(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_thread_exits_after_timeout(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     before, found = set(threading.enumerate()), list[threading.Thread]()
     start(kept, lambda: found.append(threading.current_thread())).join(WAIT_S)
@@ -141,7 +141,7 @@ def test_idle_thread_ends_after_timeout(kept: KeptThreads, monkeypatch: pytest.M
     assert not found[0].is_alive() and set(threading.enumerate()) <= before
 
 
-def test_call_arriving_at_timeout_is_made(kept: KeptThreads) -> None:
+def test_call_submitted_at_idle_timeout_runs(kept: KeptThreads) -> None:
     call = Call(lambda: None, "penstock-test")
 
     class TimedOutQueue:
@@ -159,7 +159,7 @@ def test_call_arriving_at_timeout_is_made(kept: KeptThreads) -> None:
     assert kept._next(taken) is call
 
 
-def test_taken_thread_without_call_ends(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claimed_thread_without_call_exits(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     assert kept._next(_Kept(SimpleQueue(), threading.current_thread())) is None
 
@@ -206,7 +206,7 @@ def test_forked_child_starts_new_threads(kept: KeptThreads) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_thread_may_close_its_own_pool(kept: KeptThreads) -> None:
+def test_pool_thread_can_close_its_pool(kept: KeptThreads) -> None:
     # A finalizer may do this between the end of a call and the wait for the next call.
     me = threading.current_thread()
     kept._idle.append(_Kept(SimpleQueue(), me))
@@ -225,7 +225,7 @@ kept.start(threading.Event().wait, "hangs")
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_idle_threads_above_limit_end(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_above_limit_exit(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "MAX_IDLE", 2)
     together, found = threading.Barrier(6), list[threading.Thread]()
 

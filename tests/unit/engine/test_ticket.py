@@ -28,7 +28,7 @@ def test_finish_wakes_waiter() -> None:
     ticket.check()
 
 
-def test_first_error_wins() -> None:
+def test_run_raises_its_first_error() -> None:
     ticket = RunState(10, idle)
     first = SourceUnavailable("first")
     ticket.fail(first)
@@ -128,7 +128,7 @@ def test_busy_step_outlasts_stall_deadline() -> None:
     assert ticket.done and time.monotonic() - begin > 0.25
 
 
-def test_wait_ends_when_condition_is_reached() -> None:
+def test_wait_returns_when_condition_is_reached() -> None:
     ticket = RunState(10, idle)
     seen = [False]
 
@@ -141,7 +141,7 @@ def test_wait_ends_when_condition_is_reached() -> None:
     assert not ticket.done
 
 
-def test_released_run_state_keeps_no_references() -> None:
+def test_released_run_state_holds_no_references() -> None:
     class Work:
         def busy(self) -> bool:
             return False

@@ -12,7 +12,7 @@ from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, DestinationError
 
 
-def test_spans_become_complete_events_in_named_rows(tmp_path: Path) -> None:
+def test_trace_spans_become_complete_events(tmp_path: Path) -> None:
     trace = Trace(enabled=True)
     at = trace.origin
     trace.add("fetch", "read 0", at + 1.0, at + 1.5, 100)
@@ -35,7 +35,7 @@ def test_spans_become_complete_events_in_named_rows(tmp_path: Path) -> None:
     assert trace.busy_s() == pytest.approx({"fetch": 4.5, "place": 0.25})
 
 
-def test_stages_are_not_executor_work(tmp_path: Path) -> None:
+def test_trace_stages_do_not_count_as_busy(tmp_path: Path) -> None:
     trace = Trace(enabled=True)
     with trace.stage("plan"), pytest.raises(ZeroDivisionError), trace.stage("fails"):
         1 / 0
@@ -61,7 +61,7 @@ def test_disabled_trace_counts_busy_seconds_only(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"] == []
 
 
-def test_unwritable_trace_path_raises_before_work(tmp_path: Path) -> None:
+def test_unwritable_trace_path_raises_before_loading(tmp_path: Path) -> None:
     assert not open_trace(None).enabled
     assert open_trace(tmp_path / "t.json").enabled
     with pytest.raises(ConfigError, match="cannot write the trace"):

@@ -89,24 +89,24 @@ def run(
     return member, storage, fetch
 
 
-def test_first_claim_arrives_with_upstreams() -> None:
+def test_first_claim_arrives_with_upstreams_reply() -> None:
     member, storage, fetch = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
     assert member.asked[0] == "both" and member.asked.count("both") == 1
     assert storage.reads == [[0, 1, 2, 3], [4, 5, 6, 7]] and fetch.provenance.faults == []
 
 
-def test_missing_claim_is_requested_separately() -> None:
+def test_claim_missing_from_reply_is_requested_separately() -> None:
     """An older hub, or a hub with too many claims, sends no claim with the upstreams."""
     member, storage, _ = run(lambda claim: UpstreamsReply())
     assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
 
 
-def test_claim_is_requested_again_from_new_hub() -> None:
+def test_claim_is_retried_at_new_hub() -> None:
     member, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ask_again_s=0.1, why="the hub is new")))
     assert "claim" in member.asked[1:] and storage.reads == [list(range(NUM_CHUNKS))]
 
 
-def test_claims_are_sent_separately_after_failed_request() -> None:
+def test_claim_is_requested_separately_after_failure() -> None:
     def away(claim: bool) -> UpstreamsReply:
         if claim:
             raise HubUnavailable("the hub is away")
@@ -128,7 +128,7 @@ def test_refused_member_reads_storage_without_claim() -> None:
     assert "without a claim" in fetch.provenance.faults[0]
 
 
-def test_late_first_claim_is_used() -> None:
+def test_delayed_first_claim_is_used() -> None:
     """Without the claim, storage would be read without a claim at that moment, because no byte arrived for long."""
     begun = time.monotonic()
 
@@ -141,7 +141,7 @@ def test_late_first_claim_is_used() -> None:
     assert storage.reads[0] == [0, 1, 2, 3]
 
 
-def test_storage_is_read_during_unanswered_claim() -> None:
+def test_storage_is_read_while_claim_is_pending() -> None:
     """A second claim is not sent meanwhile, because the hub would free the chunks of the first claim."""
     over = threading.Event()
 

@@ -17,7 +17,7 @@ from penstock.hub.messages import HoldingState, Identity
     ("rest_s", "wait_s", "pause_s"),
     [(0.0, 30.0, REQUEST_PAUSE_S), (2.0, 30.0, 2.0), (5.0, 16.0, 2.0), (5.0, 0.8, REQUEST_PAUSE_S)],
 )
-def test_slow_hub_is_polled_less_often(
+def test_slow_hub_is_polled_less_frequently(
     rest_s: float, wait_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -35,7 +35,7 @@ def test_slow_hub_is_polled_less_often(
     assert pauses == [pause_s] * 2
 
 
-def test_discovery_ends_at_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discovery_stops_at_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(discover, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
     hub = SimpleNamespace(rest_s=5.0, status=lambda model, *, within_s: SimpleNamespace(members=[]))

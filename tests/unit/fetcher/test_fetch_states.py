@@ -338,7 +338,7 @@ def test_storage_replaces_failed_holder(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_failed_only_source_is_named_in_error(how: str) -> None:
+def test_error_names_failed_only_source(how: str) -> None:
     fetch = Fetch({"A": how}, stall_s=0.3)
     with pytest.raises(SourceError) as raised:
         fetch.finish()
@@ -369,7 +369,7 @@ def test_claimed_chunks_are_read_from_storage() -> None:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_failed_storage_without_holders_ends_fetch(is_wrong: bool) -> None:
+def test_failed_storage_without_holders_fails_fetch(is_wrong: bool) -> None:
     weights = make_weights()
     storage = Storage(weights, None if is_wrong else SourceUnavailable("the disk is gone"), lies=is_wrong)
     fetch = Fetch({}, Member(gives_claims=True), storage=storage, weights=weights)
@@ -435,7 +435,7 @@ NEXT = {
 
 @pytest.mark.parametrize("before", list(HubState))
 @pytest.mark.parametrize("after", list(HubState))
-def test_hub_state_changes_only_by_listed_transitions(before: HubState, after: HubState) -> None:
+def test_fetch_hub_state_follows_listed_transitions(before: HubState, after: HubState) -> None:
     hub = Fetch({}).run.hub
     assert before is HubState.UNKNOWN or hub.become(before)
     is_allowed = after.name in NEXT[before.name]
@@ -443,7 +443,7 @@ def test_hub_state_changes_only_by_listed_transitions(before: HubState, after: H
     assert hub.state is (after if is_allowed else before)
 
 
-def test_fetch_continues_while_hub_is_away() -> None:
+def test_fetch_continues_while_hub_is_down() -> None:
     fetch = Fetch({"A": "stalls"})
     with fetch.run:
         fetch.run.start()
@@ -455,7 +455,7 @@ def test_fetch_continues_while_hub_is_away() -> None:
     fetch.assert_complete()
 
 
-def test_returning_hub_is_used_again() -> None:
+def test_recovered_hub_is_used_again() -> None:
     fetch = Fetch({"A": "gives"}, stall_s=20.0)
     fetch.member.error = HubUnavailable("the hub is away")
     with fetch.run:
@@ -467,7 +467,7 @@ def test_returning_hub_is_used_again() -> None:
     fetch.assert_complete()
 
 
-def test_missing_hub_delays_storage_by_half_stall() -> None:
+def test_missing_hub_delays_storage_half_the_deadline() -> None:
     weights = make_weights()
     storage = Storage(weights)
     fetch = Fetch({}, storage=storage, weights=weights, stall_s=0.6)
@@ -506,7 +506,7 @@ def test_refused_member_reads_storage_without_claims() -> None:
     assert fetch.member.claims == [] and fetch.run.hub.state is HubState.UNUSED
 
 
-def test_missing_hub_without_storage_is_named() -> None:
+def test_error_without_storage_names_missing_hub() -> None:
     fetch = Fetch({}, stall_s=0.2)
     fetch.member.error = HubUnavailable("the hub is away")
     with pytest.raises(SourceUnavailable, match="the hub is away"):
@@ -516,7 +516,7 @@ def test_missing_hub_without_storage_is_named() -> None:
 # -- Cancellation.
 
 
-def test_close_ends_pending_reads() -> None:
+def test_closing_fetch_aborts_pending_reads() -> None:
     fetch = Fetch({"A": "stalls"}, stall_s=60.0)
     with fetch.run:
         fetch.run.start()
@@ -530,7 +530,7 @@ def test_close_ends_pending_reads() -> None:
         fetch.run.run()
 
 
-def test_cancel_ends_run() -> None:
+def test_cancelling_fetch_cancels_its_run() -> None:
     fetch = Fetch({}, stall_s=60.0)
     timer = threading.Timer(0.05, lambda: fetch.run.ticket.cancel())
     timer.start()
@@ -540,7 +540,7 @@ def test_cancel_ends_run() -> None:
     assert fetch.run.state is FetchState.CLOSED
 
 
-def test_late_hub_answer_starts_no_reader() -> None:
+def test_late_hub_reply_starts_no_reader() -> None:
     fetch = Fetch({"A": "gives"})
     asked, may_answer = threading.Event(), threading.Event()
     answer = fetch.member.upstreams
@@ -559,6 +559,6 @@ def test_late_hub_answer_starts_no_reader() -> None:
     assert fetch.holders == {}
 
 
-def test_stalled_holder_raises_stall_not_not_found() -> None:
+def test_stalled_holder_raises_source_stalled() -> None:
     with pytest.raises(SourceStalled):
         Fetch({"A": "stalls"}, stall_s=0.3).finish()

@@ -144,9 +144,7 @@ def parents(weights: LocalWeights) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_briefly_full_parent_stays_reported_parent(
-    fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
-) -> None:
+def test_briefly_full_parent_stays_in_report(fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]) -> None:
     expected = ("P", "" if len(orders) == 1 else "Q")
     fetch.follow(reply_of(*orders))
     assert parents(weights) == expected
@@ -218,7 +216,7 @@ def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_answer_from_unready_hub_changes_no_rank(
+def test_reply_without_placement_changes_no_rank(
     fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
 ) -> None:
     fetch.follow(reply_of(*orders))
@@ -232,7 +230,7 @@ def test_answer_from_unready_hub_changes_no_rank(
     assert readers(fetch)["X"].ranks == (0,)
 
 
-def test_latest_answer_counts_until_placement(fetch: Assignment, weights: LocalWeights) -> None:
+def test_newest_reply_sets_ranks_until_placement(fetch: Assignment, weights: LocalWeights) -> None:
     fetch.follow(reply_of("XY", is_placed=False))
     fetch.follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
@@ -252,7 +250,7 @@ def asked(fetch: Assignment) -> set[str]:
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
 
 
-def test_news_are_requested_from_parent_per_tree(fetch: Assignment) -> None:
+def test_chunk_news_are_requested_from_each_parent(fetch: Assignment) -> None:
     fetch.follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}
@@ -263,7 +261,7 @@ def test_news_are_requested_from_parent_per_tree(fetch: Assignment) -> None:
     assert asked(fetch) == {"A", "D", "G"}
 
 
-def test_unlisted_upstream_is_asked_when_others_stall(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_used_when_others_stall(fetch: Assignment) -> None:
     fetch.follow(reply_of("AZ", "DZ"))
     readers(fetch)["A"].is_connected = False
     fetch.follow(reply_of("AG", "DG"))
@@ -301,21 +299,21 @@ def test_spare_reader_stays_while_parent_is_stalled(fetch: Assignment) -> None:
     assert "G" in readers(fetch)
 
 
-def test_unlisted_upstream_is_dropped_once_parents_send(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_closed_once_parents_send(fetch: Assignment) -> None:
     fetch.follow(reply_of("PZ", "QZ"))
     fetch.follow(reply_of("PG", "QG"))
     leave_unneeded(fetch)
     assert set(readers(fetch)) == {"P", "Q", "G"}
 
 
-def test_spare_reader_gets_newest_grant(fetch: Assignment) -> None:
+def test_spare_reader_receives_newest_grant(fetch: Assignment) -> None:
     fetch.follow(reply_of("ab"))
     newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
     fetch.follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
     assert [reader.upstream.grant for reader in fetch.readers] == [b"newer", b"newer"]
 
 
-def test_few_chunks_wait_during_storage_read(fetch: Assignment) -> None:
+def test_few_new_chunks_are_read_in_batches(fetch: Assignment) -> None:
     busy = [True]
     fetch.follow(reply_of("P"))
     reader = readers(fetch)["P"]

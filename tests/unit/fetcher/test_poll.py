@@ -33,12 +33,12 @@ def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float
     return time.monotonic() - begun
 
 
-def test_poll_ends_soon_after_last_chunk() -> None:
+def test_poll_returns_soon_after_last_chunk() -> None:
     assert 4 * Timing().fetch_turn_s <= waited(4 * Timing().fetch_turn_s, 60.0) < 30.0
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_poll_ends_at_timeout_or_hub_request(wanted: bool) -> None:
+def test_poll_returns_at_timeout_or_hub_request(wanted: bool) -> None:
     wait_s = 30.0 if wanted else 0.2
     found = waited(60.0, wait_s, wanted=wanted)
     assert found < 15.0 if wanted else found >= 0.2

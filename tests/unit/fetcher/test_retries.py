@@ -24,7 +24,7 @@ def fail(times: RetryTimes, now: float, error: type = PeerLost, **options: bool)
     times.note_failure("a", error("gone"), now, **given)
 
 
-def test_pauses_double_up_to_stall(times: RetryTimes) -> None:
+def test_retry_pauses_double_up_to_deadline(times: RetryTimes) -> None:
     assert times.may_try("a", 0.0)
     for pause_s in (FORGIVE_S, 4.0, 8.0, 10.0, 10.0):
         fail(times, 100.0)
@@ -33,7 +33,7 @@ def test_pauses_double_up_to_stall(times: RetryTimes) -> None:
     assert times.may_try("b", 100.0)
 
 
-def test_silent_member_pauses_longer_with_storage(times: RetryTimes) -> None:
+def test_silent_member_is_avoided_longer_with_storage(times: RetryTimes) -> None:
     fail(times, 0.0, SourceStalled)
     assert times.may_try("a", FORGIVE_S)
     fail(times, 0.0, SourceStalled, can_read_storage=True)

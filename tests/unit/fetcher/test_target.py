@@ -38,7 +38,7 @@ def allocate(target: FetchTarget) -> tuple[LocalWeights, dict[str, torch.Tensor]
     return weights, dict(zip(target.layout.table.names, make(), strict=True))
 
 
-def test_new_tensors_share_memory_with_rows() -> None:
+def test_allocated_tensors_share_memory_with_rows() -> None:
     # The names are not in sorted order, which the layout uses.
     weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
     assert list(tensors) == sorted(TENSORS)
@@ -60,7 +60,7 @@ def test_new_tensors_share_memory_with_rows() -> None:
     assert [row.tolist() for row in weights.rows] == [[i + 1] * row.numel() for i, row in enumerate(weights.rows)]
 
 
-def test_model_without_bytes_has_its_tensors() -> None:
+def test_model_of_empty_tensors_is_allocated() -> None:
     weights, tensors = allocate(target_of({"a": (DType.F32, (0, 2)), "b": (DType.U8, (0,))}))
     assert [tuple(tensor.shape) for tensor in tensors.values()] == [(0, 2), (0,)] and weights.is_whole
     assert allocate(target_of({}))[1] == {}

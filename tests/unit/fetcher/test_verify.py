@@ -42,7 +42,7 @@ def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
     assert len(next_batch(waiting, 1)) == 2
 
 
-def test_correct_chunks_are_kept_next_to_wrong() -> None:
+def test_correct_chunks_are_accepted_next_to_wrong() -> None:
     holding = make()
     right = holding.digest(np.array([0, 3]))
     other = holding.digest(np.array([5, 6]))
@@ -53,7 +53,7 @@ def test_correct_chunks_are_kept_next_to_wrong() -> None:
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [0, 3, 7]
 
 
-def test_storage_bytes_are_checked_against_manifest() -> None:
+def test_storage_bytes_contradicting_manifest_are_rejected() -> None:
     holding = make(has_manifest=True)
     holding.rows[2][40] += 1  # The second chunk of t2.
     found = verify(holding, [arrived(4, 5), arrived(0, 1)])

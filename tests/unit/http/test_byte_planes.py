@@ -36,14 +36,14 @@ def back(frame: memoryview, nbytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("width", "ratio"), [(2, 1.45), (4, 1.18)])
 @pytest.mark.parametrize("nbytes", [BLOCK_BYTES, BLOCK_BYTES - 4097, 65_539])
-def test_weights_of_any_width_compress(width: int, ratio: float, nbytes: int) -> None:
+def test_weights_of_any_width_shrink(width: int, ratio: float, nbytes: int) -> None:
     block = weights(width, nbytes)
     frame = frame_of(block)
     assert nbytes / len(frame) > ratio
     assert (back(frame, nbytes) == block).all()
 
 
-def test_incompressible_block_grows_little() -> None:
+def test_incompressible_block_grows_by_few_bytes() -> None:
     block = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
     frame = frame_of(block)
     assert len(block) < len(frame) <= MAX_FRAME_BYTES
@@ -52,14 +52,14 @@ def test_incompressible_block_grows_little() -> None:
 
 @given(st.binary(min_size=1, max_size=5000), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_any_bytes_survive_compression(data: bytes, times: int) -> None:
+def test_any_bytes_round_trip_through_compression(data: bytes, times: int) -> None:
     block = np.frombuffer(data * times, np.uint8)
     frame = frame_of(block)
     assert block_bytes(frame) == len(block)
     assert (back(frame, len(block)) == block).all()
 
 
-def test_partly_compressible_block_survives() -> None:
+def test_partly_compressible_block_round_trips() -> None:
     block = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
     block[: 32 << 10] = weights(2, 32 << 10)
     assert (back(frame_of(block), len(block)) == block).all()

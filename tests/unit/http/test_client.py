@@ -68,7 +68,7 @@ def received(reply: HttpReply, nbytes: int) -> bytes:
     ],
     ids=["length", "close", "1.0", "large chunks", "small chunks"],
 )
-def test_whole_body_is_received(server: Server, said: bytes, is_reusable: bool, nbytes: int) -> None:
+def test_complete_response_body_is_received(server: Server, said: bytes, is_reusable: bool, nbytes: int) -> None:
     reply = server.get(said)
     assert not reply.is_reusable
     assert received(reply, nbytes) == BODY
@@ -78,7 +78,7 @@ def test_whole_body_is_received(server: Server, said: bytes, is_reusable: bool, 
         assert server.get(said).read(len(BODY)) == BODY
 
 
-def test_body_without_length_ends_at_close(server: Server) -> None:
+def test_body_without_length_extends_to_close(server: Server) -> None:
     reply = server.get(OK + b"\r\n" + BODY, ends=True)
     assert reply.length is None
     assert received(reply, 1000) == BODY
@@ -109,7 +109,7 @@ def test_truncated_body_raises(server: Server, said: bytes) -> None:
         server.get(OK + said, ends=True).read(100)
 
 
-def test_trailing_bytes_make_connection_unusable(server: Server) -> None:
+def test_trailing_bytes_prevent_connection_reuse(server: Server) -> None:
     for said in (
         b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n",
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nHTTP/1.1",
@@ -125,7 +125,7 @@ def test_trailing_bytes_make_connection_unusable(server: Server) -> None:
 @pytest.mark.parametrize(
     "said", [b"5;" + b"x" * 200_000, b"0\r\n" + b"A: b\r\n" * 40_000], ids=["extension", "trailer"]
 )
-def test_chunked_body_without_bytes_ends(server: Server, said: bytes) -> None:
+def test_empty_chunked_body_is_received(server: Server, said: bytes) -> None:
     reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n" + said)
     with pytest.raises(MalformedMessage):
         reply.readinto(memoryview(bytearray(10)))
@@ -153,7 +153,7 @@ def test_slow_request_reader_is_aborted_at_deadline() -> None:
     theirs.close()
 
 
-def test_pipelined_response_is_not_part_of_body(server: Server) -> None:
+def test_body_excludes_pipelined_response(server: Server) -> None:
     extra = OK + b"Content-Length: 5\r\n\r\nhello"
     reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n" + extra)
     assert reply.read(1000) == b"abc" and not reply.is_reusable

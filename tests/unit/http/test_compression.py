@@ -69,7 +69,7 @@ def read(
     return asked
 
 
-def test_slow_link_is_compressed_with_reason(clock: Clock) -> None:
+def test_slow_link_is_compressed(clock: Clock) -> None:
     choice = CompressionChoice()
     assert "too few" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
@@ -91,7 +91,7 @@ def test_small_gain_is_not_compressed(clock: Clock) -> None:
     assert not any(read(choice, clock, 200, raw=1.0, coded=2.0, codec=MARGIN - 0.01))
 
 
-def test_unprofitable_codec_is_dropped(clock: Clock) -> None:
+def test_unprofitable_codec_is_no_longer_used(clock: Clock) -> None:
     choice = CompressionChoice()
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
     assert 0 < asked.count(True) * 4 <= 60
@@ -99,7 +99,7 @@ def test_unprofitable_codec_is_dropped(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: compressed 0.51 GB/s, raw 0.50")
 
 
-def test_codec_that_becomes_slow_is_dropped(clock: Clock) -> None:
+def test_slow_codec_is_no_longer_used(clock: Clock) -> None:
     choice = CompressionChoice()
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
@@ -107,7 +107,7 @@ def test_codec_that_becomes_slow_is_dropped(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: compressed 0.08 GB/s, raw 0.12")
 
 
-def test_link_is_measured_again_later(clock: Clock) -> None:
+def test_compression_is_measured_again_later(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
     clock.now += AGAIN_S
@@ -126,7 +126,7 @@ def test_declining_peer_disables_compression(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: the peer does not compress")
 
 
-def test_mixed_responses_are_not_measured(clock: Clock) -> None:
+def test_mixed_responses_are_excluded_from_compression_rate(clock: Clock) -> None:
     """A connection still receives uncompressed bytes, so the rate is of both kinds."""
     choice = CompressionChoice()
     straggler = choice.begin()

@@ -72,7 +72,7 @@ def get(pool: ControlPool) -> tuple[int, bytes]:
         return connection.request("GET", "/", timeout_s=20)
 
 
-def test_connection_is_reused(start) -> None:
+def test_control_connection_is_reused(start) -> None:
     server = start(answer_all)
     with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
         for _ in range(3):
@@ -107,7 +107,7 @@ def test_trickling_response_raises_at_deadline(start) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_refused_connection_is_not_silence() -> None:
+def test_refused_connection_raises_connection_refused_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with ControlConnection(over_tcp("127.0.0.1", port), "host") as connection, pytest.raises(ConnectionRefusedError):
@@ -135,7 +135,7 @@ def test_invalid_host_name_raises_os_error() -> None:
         connection.request("GET", "/", timeout_s=5)
 
 
-def test_other_thread_interrupts_request(start) -> None:
+def test_request_is_interrupted_from_another_thread(start) -> None:
     server = start(lambda sock: time.sleep(30))
     with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
         threading.Timer(0.2, connection.interrupt).start()

@@ -16,7 +16,7 @@ ANSWER = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\nETag:  "a" \r\nV
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_response_is_parsed_in_pieces(piece: int) -> None:
+def test_response_is_parsed_from_any_pieces(piece: int) -> None:
     parser, behind, at = MessageParser(is_request=False), None, 0
     while behind is None:
         behind = parser.feed_head(ANSWER[at : at + piece])
@@ -28,7 +28,7 @@ def test_response_is_parsed_in_pieces(piece: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_request_is_parsed_in_pieces(piece: int) -> None:
+def test_request_is_parsed_from_any_pieces(piece: int) -> None:
     data = b"POST /v1/x?a=b%20c HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nUpgrade: h2c\r\n"
     data += b"Connection: upgrade\r\n\r\nabcGET"
     parser, behind, at = MessageParser(is_request=True), None, 0
@@ -129,13 +129,13 @@ def test_malformed_chunked_body_is_refused() -> None:
 
 @pytest.mark.parametrize("fields", ["", "Connection: close\r\n", "Connection: keep-alive\r\n"])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_keep_alive_follows_version_and_header(version: str, fields: str) -> None:
+def test_keep_alive_depends_on_version_and_header(version: str, fields: str) -> None:
     parser = MessageParser(is_request=False)
     parser.feed_head(f"HTTP/{version} 200 OK\r\n{fields}Content-Length: 0\r\n\r\n".encode())
     assert parser.response().keeps_alive == (fields != "Connection: close\r\n" and (version == "1.1" or bool(fields)))
 
 
-def test_request_head_refuses_injected_lines() -> None:
+def test_request_head_with_injected_lines_is_rejected() -> None:
     assert request_head("GET", "/a%20b", [("Host", "h")]) == b"GET /a%20b HTTP/1.1\r\nHost: h\r\n\r\n"
     for value in ("a\r\nX: 1", "a\nX: 1", "a\rX: 1", "a\0", "\u20ac"):
         with pytest.raises(ConfigError, match="request header"):
@@ -163,7 +163,7 @@ def test_interim_responses_are_skipped_and_limited() -> None:
     theirs.close()
 
 
-def test_head_has_one_deadline() -> None:
+def test_response_heads_share_one_deadline() -> None:
     connection, theirs = connected()
     stop = threading.Event()
 
@@ -189,7 +189,7 @@ def test_head_has_one_deadline() -> None:
     theirs.close()
 
 
-def test_closed_and_truncated_connections_raise_distinct_errors() -> None:
+def test_closed_and_truncated_connections_raise_differently() -> None:
     for said, error in ((b"", ConnectionResetError), (b"HTTP/1.1 200", ConnectionAbortedError)):
         connection, theirs = connected()
         theirs.sendall(said)

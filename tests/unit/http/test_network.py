@@ -36,7 +36,7 @@ PROXY = {"https_proxy": "http://proxy:3128"}
         ({}, HOST, None),
     ],
 )
-def test_proxy_is_chosen_by_scheme(environ: dict[str, str], url: str, proxy: tuple[str, int] | None) -> None:
+def test_proxy_is_selected_by_url_scheme(environ: dict[str, str], url: str, proxy: tuple[str, int] | None) -> None:
     found = proxy_of(urlsplit(url), environ)
     assert (found and (found.host, found.port)) == proxy
 
@@ -75,7 +75,7 @@ def test_proxy_is_chosen_by_scheme(environ: dict[str, str], url: str, proxy: tup
         ("", HOST, False),
     ],
 )
-def test_no_proxy_lists_direct_hosts(no_proxy: str, url: str, is_direct: bool) -> None:
+def test_no_proxy_hosts_are_connected_directly(no_proxy: str, url: str, is_direct: bool) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         assert (proxy_of(urlsplit(url), {**PROXY, name: no_proxy}) is None) == is_direct
 
@@ -110,7 +110,7 @@ def test_obstore_exclusions_omit_ports() -> None:
     assert exclusions({"NO_PROXY": "a.org, b.org:80 [::1],10.0.0.0/8"}) == "a.org,::1,10.0.0.0/8"
 
 
-def test_bundles_from_other_tools_are_trusted(tmp_path: Path) -> None:
+def test_ca_bundle_variables_are_read(tmp_path: Path) -> None:
     environ = {"REQUESTS_CA_BUNDLE": "/r.pem", "CURL_CA_BUNDLE": "/c.pem"}
     names = [bundle.name for bundle in bundles(Settings(ca_file=tmp_path / "own.pem"), environ)]
     assert names == ["ca_file (PENSTOCK_CA_FILE)", "REQUESTS_CA_BUNDLE"]
@@ -118,7 +118,7 @@ def test_bundles_from_other_tools_are_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])
-def test_unreadable_bundle_names_its_variable(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_ca_bundle_error_names_variable(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "c.pem"
     if content is not None:
         file.write_bytes(content)
@@ -127,7 +127,7 @@ def test_unreadable_bundle_names_its_variable(tmp_path: Path, content: bytes | N
         read_bundle(bundle)
 
 
-def test_bundle_may_be_a_directory(tmp_path: Path) -> None:
+def test_ca_bundle_directory_is_accepted(tmp_path: Path) -> None:
     for name in ("a.pem", "b.pem"):
         (tmp_path / name).write_text(f"-----BEGIN CERTIFICATE-----\n{name}\n")
     (bundle,) = bundles(Settings(), {"REQUESTS_CA_BUNDLE": str(tmp_path)})
@@ -158,7 +158,7 @@ def test_bundle_may_be_a_directory(tmp_path: Path) -> None:
         "64:ff9b::6464:64c8",
     ],
 )
-def test_local_service_is_recognised_in_every_form(address: str) -> None:
+def test_every_link_local_address_form_is_detected(address: str) -> None:
     assert is_local_service(address)
 
 
@@ -166,5 +166,5 @@ def test_local_service_is_recognised_in_every_form(address: str) -> None:
     "address",
     ["127.0.0.1", "::1", "::", "93.184.216.34", "64:ff9b::5db8:d822", "2002:5db8:d822::1", "2001:db8::a9fe:a9fe"],
 )
-def test_remote_address_is_not_local_service(address: str) -> None:
+def test_remote_address_is_not_link_local(address: str) -> None:
     assert not is_local_service(address)

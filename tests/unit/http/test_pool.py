@@ -35,7 +35,7 @@ def read(pool: Pool, url: str) -> bytes:
     return body
 
 
-def test_unsolicited_response_is_not_used_for_next_request(pool: Pool) -> None:
+def test_unsolicited_response_is_discarded(pool: Pool) -> None:
     """The response arrives after the first one was read, while the connection is idle."""
     sent = threading.Event()
 

@@ -31,7 +31,7 @@ def patience(clock: Clock, *, retries: int = 5, stall_s: float = 30.0) -> Patien
     return Patience("s3://b/k", Settings(retries=retries, stall_s=stall_s), clock=clock, sleep=clock.sleep)
 
 
-def test_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
+def test_retry_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
     one = patience(clock, retries=12)
     for _ in range(12):
         one.pause(RequestFailed("503"), (0, 1))
@@ -40,7 +40,7 @@ def test_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
         assert whole_s / 2 <= pause_s <= whole_s
 
 
-def test_retries_end_after_configured_failures(clock: Clock) -> None:
+def test_retries_stop_after_configured_failures(clock: Clock) -> None:
     one, cause = patience(clock, retries=2), OSError("reset")
     one.pause(RequestFailed("reset", cause=cause), (5, 9))
     one.pause(RequestFailed("reset", cause=cause), (5, 9))

@@ -106,7 +106,7 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_connection_is_kept_until_client_closes(path: str) -> None:
+def test_server_connection_stays_open_until_client_closes(path: str) -> None:
     with connect(path) as sock:
         assert send_request(sock, post("/echo", b"one")) == (200, b"one")
         assert send_request(sock, get("/gone")) == (410, b"")
@@ -116,7 +116,7 @@ def test_connection_is_kept_until_client_closes(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_pipelined_requests_get_ordered_responses(path: str) -> None:
+def test_pipelined_requests_receive_ordered_responses(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
         assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
@@ -124,7 +124,7 @@ def test_pipelined_requests_get_ordered_responses(path: str) -> None:
         assert receive(sock) == (200, b"abcd")
 
 
-def test_half_closed_connection_gets_response(path: str) -> None:
+def test_half_closed_connection_receives_response(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one"))
         sock.shutdown(socket.SHUT_WR)
@@ -146,18 +146,18 @@ def test_half_closed_connection_gets_response(path: str) -> None:
         (f"POST /echo HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode(), 413),
     ],
 )
-def test_refused_request_closes_connection(path: str, raw: bytes, status: int) -> None:
+def test_rejected_request_closes_connection(path: str, raw: bytes, status: int) -> None:
     with connect(path) as sock:
         assert send_request(sock, raw) == (status, b"")
         assert has_ended(sock)
 
 
-def test_head_of_16_kib_is_accepted(path: str) -> None:
+def test_request_head_of_16_kib_is_accepted(path: str) -> None:
     with connect(path) as sock:
         assert send_request(sock, get("/gone", "a: " + "b" * (15 << 10))) == (410, b"")
 
 
-def test_unread_body_is_not_next_request(path: str) -> None:
+def test_unread_request_body_closes_connection(path: str) -> None:
     with connect(path) as sock:
         assert send_request(sock, post("/unread", get("/long/3"))) == (200, b"unread")
         assert has_ended(sock)
@@ -192,14 +192,14 @@ def test_head_and_body_share_one_deadline(path: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(total=1)])
-def test_connection_above_limit_gets_503(path: str) -> None:
+def test_connection_above_limit_receives_503(path: str) -> None:
     with connect(path) as first, connect(path) as second:
         assert send_request(first, get("/gone")) == (410, b"")
         assert receive(second) == (503, b"")
         assert has_ended(second)
 
 
-def test_closed_server_stops_connections_and_threads(tmp_path: Path) -> None:
+def test_closing_server_stops_connections_and_threads(tmp_path: Path) -> None:
     path = str(tmp_path / "closing.sock")
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
     server.start()
@@ -216,7 +216,7 @@ def test_closed_server_stops_connections_and_threads(tmp_path: Path) -> None:
     assert server.admission.num_open == 0
 
 
-def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:
+def test_forked_child_neither_closes_nor_holds_connections(path: str) -> None:
     ready, done = os.pipe(), os.pipe()
     with connect(path) as kept, connect(path) as ended:
         for sock in (kept, ended):

@@ -33,7 +33,7 @@ def log_lines(log: logging.Logger, caller: str, *lines: str) -> None:
     contextvars.copy_context().run(write_line)
 
 
-def test_looping_caller_hides_no_other_lines(log, tmp_path, monkeypatch) -> None:
+def test_looping_caller_hides_no_other_audit_lines(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -48,7 +48,7 @@ def test_looping_caller_hides_no_other_lines(log, tmp_path, monkeypatch) -> None
     ]  # fmt: skip
 
 
-def test_looping_stranger_hides_no_other_lines(log, tmp_path, monkeypatch) -> None:
+def test_looping_unauthenticated_client_hides_no_lines(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "STRANGER_LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "STRANGER_LINES_AT_ONCE", 2)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -61,7 +61,7 @@ def test_looping_stranger_hides_no_other_lines(log, tmp_path, monkeypatch) -> No
     assert "event=left_out caller=stranger lines=18" in lines
 
 
-def test_files_are_private_and_limited_in_size(log, tmp_path, monkeypatch) -> None:
+def test_audit_files_are_private_and_size_limited(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
     handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
@@ -78,7 +78,7 @@ def test_unwritable_audit_file_raises_config_error(tmp_path: Path) -> None:
         audit.audit_handler(tmp_path / "none" / "audit.log")
 
 
-def test_rate_recovers_and_drops_old_names() -> None:
+def test_audit_rate_recovers_and_forgets_callers() -> None:
     now = 0.0
     limit = RateLimit(2.0, 4.0, clock=lambda: now)
     assert [limit.allow("a") for _ in range(6)] == [True] * 4 + [False] * 2

@@ -34,7 +34,7 @@ def test_token_limits_caller_to_its_models(auth) -> None:
 @pytest.mark.parametrize(
     "shown", ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é\udcff"]
 )
-def test_unknown_token_is_refused(auth, shown) -> None:
+def test_unknown_token_is_rejected(auth, shown) -> None:
     assert auth.caller(shown) is None
 
 
@@ -59,7 +59,7 @@ def test_incomplete_tls_settings_are_refused(tmp_path) -> None:
         Auth.of(client_ca=tmp_path / "ca.pem")
 
 
-def test_token_file_changes_take_effect(auth, tmp_path, caplog) -> None:
+def test_changed_token_file_is_reloaded(auth, tmp_path, caplog) -> None:
     file, third = tmp_path / "tokens", "a-third-token-of-some"
     assert auth.caller(f"Bearer {third}") is None
     file.write_text(f"{third}\n")

@@ -28,7 +28,7 @@ from penstock.hub.store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
-def test_certificate_from_environment_is_used(name: str, monkeypatch, tmp_path) -> None:
+def test_client_sends_certificate_from_environment(name: str, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(name, str(tmp_path / "absent.pem"))
     with (
         HubClient.connect("https://127.0.0.1:1", timeout_s=0.2) as hub,
@@ -69,7 +69,7 @@ class _Clock:
         self._now += seconds
 
 
-def test_connection_dropped_by_thread_is_hub_unavailable(monkeypatch) -> None:
+def test_connection_dropped_during_open_raises_hub_unavailable(monkeypatch) -> None:
     hub = HubClient(_Told(), timeout_s=0.3)
     open_client = hub._open
 
@@ -83,7 +83,7 @@ def test_connection_dropped_by_thread_is_hub_unavailable(monkeypatch) -> None:
         hub.status()
 
 
-def test_short_deadline_does_not_mark_silent(monkeypatch) -> None:
+def test_short_deadline_does_not_mark_hub_silent(monkeypatch) -> None:
     line, clock = _Told(), _Clock()
 
     class Slow:
@@ -119,7 +119,7 @@ def test_unresponsive_hub_is_marked_silent(monkeypatch) -> None:
     "raised",
     [GrantRefused("m", hint="h"), PermissionDenied("m"), PlanError("m"), IntegrityError("m"), FormatError("m")],
 )
-def test_error_keeps_its_class_through_the_hub(raised: PenstockError, tmp_path) -> None:
+def test_error_class_is_preserved_through_hub(raised: PenstockError, tmp_path) -> None:
     class Failing(Directory):
         def status(self, model: str | None = None) -> Status:
             raise raised

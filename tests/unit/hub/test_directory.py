@@ -68,7 +68,7 @@ def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str
     raise AssertionError("goes on for ever")
 
 
-def test_single_reader_claims_immediately(bench, hub) -> None:
+def test_single_reader_receives_claim_immediately(bench, hub) -> None:
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
 
@@ -104,14 +104,14 @@ def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     assert hub.upstreams(plain).claim is None
 
 
-def test_new_hub_gives_no_claim_with_upstreams(bench) -> None:
+def test_new_hub_returns_no_claim_with_upstreams(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
     claim = request_upstreams_and_claim(hub, "a", key_state()).claim
     assert claim is not None and not claim.ranges and "new" in claim.why
 
 
-def test_upstreams_are_answered_despite_claim_races(bench, monkeypatch) -> None:
+def test_upstreams_are_returned_despite_claim_races(bench, monkeypatch) -> None:
     class Raced(MemoryStore):
         def write(self, name, value, *, ttl_s=None, expected=ANY):
             if name.startswith("claim/"):
@@ -129,7 +129,7 @@ def test_upstreams_are_answered_despite_claim_races(bench, monkeypatch) -> None:
         bench.claim(hub, "b", key_state())
 
 
-def test_older_holders_get_separately_signed_grants(bench, hub) -> None:
+def test_older_holders_receive_separately_signed_grants(bench, hub) -> None:
     bench.join(hub, "new", "reader")
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.4"))
     checkers = {name: GrantChecker(hub._grants().public_key, name) for name in ("new", "old")}
@@ -193,7 +193,7 @@ def test_concurrent_claims_do_not_overlap(bench, hub) -> None:
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
 
 
-def test_fragmented_member_is_skipped_for_complete_holder(bench, hub, monkeypatch) -> None:
+def test_complete_holder_is_preferred_to_fragmented_member(bench, hub, monkeypatch) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "a", key_state(tuple((chunk, chunk + 1) for chunk in range(0, 100, 2))))
@@ -208,7 +208,7 @@ def test_fragmented_member_is_skipped_for_complete_holder(bench, hub, monkeypatc
     assert hub._view(IDENTITY.key()).readable_chunks("a", 100).all()
 
 
-def test_pieces_are_a_quarter_of_equal_share(bench, hub) -> None:
+def test_claims_are_quarter_of_equal_share(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -219,7 +219,7 @@ def test_pieces_are_a_quarter_of_equal_share(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
-def test_last_pieces_share_the_remainder(bench, hub) -> None:
+def test_last_claims_share_the_remainder(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -243,13 +243,13 @@ def test_chunks_held_by_members_are_not_claimed(bench, hub) -> None:
     assert reply.ranges == () and "every missing chunk" in reply.why
 
 
-def test_repeated_claim_gets_same_answer(bench, hub) -> None:
+def test_repeated_claim_returns_same_chunks(bench, hub) -> None:
     bench.join(hub, "a")
     first = bench.claim(hub, "a", key_state())
     assert bench.claim(hub, "a", key_state()) == first
 
 
-def test_returned_chunks_go_to_other_member(bench, hub) -> None:
+def test_released_chunks_go_to_another_member(bench, hub) -> None:
     bench.join(hub, "a", "b")
     assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
     assert bench.claim(hub, "a", key_state(((0, 5),)), ask=False).ranges == ()
@@ -287,7 +287,7 @@ def test_stalled_reader_loses_its_claim(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state(given)).ranges[0][0] == 0
 
 
-def test_slow_piece_may_take_an_hour(bench, hub) -> None:
+def test_slow_claim_is_not_reassigned_for_hour(bench, hub) -> None:
     bench.join(hub, "a")
     bench.claim(hub, "a", key_state())
     for minute in range(60):
@@ -325,7 +325,7 @@ def test_new_hub_assigns_nothing_before_announcements(bench) -> None:
     assert bench.claim(hub, "a", key_state(((0, 40),), claims=((40, 60),))).ranges
 
 
-def test_hub_with_empty_store_requests_hello(bench, hub) -> None:
+def test_hub_with_empty_store_requests_registration(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", key_state(WHOLE))
     new = HubBench(now=bench.now)
@@ -337,7 +337,7 @@ def test_hub_with_empty_store_requests_hello(bench, hub) -> None:
     assert new.parents(again, [("b", key_state())]) == {"b": ("a",)}
 
 
-def test_replicas_keep_signing_key_after_store_loss() -> None:
+def test_hub_replicas_share_key_after_store_loss() -> None:
     bench = HubBench()
     first, second = bench.hub(), bench.hub(fresh=False)
 
@@ -351,7 +351,7 @@ def test_replicas_keep_signing_key_after_store_loss() -> None:
     assert key(third, "c") == key(first, "a") == key(second, "b")
 
 
-def test_returning_store_counts_as_new(bench, hub) -> None:
+def test_restored_empty_store_grants_no_claims(bench, hub) -> None:
     hub.begin()
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges
@@ -360,7 +360,7 @@ def test_returning_store_counts_as_new(bench, hub) -> None:
     assert bench.claim(hub, "a", key_state()).ranges == ()
 
 
-def test_overlapping_claims_after_restart_are_kept(bench, hub) -> None:
+def test_overlapping_claims_after_restart_stay_valid(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.claim(hub, "a", key_state(claims=((0, 10),)))
     reply = bench.claim(hub, "b", key_state(claims=((5, 15),)))
@@ -376,7 +376,7 @@ def test_late_member_joins_running_distribution(bench, hub) -> None:
     assert found["late"] and min(chunks(bench.claim(hub, "late", key_state()).ranges)) >= 80
 
 
-def test_receivers_follow_whole_holder_with_valid_grants(bench, hub) -> None:
+def test_receivers_are_assigned_complete_holder(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
     checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
@@ -416,7 +416,7 @@ def test_request_cost_is_independent_of_other_models(bench, hub, monkeypatch) ->
     assert len(hub.status().members) == 22
 
 
-def test_reader_without_layout_is_given_upstreams(bench, hub) -> None:
+def test_reader_without_layout_receives_upstreams(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     asked = msgspec.structs.replace(key_state(), num_chunks=0, nbytes=0)
@@ -446,7 +446,7 @@ def test_several_complaints_move_all_readers(bench, hub, fault) -> None:
     assert hub.status().members[-1].complaints == 2
 
 
-def test_unproven_wrong_bytes_move_only_complainers(bench, hub) -> None:
+def test_unproven_complaints_move_only_complainers(bench, hub) -> None:
     bench.join(hub, "w", "v", "honest", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     for liar in "ab":
@@ -457,7 +457,7 @@ def test_unproven_wrong_bytes_move_only_complainers(bench, hub) -> None:
     assert bench.claim(hub, "a", key_state()).ranges
 
 
-def test_proof_from_older_release_counts_as_complaint(bench, hub) -> None:
+def test_proof_from_older_release_is_a_complaint(bench, hub) -> None:
     bench.join(hub, "w", "v", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     proof = Proof(epoch=7, signature=b"s", leaf_bytes=1, spans=b"", at=b"", said=b"", table=b"t" * 4096, leaves=b"")
@@ -478,7 +478,7 @@ def test_wrong_bytes_complaint_outlives_later_complaint(bench, hub) -> None:
     assert bench.store.read(f"complaint/{IDENTITY.key()}/w~a").value == graver
 
 
-def test_many_members_with_one_caller_count_once(bench, hub) -> None:
+def test_complaints_from_one_caller_count_once(bench, hub) -> None:
     liars = [f"liar{i}" for i in range(20)]
     bench.join(hub, "w", "v", "honest", *liars)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -489,7 +489,7 @@ def test_many_members_with_one_caller_count_once(bench, hub) -> None:
     assert bench.claim(hub, "honest", key_state()).ranges == ()  # its chunks count
 
 
-def test_complainer_needs_model_access_and_rate_limit(bench, hub) -> None:
+def test_complaints_are_checked_for_access_and_rate(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complaint = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
@@ -516,7 +516,7 @@ def test_members_with_revoked_token_are_removed(bench, hub) -> None:
         bench.beat(hub, "bad")
 
 
-def test_complaints_expire(bench, hub) -> None:
+def test_complaints_expire_after_their_ttl(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "stalled")
@@ -535,7 +535,7 @@ def test_complaints_expire(bench, hub) -> None:
         assert counted() == left
 
 
-def test_lighter_complaint_keeps_graver_complaint(bench, hub) -> None:
+def test_lesser_complaint_does_not_replace_graver_complaint(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
@@ -575,7 +575,7 @@ def test_member_id_belongs_to_one_process(bench, hub) -> None:
         bench.join(hub, "a", host="elsewhere")
 
 
-def test_holding_missing_from_heartbeat_is_dropped(bench, hub) -> None:
+def test_holding_missing_from_heartbeat_is_removed(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.now += 3
@@ -603,7 +603,7 @@ def test_contradictory_holding_is_refused(bench, hub, bad) -> None:
         bench.beat(hub, "a", msgspec.structs.replace(key_state(), **bad))
 
 
-def test_unknown_member_must_say_hello(bench, hub) -> None:
+def test_unknown_member_is_asked_to_register(bench, hub) -> None:
     for ask in (
         lambda: bench.beat(hub, "x"),
         lambda: bench.claim(hub, "x", key_state()),
@@ -614,7 +614,7 @@ def test_unknown_member_must_say_hello(bench, hub) -> None:
             ask()
 
 
-def test_why_names_differences_and_complainers(bench, hub) -> None:
+def test_why_lists_key_differences_and_complainers(bench, hub) -> None:
     other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
     bench.join(hub, "w", "v", "q", "a")
     bench.beat(hub, "w", key_state(WHOLE))
@@ -639,7 +639,7 @@ def test_why_names_differences_and_complainers(bench, hub) -> None:
     assert sum("the identities differ" in line for line in asked) == 3
 
 
-def test_why_limits_number_of_lines(bench, hub, monkeypatch) -> None:
+def test_why_limits_its_number_of_lines(bench, hub, monkeypatch) -> None:
     members = [f"m{i}" for i in range(60)]
     bench.join(hub, "w", *members)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -658,7 +658,7 @@ def test_why_limits_number_of_lines(bench, hub, monkeypatch) -> None:
     assert made <= 201
 
 
-def test_status_shows_every_field(bench, hub) -> None:
+def test_hub_status_shows_every_field(bench, hub) -> None:
     bench.join(hub, "w", "idle", rack="r7")
     bench.now += 3
     bench.beat(hub, "w", key_state(WHOLE))
@@ -679,7 +679,7 @@ def test_grant_key_must_match_identity(bench, hub, num_chunks) -> None:
         hub.upstreams(UpstreamsRequest(member="reader", holding=asked))
 
 
-def test_departed_members_are_forgotten(bench) -> None:
+def test_departed_members_are_removed_from_hub(bench) -> None:
     # The hub once kept `gone/ID` for every member that left, which took 38 MB for 100,000 members.
     hub = bench.hub()
 
@@ -700,7 +700,7 @@ def failure(message: str = "no holder", age_s: float = 1.0) -> FailureReport:
     return FailureReport(age_s=age_s, verb="fetch", model="llama", error="NotFound", message=message, blame="source")
 
 
-def test_failures_outlive_member_and_are_listed_once(bench, hub) -> None:
+def test_failures_of_departed_member_are_listed_once(bench, hub) -> None:
     bench.join(hub, "a", "b")
     for member in "ab":  # members of one process, which both report its failures
         hub.beat(member, Beat(failures=(failure(),)))
@@ -723,13 +723,13 @@ def test_repeated_failures_are_listed_for_one_hour(bench, hub) -> None:
     assert [entry.message for entry in hub.status().failures] == ["no holder"]
 
 
-def test_failures_for_forbidden_models_are_dropped(bench, hub) -> None:
+def test_failures_for_forbidden_models_are_discarded(bench, hub) -> None:
     bench.join(hub, "a")
     hub.beat("a", Beat(failures=(failure(),)), Caller(models=("other",)))
     assert hub.status().failures == ()
 
 
-def test_status_shows_boot_state_and_phase(bench, hub) -> None:
+def test_status_shows_startup_state_and_phase(bench, hub) -> None:
     bench.join(hub, "a")
     assert hub.status().members[0].boot == ""
     # A member of the previous release reports its phases and its error too. The hub stores neither.

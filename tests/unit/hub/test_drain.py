@@ -63,7 +63,7 @@ def test_reader_without_layout_avoids_drained_member(bench: HubBench, hub: Direc
     assert hub.upstreams(named).upstreams == ()
 
 
-def test_last_holder_may_be_drained_to_storage(bench: HubBench, hub: Directory) -> None:
+def test_draining_last_holder_sends_readers_to_storage(bench: HubBench, hub: Directory) -> None:
     for member in "ab":
         hub.drain(member, ORDER, OPERATOR)
     bench.now += 1
@@ -71,7 +71,7 @@ def test_last_holder_may_be_drained_to_storage(bench: HubBench, hub: Directory) 
     assert bench.claim(hub, "r", key_state(((0, 1),))).ranges != ()
 
 
-def test_drained_member_still_fetches(bench: HubBench, hub: Directory) -> None:
+def test_drained_member_can_still_fetch(bench: HubBench, hub: Directory) -> None:
     hub.drain("r", ORDER, OPERATOR)
     bench.now += 1
     assert set(upstreams(hub)) == {"a", "b"}
@@ -87,7 +87,7 @@ def test_drain_state_and_reason_are_shown(bench: HubBench, hub: Directory) -> No
     assert "a: is whole; an operator drains it" in "\n".join(hub.why(WhyRequest(model="llama", member="r")).lines)
 
 
-def test_drain_ends_with_its_member(bench: HubBench, hub: Directory) -> None:
+def test_drain_is_removed_with_its_member(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 11  # longer than the time to live of a silent member
     bench.join(hub, "a")
@@ -145,7 +145,7 @@ def test_limited_operator_cannot_drain_other_models(bench: HubBench, hub: Direct
         hub.drain("b", ORDER, limited)
 
 
-def test_operator_right_is_set_in_token_file(tmp_path) -> None:
+def test_token_file_grants_operator_right(tmp_path) -> None:
     path = tmp_path / "tokens"
     path.write_text("member-0123456789 llama*\noperator-0123456789 @operator\nsome-of-it-0123456789 llama* @operator\n")
     auth = Auth.of(token_file=path)

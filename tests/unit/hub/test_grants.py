@@ -55,7 +55,7 @@ def checker(hub, clock) -> GrantChecker:
     return made
 
 
-def test_valid_grant_passes_once(hub, checker) -> None:
+def test_valid_grant_is_accepted_once(hub, checker) -> None:
     grant = hub.sign()
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
@@ -63,7 +63,7 @@ def test_valid_grant_passes_once(hub, checker) -> None:
     checker.check(hub.sign(), key=KEY, reader="reader")
 
 
-def test_single_grant_for_older_source_passes_once(hub, checker) -> None:
+def test_single_older_source_grant_is_accepted_once(hub, checker) -> None:
     grant = hub.sign(is_alone=True)
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
@@ -86,7 +86,7 @@ def test_reader_caller_name_differs_per_source(hub, clock) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["2.1", "2.4", "2.5"])
-def test_source_from_older_release_gets_five_fields(hub, checker, protocol) -> None:
+def test_grant_for_older_release_has_five_fields(hub, checker, protocol) -> None:
     grant = hub.sign(protocols={"source": protocol}, caller="token:1")
     body = grant[64:] if protocol < "2.5" else grant[65 + 32 * grant[64] :]
     assert len(msgspec.msgpack.decode(body)) == 5
@@ -94,7 +94,7 @@ def test_source_from_older_release_gets_five_fields(hub, checker, protocol) -> N
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 40])
-def test_grant_passes_only_at_its_source(hub, clock, count) -> None:
+def test_grant_is_accepted_only_at_its_source(hub, clock, count) -> None:
     checkers = {f"s{i}": GrantChecker(hub.signer.public_key, f"s{i}", clock=clock) for i in range(count)}
     epochs = {source: one.epoch() for source, one in checkers.items()}
     grants = hub.signer.sign(key=KEY, reader="reader", epochs=epochs, protocols={"s0": "2.4"})
@@ -153,7 +153,7 @@ def test_grant_is_refused_after_source_restart(hub, checker, clock) -> None:
         GrantChecker(hub.signer.public_key, "source", clock=clock).check(grant, key=KEY, reader="reader")
 
 
-def test_nonces_are_dropped_with_their_epoch(hub, checker, clock) -> None:
+def test_nonces_are_removed_with_their_epoch(hub, checker, clock) -> None:
     for _ in range(50):
         hub.epoch = checker.epoch()
         checker.check(hub.sign(), key=KEY, reader="reader")

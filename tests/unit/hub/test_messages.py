@@ -29,6 +29,6 @@ print(len(kinds))
 """
 
 
-def test_concurrent_first_decodes_succeed() -> None:
+def test_concurrent_first_decodes_of_messages_succeed() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and int(done.stdout) > 20, (done.returncode, done.stderr)

@@ -69,7 +69,7 @@ class Fleet:
         return present, json.loads(message) if message else None
 
 
-def test_path_is_split_into_shares() -> None:
+def test_path_text_is_parsed_into_shares() -> None:
     assert shares("75% shm <- 3f9c02ab, 25% storage s3://b/m/") == [
         {"percent": 75, "transport": "shm", "source": "3f9c02ab"},
         {"percent": 25, "transport": "storage", "source": "s3://b/m/"},
@@ -77,7 +77,7 @@ def test_path_is_split_into_shares() -> None:
     assert shares("") == []
 
 
-def test_viewer_gets_full_state_then_changes() -> None:
+def test_page_viewer_receives_state_then_changes() -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
     cursor, message = fleet.read()
@@ -92,13 +92,13 @@ def test_viewer_gets_full_state_then_changes() -> None:
     assert message is not None and (message["rows"], message["gone"]) == ([], ["a"])
 
 
-def test_running_clocks_are_no_change() -> None:
+def test_elapsed_time_alone_sends_no_change() -> None:
     first = member("a")
     second = MemberStatus(**{name: getattr(first, name) for name in first.__struct_fields__} | {"age_s": 9.0})
     assert row_of(first) == row_of(second)
 
 
-def test_cursor_from_another_hub_starts_over() -> None:
+def test_cursor_from_another_hub_returns_full_state() -> None:
     first, second = Fleet(), Fleet()
     for fleet in (first, second):
         fleet.members = {"a": member("a")}
@@ -109,7 +109,7 @@ def test_cursor_from_another_hub_starts_over() -> None:
     assert message is not None and message["full"] and len(message["rows"]) == 2
 
 
-def test_viewer_missing_departures_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_missing_departures_receives_full_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_GONE", 2)
     fleet = Fleet()
     fleet.members = {name: member(name) for name in "abcd"}
@@ -121,7 +121,7 @@ def test_viewer_missing_departures_starts_over(monkeypatch: pytest.MonkeyPatch) 
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["d"]
 
 
-def test_limited_caller_sees_only_its_models() -> None:
+def test_limited_page_viewer_receives_only_its_models() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -134,7 +134,7 @@ def test_limited_caller_sees_only_its_models() -> None:
     assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
 
 
-def test_hidden_change_sends_no_event() -> None:
+def test_change_to_hidden_model_sends_no_event() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -155,7 +155,7 @@ def test_complaints_about_hidden_holdings_are_hidden() -> None:
     assert message is not None and message["rows"][0]["complaints"] == 0
 
 
-def test_bytes_from_peers_count_as_saved() -> None:
+def test_bytes_from_peers_count_as_saved_reads() -> None:
     rows = {
         "a": row_of(member("a", state="whole", path="100% storage /m")),
         "b": row_of(member("b", have=((0, 5),), path="80% shm <- aaaaaaaa, 20% storage /m", gb_per_s=1.5)),
@@ -171,7 +171,7 @@ def job(name: str, **more) -> JobStatus:
     return JobStatus(job=name[0] * 32, age_s=3.0, silent_s=0.1, state=state)
 
 
-def test_changed_jobs_and_failures_reach_permitted_viewers() -> None:
+def test_changed_jobs_reach_only_permitted_viewers() -> None:
     late = WorkerState(worker="w0", device="cpu", num_tasks=2, state="running", task=1, task_s=9.0, expected_s=1.0)
     failure = FleetFailure(
         age_s=60.0, verb="fetch", model="secret", error="NotFound", message="no holder", blame="source",
@@ -200,14 +200,14 @@ def test_changed_jobs_and_failures_reach_permitted_viewers() -> None:
 
 
 @pytest.mark.parametrize("is_operator", [True, False])
-def test_operator_may_drain_is_shown(is_operator: bool) -> None:
+def test_page_shows_whether_caller_can_drain(is_operator: bool) -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a")}
     _, message = fleet.read("", Caller(is_operator=is_operator))
     assert message is not None and message["may_drain"] is is_operator
 
 
-def test_sync_is_shown_with_version() -> None:
+def test_page_row_shows_sync_version() -> None:
     state = SyncState(name="policy", side="subscriber", version=7, rank=1, world_size=2)
     known = MemberStatus(
         member="a", name="", host="h", rack="", doors=(), age_s=0, silent_s=9.0, holdings=(), syncs=(state,)
@@ -243,7 +243,7 @@ def get(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
         yield get
 
 
-def test_static_files_need_no_token(get) -> None:
+def test_static_files_are_served_without_token(get) -> None:
     for path in (
         "/",
         "/assets/app.js",
@@ -262,7 +262,7 @@ def test_static_files_need_no_token(get) -> None:
         assert not re.search(r"(?:src|href|url\(|fetch\()=?[\"'`]?(?:https?:)?//", text)
 
 
-def test_unknown_asset_is_404(get) -> None:
+def test_unknown_asset_returns_404(get) -> None:
     for path in ("/assets/index.html", "/assets/..%2f__init__.py", "/assets/nothing"):
         assert get(path).status == 404
 

@@ -85,7 +85,7 @@ def test_method_and_path_select_handler(app, method, path, answer) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "//", "/v1", "/V1/status", "/v1/members", "/v1/members/", "/v1/members/a/b"])
-def test_unknown_path_is_404(app, path) -> None:
+def test_unknown_path_returns_404(app, path) -> None:
     status, headers, body = call_app(app, "GET", path)
     assert (status, headers["content-type"], COUNTED) == (404, "application/json", [404])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Not Found")
@@ -100,7 +100,7 @@ def test_unknown_path_is_404(app, path) -> None:
         ("GET", "/v1/members/m", "DELETE, PUT"),
     ],
 )
-def test_unsupported_method_is_405_with_allow(app, method, path, allowed) -> None:
+def test_unsupported_method_returns_405_with_allow(app, method, path, allowed) -> None:
     status, headers, body = call_app(app, method, path)
     assert (status, headers["allow"], COUNTED) == (405, allowed, [405])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Method Not Allowed")
@@ -127,7 +127,7 @@ def test_trailing_slash_is_redirected(app) -> None:
         (PenstockError("m", hint="give one"), 500, None),
     ],
 )
-def test_errors_are_counted_faults_with_status(error, status, header) -> None:
+def test_errors_return_status_and_are_counted(error, status, header) -> None:
     shown, headers, body = call_app(fails(error), "GET", "/")
     assert (shown, COUNTED) == (status, [status])
     fault = msgspec.json.decode(body, type=Fault)
@@ -137,7 +137,7 @@ def test_errors_are_counted_faults_with_status(error, status, header) -> None:
     )
 
 
-def test_unexpected_exception_is_500_and_reaches_server() -> None:
+def test_unexpected_exception_returns_500_and_reaches_server() -> None:
     sent: list[Any] = []
     with pytest.raises(ZeroDivisionError):
         call_app(fails(ZeroDivisionError("secret")), "GET", "/", sent)
@@ -147,7 +147,7 @@ def test_unexpected_exception_is_500_and_reaches_server() -> None:
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError(), ClientDisconnect()])
-def test_error_after_response_start_sends_no_second(error, caplog) -> None:
+def test_error_after_response_start_sends_no_response(error, caplog) -> None:
     async def parts():
         yield b"part"
         raise error
@@ -164,7 +164,7 @@ def test_error_after_response_start_sends_no_second(error, caplog) -> None:
     assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))
 
 
-def test_lifespan_surrounds_requests() -> None:
+def test_lifespan_starts_and_stops_around_requests() -> None:
     events: list[str] = []
 
     @asynccontextmanager

@@ -58,7 +58,7 @@ def test_departed_or_silent_member_is_not_listed(bench) -> None:
     assert request_sync(hub, "c").members == ()
 
 
-def test_grant_is_bound_to_its_sync(bench) -> None:
+def test_sync_grant_is_rejected_for_other_sync(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a")
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
@@ -76,7 +76,7 @@ def test_grant_is_bound_to_its_sync(bench) -> None:
         request_sync(hub, "nobody")
 
 
-def test_new_hub_reports_incomplete_knowledge(bench) -> None:
+def test_new_hub_reports_sync_list_as_incomplete(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
     assert request_sync(hub, "a").is_new
@@ -89,7 +89,7 @@ def propose(hub, member: str, outcome: str, *, version: int = 8, epoch: str = "a
     return hub.decide(DecideRequest(member=member, name=name, decision=decision))
 
 
-def test_first_proposal_for_version_stands(bench) -> None:
+def test_first_proposed_decision_for_version_wins(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a", "b", "c")
     for member in ("a", "b"):

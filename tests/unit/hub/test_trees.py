@@ -44,7 +44,7 @@ def parents(reply: UpstreamsReply) -> list[str]:
     return [reply.upstreams[order[0]].member for order in reply.orders]
 
 
-def test_large_fleet_gets_one_order_per_tree(hub: Directory) -> None:
+def test_large_fleet_receives_one_order_per_tree(hub: Directory) -> None:
     two = 0
     for member in MEMBERS:
         reply = request_upstreams(hub, member)
@@ -57,7 +57,7 @@ def test_large_fleet_gets_one_order_per_tree(hub: Directory) -> None:
     assert two > len(MEMBERS) * 3 / 4
 
 
-def test_parents_are_kept_before_and_after_reports(bench: HubBench, hub: Directory) -> None:
+def test_parents_stay_unchanged_after_reports(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     assert {member: parents(request_upstreams(hub, member)) for member in MEMBERS} == first
     reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
@@ -69,7 +69,7 @@ def test_parents_are_kept_before_and_after_reports(bench: HubBench, hub: Directo
         assert parents(request_upstreams(other, member, parent=up, second_parent=second)) == [up, second]
 
 
-def test_departed_member_is_no_parent(bench: HubBench, hub: Directory) -> None:
+def test_departed_member_is_not_a_parent(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     gone = next(up for member in MEMBERS for up in first[member] if up != "w")
     hub.leave(gone)
@@ -82,7 +82,7 @@ def test_departed_member_is_no_parent(bench: HubBench, hub: Directory) -> None:
             ]
 
 
-def test_member_with_older_protocol_forces_one_order(bench: HubBench, hub: Directory) -> None:
+def test_member_with_older_protocol_forces_single_tree(bench: HubBench, hub: Directory) -> None:
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
     bench.beat(hub, "old", key_state())
     for member in (*MEMBERS, "old"):
@@ -96,7 +96,7 @@ def test_member_with_older_protocol_forces_one_order(bench: HubBench, hub: Direc
     ]
 
 
-def test_two_orders_stay_when_older_member_joins(bench: HubBench, hub: Directory) -> None:
+def test_two_trees_remain_when_older_member_joins(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     for member, (up, second) in first.items():
         bench.beat(hub, member, key_state(parent=up, second_parent=second))
@@ -112,7 +112,7 @@ def test_two_orders_stay_when_older_member_joins(bench: HubBench, hub: Directory
     assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
 
 
-def test_reply_from_older_hub_has_one_order(hub: Directory) -> None:
+def test_reply_from_older_hub_decodes_with_defaults(hub: Directory) -> None:
     said = msgspec.json.decode(msgspec.json.encode(request_upstreams(hub, "m1")))
     for name in ("orders", "is_placed"):
         del said[name]
@@ -130,7 +130,7 @@ def test_member_missing_from_snapshot_is_not_placed(bench: HubBench) -> None:
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
-def test_newcomer_in_large_fleet_asks_again_soon(bench: HubBench) -> None:
+def test_newcomer_in_large_fleet_retries_soon(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(300)]
@@ -143,7 +143,7 @@ def test_newcomer_in_large_fleet_asks_again_soon(bench: HubBench) -> None:
     assert not late.is_placed and late.ask_again_s < 0.7
 
 
-def test_newcomer_without_whole_member_is_placed_immediately(bench: HubBench) -> None:
+def test_newcomer_without_complete_holder_is_placed_immediately(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(600)]
@@ -168,7 +168,7 @@ def test_newcomer_without_whole_member_is_placed_immediately(bench: HubBench) ->
     assert again.ask_again_s > 3.7
 
 
-def test_newcomer_counts_in_storage_shares(bench: HubBench) -> None:
+def test_newcomer_is_counted_in_storage_shares(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(8)]
@@ -183,7 +183,7 @@ def test_newcomer_counts_in_storage_shares(bench: HubBench) -> None:
     assert pieces == [64] * 6 + [57, 50]
 
 
-def test_members_starting_together_ask_again_soon(bench: HubBench) -> None:
+def test_members_starting_together_retry_soon(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = ["a", "b", "c"]
@@ -207,7 +207,7 @@ def test_why_lists_chunks_from_each_parent(hub: Directory) -> None:
     assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)
 
 
-def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_are_returned_during_relay_rebuild(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     request_upstreams(hub, "m1")
     view = hub._view(key_state().key)
     before, sizes = view.parents, itertools.count(7)
@@ -222,7 +222,7 @@ def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch
     assert view.parents == before
 
 
-def test_claim_losing_a_race_builds_one_relay(bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_conflict_builds_one_relay(bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     made, lost = [], []
     write = MemoryStore.write
 

@@ -66,7 +66,7 @@ class Load:
         assert reached in (None, self._is_under_way)
 
 
-def test_slabs_are_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Load(monkeypatch)
     ring = threading.Thread(target=loading.place.allocate, name="ring")
 

@@ -75,7 +75,7 @@ def test_module_is_filled_in_place(path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
-def test_dict_with_large_tensors_is_filled(tmp_path: Path, memory_bytes: str | None) -> None:
+def test_dict_with_large_tensors_is_loaded_into(tmp_path: Path, memory_bytes: str | None) -> None:
     wanted = {f"t{i}": torch.randint(0, 1 << 62, (MIB // 4 + i,)) for i in range(4)}
     save_file(wanted, tmp_path / "m.safetensors")
     targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -83,7 +83,7 @@ def test_dict_with_large_tensors_is_filled(tmp_path: Path, memory_bytes: str | N
     assert state(targets) == state(wanted)
 
 
-def test_tied_weights_saved_twice_are_filled_once(tmp_path: Path, path: Path) -> None:
+def test_tied_weights_saved_twice_are_written_once(tmp_path: Path, path: Path) -> None:
     wanted = load_file(path)
     save_file({**wanted, "head.weight": wanted["embed.weight"].clone()}, tmp_path / "both.safetensors")
     model = Model()
@@ -153,7 +153,7 @@ def test_lazy_module_raises_plan_error(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_backward_detects_filled_parameter(tmp_path: Path, strided: bool) -> None:
+def test_backward_after_fill_raises(tmp_path: Path, strided: bool) -> None:
     save_file({"w": torch.full((4, 4), 3.0)}, tmp_path / "m.safetensors")
     weight = torch.ones(4, 4).t() if strided else torch.ones(4, 4)
     weight.requires_grad_(True)
@@ -184,7 +184,7 @@ def test_renamed_tensors_are_filled(path: Path, kind: str) -> None:
     assert state(targets) == {f"model.{name}": data for name, data in state(wanted).items()}
 
 
-def test_rename_to_none_skips_tensor(path: Path) -> None:
+def test_renaming_to_none_skips_tensor(path: Path) -> None:
     targets = {"mean": torch.zeros(7)}
     penstock.load_into(targets, path, rename=lambda name: name if name == "mean" else None)
     penstock.load_into(targets, path, rename={"mean": "mean"})
@@ -192,7 +192,7 @@ def test_rename_to_none_skips_tensor(path: Path) -> None:
     assert torch.equal(targets["mean"], load_file(path)["mean"])
 
 
-def test_mismatch_error_names_everything_before_writing(path: Path) -> None:
+def test_mismatch_error_lists_all_tensors_before_writing(path: Path) -> None:
     targets = {
         "mean": torch.zeros(8),
         "hidden.weight": torch.zeros(40, 40),
@@ -215,7 +215,7 @@ def test_mismatch_error_names_everything_before_writing(path: Path) -> None:
     assert not any(tensor.any() for tensor in targets.values())
 
 
-def test_non_strict_fills_common_names_only(path: Path) -> None:
+def test_non_strict_load_fills_only_common_names(path: Path) -> None:
     targets = {"mean": torch.zeros(7), "extra": torch.zeros(3)}
     report = penstock.load_into(targets, path, strict=False)
     assert torch.equal(targets["mean"], load_file(path)["mean"]) and not targets["extra"].any()
@@ -225,7 +225,7 @@ def test_non_strict_fills_common_names_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_disjoint_names_raise_plan_error(path: Path, strict: bool) -> None:
+def test_disjoint_tensor_names_raise_plan_error(path: Path, strict: bool) -> None:
     target = {"a.mean": torch.zeros(7), "extra": torch.zeros(3)}
     with pytest.raises(penstock.PlanError, match="do not fit" if strict else "no name matches") as caught:
         penstock.load_into(target, path, strict=strict)
@@ -233,7 +233,7 @@ def test_disjoint_names_raise_plan_error(path: Path, strict: bool) -> None:
     assert not any(tensor.any() for tensor in target.values())
 
 
-def test_wrong_dtype_in_all_tensors_is_one_line(tmp_path: Path) -> None:
+def test_common_dtype_mismatch_is_reported_once(tmp_path: Path) -> None:
     save_file({f"layer.{i}": torch.zeros(4) for i in range(300)}, tmp_path / "m.safetensors")
     targets = {f"layer.{i}": torch.zeros(4, dtype=torch.bfloat16) for i in range(300)}
     with pytest.raises(PlanError) as raised:
@@ -270,7 +270,9 @@ def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str,
         (torch.float8_e4m3fn, torch.bfloat16, "target"),
     ],
 )
-def test_cast_changing_meaning_raises(tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any) -> None:
+def test_cast_changing_quantised_codes_raises(
+    tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any
+) -> None:
     save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="dtype"):
         penstock.load_into({"w": torch.zeros(4, dtype=target)}, tmp_path, dtype=dtype)
@@ -377,7 +379,7 @@ def test_failed_source_reports_whether_target_is_mutated(
     assert caught.value.mutated == (after > 0) == any(bool(tensor.any()) for tensor in targets.values())
 
 
-def test_target_is_released_without_collector(path: Path) -> None:
+def test_target_is_freed_without_collector(path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -395,7 +397,7 @@ def test_target_is_released_without_collector(path: Path) -> None:
         gc.enable()
 
 
-def test_module_moves_into_arena_and_is_filled(path: Path) -> None:
+def test_module_is_moved_into_arena_and_filled(path: Path) -> None:
     model = Model()
     objects = {name: id(t) for name, t in model.named_parameters()}
     penstock.load_into(model, path, settings=penstock.ReadSettings(arena=True))

@@ -108,7 +108,7 @@ def test_every_checkpoint_uri_form_is_loaded(sharded: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_small_tensors_share_slabs_without_overlap(tmp_path: Path, copy: bool) -> None:
+def test_small_tensors_share_allocations_without_overlap(tmp_path: Path, copy: bool) -> None:
     write_moe(tmp_path, num_tensors=900, tensor_bytes=4096, shards=2)
     weights = penstock.load(tmp_path, settings=penstock.ReadSettings(copy=copy))
     wanted = by_safetensors(tmp_path)
@@ -129,7 +129,7 @@ def test_tensors_are_in_file_order_with_manifest(sharded: Path) -> None:
     assert weights.report.revision == weights.manifest.revision
 
 
-def test_names_accept_glob_list_regex_and_function(sharded: Path) -> None:
+def test_names_option_accepts_every_selector_kind(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     norms = {name for name in wanted if "norm" in name}
     some = sorted(wanted)[3:7]
@@ -156,7 +156,7 @@ def test_unknown_tensor_name_raises_plan_error(sharded: Path) -> None:
 
 @pytest.mark.parametrize("name", ["experts", "wide", "tall", "line", "four", "tiny"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_boxes_select_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
+def test_slices_select_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
     whole = load_file(stacked)[name]
     for dim in range(whole.dim()):
         for rank in range(num_parts):
@@ -169,7 +169,7 @@ def test_boxes_select_along_every_dim(stacked: Path, name: str, num_parts: int) 
             assert found.report.nbytes == part.nbytes
 
 
-def test_box_function_reads_little_extra(stacked: Path) -> None:
+def test_slice_function_reads_few_extra_bytes(stacked: Path) -> None:
     wanted = load_file(stacked)
 
     def half(name: str, shape: tuple[int, ...]) -> Box | None:
@@ -180,7 +180,7 @@ def test_box_function_reads_little_extra(stacked: Path) -> None:
     assert found.report.nbytes <= found.report.read_bytes <= found.report.nbytes + len(wanted) * (64 << 10)
 
 
-def test_box_inside_every_dim_is_loaded(stacked: Path) -> None:
+def test_slice_inside_every_dim_is_loaded(stacked: Path) -> None:
     whole = load_file(stacked)["four"]
     box = Box(start=(1, 1, 3, 5), stop=(5, 3, 8, 17))
     found = penstock.load(stacked, names="four", boxes={"four": box})
@@ -195,12 +195,12 @@ def test_box_inside_every_dim_is_loaded(stacked: Path) -> None:
         {"tiny": Box(start=(0,), stop=(3,))},
     ],
 )
-def test_mismatched_box_raises_plan_error(stacked: Path, boxes: dict[str, Box]) -> None:
+def test_mismatched_slice_raises_plan_error(stacked: Path, boxes: dict[str, Box]) -> None:
     with pytest.raises(penstock.PlanError, match=next(iter(boxes))):
         penstock.load(stacked, boxes=boxes)
 
 
-def test_empty_box_gives_empty_tensor(stacked: Path) -> None:
+def test_empty_slice_returns_empty_tensor(stacked: Path) -> None:
     found = penstock.load(stacked, names="tiny", boxes={"tiny": Box(start=(1, 0), stop=(1, 5))})
     assert tuple(found["tiny"].shape) == (0, 5) and found["tiny"].dtype == torch.bfloat16
 
@@ -341,7 +341,7 @@ def test_unverified_load_reports_reason(big: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_report_phases_add_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
+def test_report_phases_sum_to_wall_time(sharded: Path, copy: bool, tmp_path: Path) -> None:
     weights = penstock.load(sharded, settings=penstock.ReadSettings(copy=copy, trace=tmp_path / "trace.json"))
     report = weights.report
     assert sum(report.phases.values()) == pytest.approx(report.wall_s)
@@ -383,7 +383,7 @@ def test_too_small_budget_error_states_minimum(sharded: Path) -> None:
     )
 
 
-def test_repeated_and_concurrent_loads_are_equal(sharded: Path) -> None:
+def test_repeated_and_concurrent_loads_return_equal_tensors(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     for _ in range(3):
         assert_same(penstock.load(sharded), wanted)
@@ -395,7 +395,7 @@ def test_repeated_and_concurrent_loads_are_equal(sharded: Path) -> None:
     assert gc.isenabled(), "the collector is as it was"
 
 
-def test_report_says_why_ring_is_unused(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_explains_why_io_uring_is_unused(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loader.session.refusal", lambda: "this kernel has none")
     found = penstock.load(stacked, names="wide", boxes={"wide": Box(start=(0, 8), stop=(64, 16))})
     assert found["wide"].shape == (64, 8)
@@ -403,7 +403,7 @@ def test_report_says_why_ring_is_unused(stacked: Path, monkeypatch: pytest.Monke
     assert whys.get("page-cache", "by threads: this kernel has none") == "by threads: this kernel has none"
 
 
-def test_cached_object_reports_cache_path(big: Path, tmp_path: Path, monkeypatch) -> None:
+def test_load_of_cached_object_reports_cache(big: Path, tmp_path: Path, monkeypatch) -> None:
     from penstock.testing.http_server import RangeServer
 
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))

@@ -18,7 +18,7 @@ def test_switch_interval_is_shortened_and_restored() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_overlapping_loads_restore_interval_once() -> None:
+def test_overlapping_loads_restore_switch_interval_once() -> None:
     before = sys.getswitchinterval()
     first, second = quick_handover(), quick_handover()
     first.__enter__()
@@ -29,7 +29,7 @@ def test_overlapping_loads_restore_interval_once() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_shorter_interval_is_kept() -> None:
+def test_shorter_switch_interval_is_not_changed() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -39,7 +39,7 @@ def test_shorter_interval_is_kept() -> None:
         sys.setswitchinterval(before)
 
 
-def test_collector_pauses_inside_block_only() -> None:
+def test_garbage_collector_pauses_only_inside_block() -> None:
     assert gc.isenabled()
     with paused_gc(), paused_gc():
         assert not gc.isenabled()

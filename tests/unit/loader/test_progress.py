@@ -12,14 +12,14 @@ from penstock.loader import progress
 from penstock.loader.progress import Progress
 
 
-def test_drawn_wait_has_deadline() -> None:
+def test_wait_with_progress_bar_raises_at_deadline() -> None:
     ticket = RunState(100, is_busy=lambda: False)
     with Progress(True, "weights") as progress, pytest.raises(SourceStalled):
         progress.follow(ticket, stall_s=0.3)
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_wait_ends_when_condition_is_reached(is_drawn: bool) -> None:
+def test_wait_returns_when_condition_is_reached(is_drawn: bool) -> None:
     ticket, calls = RunState(100, is_busy=lambda: False), list[tuple[int, int]]()
     wanted = (lambda done, total: calls.append((done, total))) if is_drawn else False
     with Progress(wanted, "weights") as shown:
@@ -30,7 +30,7 @@ def test_wait_ends_when_condition_is_reached(is_drawn: bool) -> None:
         timer.join()
 
 
-def test_unreachable_wait_ends_with_run_error() -> None:
+def test_wait_raises_error_of_failed_run() -> None:
     ticket = RunState(100, is_busy=lambda: False)
     timer = threading.Timer(0.02, ticket.fail, [SourceTruncated("the file ended")])
     timer.start()
@@ -52,7 +52,7 @@ def text(shown: Progress) -> str:
     return str(shown._bar.tasks[0].fields["text"])
 
 
-def test_text_shows_share_total_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_share_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "weights") as shown:
         shown(0, 4_000_000_000)
@@ -72,7 +72,7 @@ def test_text_shows_share_total_rate_and_remaining_time(monkeypatch: pytest.Monk
         assert text(shown) == "100 % of 4.00 GB, 133.33 MB/s, in 0:30"
 
 
-def test_earlier_progress_counts_in_share_not_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_progress_is_excluded_from_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "out", unit="tasks") as shown:
         shown.state("starting workers", 90, 100)
@@ -88,7 +88,7 @@ def test_earlier_progress_counts_in_share_not_rate(monkeypatch: pytest.MonkeyPat
         assert text(shown) == "publishing"
 
 
-def test_bar_is_named_after_last_path_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_last_path_component(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, "s3://bucket/models/[llama]/") as shown:
         shown(1, 1)
     with Progress(True, "/") as shown:
@@ -97,7 +97,7 @@ def test_bar_is_named_after_last_path_part(capsys: pytest.CaptureFixture[str]) -
     assert "[llama]" in err and "bucket" not in err
 
 
-def test_error_removes_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_removes_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SourceStalled), Progress(True, "weights") as shown:
         shown(1, 2)
         raise SourceStalled("no more")

@@ -89,7 +89,7 @@ def tensors(nbytes: int, size: int = SIZE) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nbytes", [10_000, 300_000, 5 * MIB])
-def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: CountingSource, nbytes: int) -> None:
+def test_sequential_reads_fetch_each_byte_once(file: ReadAhead, source: CountingSource, nbytes: int) -> None:
     for start, stop in tensors(nbytes):
         read(file, start, stop)
     assert source.read_bytes == SIZE
@@ -98,7 +98,7 @@ def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: CountingS
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: CountingSource, seed: int) -> None:
+def test_nearly_sequential_reads_refetch_few_bytes(file: ReadAhead, source: CountingSource, seed: int) -> None:
     order = tensors(20_000)
     shuffle = random.Random(seed)
     keys = {piece: index + shuffle.uniform(0, 8) for index, piece in enumerate(order)}
@@ -117,13 +117,13 @@ def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: Count
     assert source.num_reads < 60
 
 
-def test_sparse_slices_read_little_extra(file: ReadAhead, source: CountingSource) -> None:
+def test_sparse_slices_read_few_extra_bytes(file: ReadAhead, source: CountingSource) -> None:
     for start in range(0, SIZE, MIB // 2):
         read(file, start, start + 4096)
     assert source.read_bytes == 4096 * (SIZE // (MIB // 2))
 
 
-def test_short_run_of_small_reads_prefetches_little(file: ReadAhead, source: CountingSource) -> None:
+def test_few_small_reads_prefetch_few_bytes(file: ReadAhead, source: CountingSource) -> None:
     for start, stop in tensors(4096, 5 * 4096):
         read(file, start, stop)
     assert source.read_bytes <= 2 * MIB + 5 * 4096
@@ -161,7 +161,7 @@ def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: Countin
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_hint_outside_file_raises(file: ReadAhead) -> None:
+def test_read_hint_outside_file_raises(file: ReadAhead) -> None:
     with pytest.raises(ConfigError, match="outside the file"):
         file.expect([(0, SIZE + 1)])
 
@@ -216,12 +216,12 @@ def test_partly_failed_large_read_raises(file: ReadAhead, source: CountingSource
     read(file, 0, 6 * MIB)
 
 
-def test_reads_beyond_end_raise(file: ReadAhead) -> None:
+def test_reads_beyond_file_end_raise(file: ReadAhead) -> None:
     with pytest.raises(SourceTruncated):
         file.readv(SIZE - 1, [memoryview(bytearray(2))])
 
 
-def test_close_returns_before_last_read_ends(source: CountingSource) -> None:
+def test_close_returns_before_last_read_completes(source: CountingSource) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=4)
     going_on, under_way = threading.Event(), threading.Event()
 
@@ -272,7 +272,7 @@ def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) ->
         file.close()
 
 
-def test_hanging_read_stalls_during_other_reads() -> None:
+def test_hanging_read_raises_stall_during_other_reads() -> None:
     dead = CountingSource()
     going_on = threading.Event()
     dead.before = lambda start, stop: [None, going_on.wait(30)][0]
@@ -296,7 +296,7 @@ def test_hanging_read_stalls_during_other_reads() -> None:
     file.close()
 
 
-def test_close_ends_waiting_request(source: CountingSource) -> None:
+def test_closing_file_aborts_waiting_request(source: CountingSource) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=1)
     going_on = threading.Event()
     source.before = lambda start, stop: [None, going_on.wait(30)][0]

@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("verify", [None, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_regions_equal_slices(source: Path, verify: bool | None, seed: int) -> None:
+def test_random_regions_match_slices(source: Path, verify: bool | None, seed: int) -> None:
     chance, wanted = random.Random(seed), load_file(source / "m.safetensors")
     boxes = {}
     for name, tensor in wanted.items():
@@ -74,7 +74,7 @@ def test_flipped_bit_inside_region_leaf_is_detected(tmp_path: Path, at: int) -> 
     assert ps.load(tmp_path, boxes=box, verify=False)["w"].shape == (4, LEAF_BYTES // 8)
 
 
-def test_flipped_bit_outside_leaves_is_ignored(tmp_path: Path) -> None:
+def test_flipped_bit_outside_read_leaves_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(16, LEAF_BYTES // 8, dtype=torch.int16)}, file)
     ps.manifest(tmp_path)
@@ -84,7 +84,7 @@ def test_flipped_bit_outside_leaves_is_ignored(tmp_path: Path) -> None:
     assert loaded.report.read_bytes == 2 * LEAF_BYTES
 
 
-def test_gaps_of_whole_leaves_are_skipped(tmp_path: Path) -> None:
+def test_gaps_of_complete_leaves_are_not_read(tmp_path: Path) -> None:
     # One of four leaves is needed for each of 3 experts.
     experts = torch.arange(3 * LEAF_BYTES, dtype=torch.int32).view(3, 4, LEAF_BYTES // 4)
     save_file({"experts": experts}, tmp_path / "m.safetensors")
@@ -138,7 +138,7 @@ def test_malformed_region_raises_typed_error(
         ps.load(tmp_path, boxes={"w": box})
 
 
-def test_slice_without_stop_is_no_box() -> None:
+def test_slice_without_stop_raises_value_error() -> None:
     with pytest.raises(ValueError, match="size of the dim is unknown"):
         ps.Box.of(slice(0, None))
 

@@ -135,7 +135,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 4 * CHUNK])
-def test_ring_delivers_all_bytes(make: Callable[..., Bench], window_bytes: int) -> None:
+def test_io_uring_delivers_all_bytes(make: Callable[..., Bench], window_bytes: int) -> None:
     bench = make(3)
     run = bench.start(window_bytes=window_bytes)
     found = [bench.place.take(slab).tobytes() for slab in run.slabs()]
@@ -144,7 +144,7 @@ def test_ring_delivers_all_bytes(make: Callable[..., Bench], window_bytes: int) 
 
 
 @pytest.mark.parametrize("limits_workers", [True, False])
-def test_reads_in_flight_slightly_exceed_workers(make: Callable[..., Bench], limits_workers: bool) -> None:
+def test_reads_in_flight_are_limited(make: Callable[..., Bench], limits_workers: bool) -> None:
     bench = make()
     assert bench.ring.limits_workers, "this kernel is older than 5.15"
     bench.ring.limits_workers = limits_workers
@@ -168,7 +168,7 @@ def test_reads_in_flight_slightly_exceed_workers(make: Callable[..., Bench], lim
     assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
 
 
-def test_non_file_reads_go_to_threads(make: Callable[..., Bench]) -> None:
+def test_reads_of_non_files_use_threads(make: Callable[..., Bench]) -> None:
     bench = make(1, memory_nbytes=10 * CHUNK)
     threads = set()
     bench.place.on_copy = lambda number: threads.add(threading.current_thread().name)
@@ -201,7 +201,7 @@ def test_truncated_file_raises_source_truncated(make: Callable[..., Bench]) -> N
         list(bench.start().slabs())
 
 
-def test_failed_copy_ends_run(make: Callable[..., Bench]) -> None:
+def test_failed_device_copy_fails_run(make: Callable[..., Bench]) -> None:
     bench = make()
 
     def fail(number: int) -> None:
@@ -231,7 +231,7 @@ def error_of(run: LoadRun) -> BaseException | None:
     return run.ticket.error
 
 
-def test_failed_thread_start_ends_run(make: Callable[..., Bench], refuse_thread: Callable[[str], None]) -> None:
+def test_failed_thread_start_fails_run(make: Callable[..., Bench], refuse_thread: Callable[[str], None]) -> None:
     refuse_thread("penstock-fetch-0")
     run = make(1, memory_nbytes=10 * CHUNK).start()
     error = error_of(run)
@@ -239,7 +239,7 @@ def test_failed_thread_start_ends_run(make: Callable[..., Bench], refuse_thread:
     assert "cannot start a thread" in str(error)
 
 
-def test_ring_thread_error_awaits_reads_in_flight(
+def test_failed_ring_thread_awaits_reads_in_flight(
     make: Callable[..., Bench],
 ) -> None:
     bench = make()
@@ -256,7 +256,7 @@ def test_ring_thread_error_awaits_reads_in_flight(
     assert not run.fetch.is_busy()
 
 
-def test_unqueued_read_ends_run_without_waiting(make: Callable[..., Bench]) -> None:
+def test_unqueued_read_fails_run_without_waiting(make: Callable[..., Bench]) -> None:
     bench = make()
     queue_read = bench.ring.queue_read
     tokens: list[int] = []
@@ -274,7 +274,7 @@ def test_unqueued_read_ends_run_without_waiting(make: Callable[..., Bench]) -> N
     assert not run.fetch.is_busy()
 
 
-def test_reads_in_flight_keep_memory_after_ring_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_ring_keeps_memory_of_pending_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[object] = []
     monkeypatch.setattr("penstock.engine.fetch_ring._lost", lost)
     # Do not use the fixture, which requires every buffer to be released.

@@ -180,7 +180,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("straight", [True, False])
-def test_slabs_arrive_in_order_and_complete(make: Make, sizes: str, straight: bool) -> None:
+def test_slabs_arrive_complete_and_in_order(make: Make, sizes: str, straight: bool) -> None:
     bench = make(*SIZES[sizes])
     place = HostPlace(bench.plan.slab_nbytes.tolist()) if straight else bench.place
     run = bench.start(place=place, pool=None if straight else bench.pool)
@@ -196,7 +196,7 @@ def test_slabs_arrive_in_order_and_complete(make: Make, sizes: str, straight: bo
     assert straight or 0 < bench.pool.peak_bytes <= 4 * CHUNK
 
 
-def test_boxes_are_packed_in_staging(make: Make) -> None:
+def test_sliced_rows_are_packed_in_staging(make: Make) -> None:
     nbytes = 300 * 500
     bench = Bench(nbytes)
     shape, box = (300, 500), shard_box((300, 500), 1, 1, 4)
@@ -226,7 +226,7 @@ def test_empty_run_finishes_immediately(make: Make) -> None:
     assert list(run.slabs()) == []
 
 
-def test_run_reads_selected_reads_only(make: Make) -> None:
+def test_run_performs_only_selected_reads(make: Make) -> None:
     bench = make(CHUNK, CHUNK, CHUNK, CHUNK)
     run = bench.start(reads=[0, 2])
     run.wait_reads([2])
@@ -238,7 +238,7 @@ def test_run_reads_selected_reads_only(make: Make) -> None:
 
 
 @pytest.mark.parametrize("when", ["reading", "copying", "between"])
-def test_cancel_drains_and_returns_every_buffer(make: Make, when: str) -> None:
+def test_cancelling_run_returns_every_buffer(make: Make, when: str) -> None:
     bench = make(*[CHUNK] * 40)
     if when == "reading":
         bench.source.open.clear()
@@ -260,7 +260,7 @@ def test_cancel_drains_and_returns_every_buffer(make: Make, when: str) -> None:
 
 
 @pytest.mark.parametrize("ask", ["slabs", "wait", "wait_read"])
-def test_source_error_reaches_waiter_and_frees_pool(make: Make, ask: str) -> None:
+def test_source_error_is_raised_and_frees_pool(make: Make, ask: str) -> None:
     bench = make(*[CHUNK] * 20)
     bench.source.fail_from = 7 * CHUNK
     run = bench.start()
@@ -276,7 +276,7 @@ def test_source_error_reaches_waiter_and_frees_pool(make: Make, ask: str) -> Non
     assert bench.all_buffers_are_back() and not own_threads()
 
 
-def test_destination_error_reaches_waiter_and_frees_pool(make: Make) -> None:
+def test_destination_error_is_raised_and_frees_pool(make: Make) -> None:
     bench = make(*[CHUNK] * 20)
     bench.place.fault = DestinationError("the device is lost")
     run = bench.start()
@@ -287,7 +287,7 @@ def test_destination_error_reaches_waiter_and_frees_pool(make: Make) -> None:
 
 
 @pytest.mark.parametrize("size", [CHUNK, 1_000_000])
-def test_window_limits_read_ahead(make: Make, size: int) -> None:
+def test_read_ahead_stays_within_window(make: Make, size: int) -> None:
     bench, window = make(*[size] * 12), 2 * size
     run = bench.start(window_bytes=window)
     for slab in run.slabs():
@@ -304,7 +304,7 @@ def test_window_smaller_than_slab_does_not_deadlock(make: Make) -> None:
     assert [slab for slab in run.slabs() if bench.place.take(slab).tobytes() == bench.wanted(slab)] == [0, 1, 2]
 
 
-def test_slow_consumer_is_not_a_stall(make: Make) -> None:
+def test_slow_consumer_raises_no_stall(make: Make) -> None:
     bench = make(*[CHUNK] * 3)
     run = bench.start(window_bytes=CHUNK, stall_s=1.0)
     seen = []
@@ -315,7 +315,7 @@ def test_slow_consumer_is_not_a_stall(make: Make) -> None:
     assert seen == list(range(3)) and run.ticket.moved_bytes == 3 * CHUNK
 
 
-def test_silent_source_is_limited_by_its_own_deadline(make: Make) -> None:
+def test_silent_source_fails_at_its_own_deadline(make: Make) -> None:
     """The source's deadline applies while a read runs, and the ticket's deadline otherwise."""
     bench = make(CHUNK)
     bench.source.open.clear()
@@ -333,7 +333,7 @@ def test_unposted_reads_raise_source_stalled(make: Make) -> None:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 3 * CHUNK])
-def test_checked_slabs_are_ready_after_check(make: Make, window_bytes: int) -> None:
+def test_slabs_are_ready_after_verification(make: Make, window_bytes: int) -> None:
     bench = make(*[CHUNK, 10, 3 * CHUNK, CHUNK + 5] * 4)
     _, checker = leaves_of(bench)
     run = bench.start(checker=checker, window_bytes=window_bytes)
@@ -359,7 +359,7 @@ def test_corrupt_slab_is_never_delivered(make: Make, batch_bytes: int, window_by
     assert bench.all_buffers_are_back() and not own_threads()
 
 
-def test_checker_error_reaches_waiter(make: Make) -> None:
+def test_verification_error_is_raised_by_wait(make: Make) -> None:
     class Broken:
         num_threads = batch_bytes = 1
 
@@ -375,7 +375,7 @@ def test_checker_error_reaches_waiter(make: Make) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_last_check_batch_is_small(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_verification_batch_is_small(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loader.run.MIN_BATCH_BYTES", CHUNK)
 
     class Recorder:
@@ -396,7 +396,7 @@ def test_last_check_batch_is_small(make: Make, monkeypatch: pytest.MonkeyPatch) 
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
-def test_run_is_under_way_after_one_eighth(make: Make) -> None:
+def test_run_reports_underway_after_one_eighth(make: Make) -> None:
     bench, seen = make(*[CHUNK] * 64), list[int]()
     bench.source.open.clear()
     run = bench.start(num_threads=1)
@@ -407,7 +407,7 @@ def test_run_is_under_way_after_one_eighth(make: Make) -> None:
     assert seen == [8 * CHUNK] and run.is_under_way()
 
 
-def test_empty_run_is_under_way(make: Make) -> None:
+def test_empty_run_reports_under_way(make: Make) -> None:
     assert make().start().is_under_way()
 
 
@@ -429,7 +429,7 @@ class Preparing:
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_checker_is_prepared_once_on_request_or_read(make: Make, is_asked: bool) -> None:
+def test_verification_is_prepared_once(make: Make, is_asked: bool) -> None:
     bench, checker = make(*[CHUNK] * 8), Preparing()
     bench.source.open.clear()
     run = bench.start(checker=checker)
@@ -443,7 +443,7 @@ def test_checker_is_prepared_once_on_request_or_read(make: Make, is_asked: bool)
     assert checker.num_prepared == 1
 
 
-def test_checker_without_bytes_is_not_prepared(make: Make) -> None:
+def test_verification_without_bytes_is_not_prepared(make: Make) -> None:
     checker = Preparing()
     run = make().start(checker=checker)
     run.prepare_checker()

@@ -115,7 +115,7 @@ class TestWholeTensors:
                 assert mine.get_slice(name).get_shape() == true.get_slice(name).get_shape()
                 assert mine.get_slice(name).get_dtype() == true.get_slice(name).get_dtype()
 
-    def test_missing_metadata_is_none(self, tmp_path: Path) -> None:
+    def test_absent_metadata_returns_none(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", {"a": (DType.F32, (2,))})
         assert safe_open(path).metadata() is None
 
@@ -159,12 +159,12 @@ class TestWholeTensors:
         arrays = safe_open(path, "np", backend=backend)
         assert_same(arrays.get_tensor("after.odd"), theirs(path, "np").get_tensor("after.odd"))
 
-    def test_file_without_tensors_is_empty(self, tmp_path: Path) -> None:
+    def test_file_without_tensors_has_no_keys(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", {})
         assert load_file(path) == {}
         assert safe_open(path).keys() == []
 
-    def test_each_call_returns_new_tensor(self, file: Path) -> None:
+    def test_each_get_tensor_call_returns_new_tensor(self, file: Path) -> None:
         with safe_open(file) as f:
             first, second = f.get_tensor("cube"), f.get_tensor("cube")
         first.zero_()
@@ -181,7 +181,7 @@ class TestWholeTensors:
         assert isinstance(caught.value, PlanError)
 
     @pytest.mark.parametrize("device", ["cpu", None, torch.device("cpu"), "cpu:0"])
-    def test_cpu_spellings_are_accepted(self, file: Path, device: Any) -> None:
+    def test_every_cpu_device_spelling_is_accepted(self, file: Path, device: Any) -> None:
         assert safe_open(file, "pt", device=device).get_tensor("cube").device.type == "cpu"
 
 
@@ -232,14 +232,14 @@ class TestTorchSlices:
         assert_same(remote[0]().get_slice(f"z.{dtype}")[index], true)
 
     @pytest.mark.parametrize("index", [0, np.s_[1:], np.s_[:, 1:3], np.s_[:, :, 1:], np.s_[0, 0, 0], ...], ids=repr)
-    def test_f4_slice_matches_whole_tensor(
+    def test_f4_slice_matches_unsliced_tensor(
         self, file: Path, index: Any, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         whole = theirs(file).get_tensor("f4.cube")
         for mine in (_local(file, backend="mmap"), remote[0]()):
             assert_same(mine.get_slice("f4.cube")[index], whole[index])
 
-    def test_slice_is_readable_after_close(self, file: Path) -> None:
+    def test_slice_stays_readable_after_close(self, file: Path) -> None:
         with safe_open(file) as mine, theirs(file) as true:
             kept, wanted = mine.get_slice("cube"), true.get_slice("cube")
         assert_same(kept[1:], wanted[1:])
@@ -335,7 +335,7 @@ class TestNumpySlices:
             safe_open(file, "np").get_slice("cube")[0:1.5]
 
     @pytest.mark.parametrize("index", [np.s_[2:1], np.s_[5:9], np.s_[-2:], np.s_[:, -10:10], np.s_[:7]], ids=repr)
-    def test_additional_slices_match_numpy(self, file: Path, index: Any) -> None:
+    def test_extra_slice_forms_match_numpy(self, file: Path, index: Any) -> None:
         whole = theirs(file, "np").get_tensor("cube")
         assert_same(safe_open(file, "np").get_slice("cube")[index], whole[index])
 
@@ -350,7 +350,7 @@ class TestSliceReads:
         f.get_slice("cube")[2, 3]
         assert source.read_bytes - before == 4 * 5 * 4 + 5 * 4
 
-    def test_column_slice_is_read_in_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_column_slice_reads_only_its_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "wide.safetensors", {"wide": (DType.U8, (4, 1 << 20))})
         source = Recorder(path.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
@@ -410,7 +410,7 @@ class TestLargeFiles:
 
 
 class TestErrors:
-    def test_missing_tensor_error_has_name(self, file: Path) -> None:
+    def test_missing_tensor_error_contains_its_name(self, file: Path) -> None:
         for ask in ("get_tensor", "get_slice"):
             with pytest.raises(safetensors.SafetensorError, match="does not contain tensor nope") as caught:
                 getattr(safe_open(file), ask)("nope")
@@ -452,7 +452,7 @@ class TestErrors:
             safe_open(file, "np", device="cuda:0")
 
     @pytest.mark.parametrize("keyword", [{"framework": "bogus"}, {"backend": "bogus"}])
-    def test_unknown_option_error_has_value(self, file: Path, keyword: dict[str, str]) -> None:
+    def test_unknown_option_error_contains_its_value(self, file: Path, keyword: dict[str, str]) -> None:
         with pytest.raises(safetensors.SafetensorError, match="bogus"):
             safe_open(file, **{"framework": "pt", **keyword})
 

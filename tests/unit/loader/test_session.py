@@ -26,7 +26,7 @@ class Registrar:
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_close_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool) -> None:
+def test_closing_session_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool) -> None:
     registrar = Registrar()
     intake = Intake(Settings.read(), torch.device("cpu"))
     pool = intake.open_pool(registrar)
@@ -46,7 +46,7 @@ def test_close_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool
 
 
 @pytest.mark.parametrize("device", [0, 99, "cuda:99"])
-def test_absent_gpu_error_has_number(device: int | str) -> None:
+def test_missing_gpu_error_contains_its_number(device: int | str) -> None:
     if torch.cuda.device_count() and device == 0:
         pytest.skip("this host has GPU 0")
     number = device if isinstance(device, int) else 99

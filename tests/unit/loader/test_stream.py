@@ -35,7 +35,7 @@ def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_stream_has_signature_of_load(big: Path) -> None:
+def test_stream_signature_matches_load(big: Path) -> None:
     assert inspect.signature(penstock.stream).parameters == inspect.signature(penstock.load).parameters
     assert inspect.signature(penstock.stream).return_annotation == "TensorStream"
     with pytest.raises(TypeError, match="devise"):
@@ -64,7 +64,7 @@ def test_stream_yields_loaded_tensors_in_file_order(tmp_path: Path, copy: bool, 
     assert tensors.report is report and not own_threads()
 
 
-def test_stream_is_idle_before_iteration(big: Path) -> None:
+def test_stream_reads_nothing_before_iteration(big: Path) -> None:
     with pytest.raises(penstock.PlanError):
         penstock.stream(big, names=["nothing"])
     tensors = penstock.stream(big)
@@ -75,7 +75,7 @@ def test_stream_is_idle_before_iteration(big: Path) -> None:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("how", ["break", "close", "drop", "raise", "with"])
 @pytest.mark.parametrize("copy", [True, False])
-def test_leaving_early_frees_all_but_yielded_tensors(big: Path, how: str, copy: bool) -> None:
+def test_closing_stream_frees_all_but_yielded_tensors(big: Path, how: str, copy: bool) -> None:
     tensors = penstock.stream(big, settings=penstock.ReadSettings(copy=copy))
     first = next(tensors)
     kept = first[1].clone()
@@ -127,7 +127,7 @@ def test_dropped_tensors_are_freed_during_iteration(big: Path) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("copy", [True, False])
-def test_reads_stay_within_window(big: Path, copy: bool) -> None:
+def test_stream_reads_stay_within_read_ahead(big: Path, copy: bool) -> None:
     tensors = penstock.stream(big, settings=penstock.ReadSettings(copy=copy, memory_bytes=2 * TENSOR_BYTES))
     next(tensors)
     threading.Event().wait(0.1)
@@ -136,7 +136,7 @@ def test_reads_stay_within_window(big: Path, copy: bool) -> None:
     assert len(list(tensors)) == NUM_TENSORS - 1
 
 
-def test_failure_is_raised_once_and_frees_everything(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_failure_is_raised_once(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FileSource.readv
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:

@@ -20,7 +20,7 @@ def some_bytes(nbytes: int, *, most: int = 256) -> bytearray:
 
 @pytest.mark.parametrize("dtype", HELD)
 @pytest.mark.parametrize("shape", [(4, 8), (2,), (3, 1, 2), (0, 4), (4, 0)])
-def test_every_dtype_keeps_its_bytes(dtype: DType, shape: tuple[int, ...]) -> None:
+def test_every_dtype_preserves_its_bytes(dtype: DType, shape: tuple[int, ...]) -> None:
     raw = some_bytes(bits_to_bytes(math.prod(shape), dtype), most=2 if dtype is DType.BOOL else 256)
     tensor = as_tensor(memoryview(raw), dtype, shape)
     assert tensor.dtype == torch_dtype(dtype)
@@ -30,15 +30,15 @@ def test_every_dtype_keeps_its_bytes(dtype: DType, shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", HELD)
-def test_torch_dtype_has_inverse(dtype: DType) -> None:
+def test_torch_dtype_conversion_has_inverse(dtype: DType) -> None:
     assert dtype_of(torch_dtype(dtype)) is dtype
 
 
-def test_scalar_has_no_dims() -> None:
+def test_scalar_tensor_has_no_dims() -> None:
     assert as_tensor(memoryview(bytearray(b"\0\0\x80\x3f")), DType.F32, ()).item() == 1.0
 
 
-def test_only_misaligned_tensor_is_copied() -> None:
+def test_only_misaligned_tensors_are_copied() -> None:
     raw = torch.zeros(64, dtype=torch.uint8)
     aligned, misaligned = as_tensors(raw, (DType.F32, DType.F32), ((2,), (2,)), (8, 17))
     assert aligned.data_ptr() == raw.data_ptr() + 8
@@ -57,7 +57,7 @@ def test_tensors_are_read_from_unaligned_buffer(skip: int) -> None:
         assert tensor.data_ptr() % 8 == 0
 
 
-def test_view_keeps_buffer_alive() -> None:
+def test_tensor_view_keeps_buffer_alive() -> None:
     tensor = as_tensor(memoryview(bytearray(b"\x07" * 8)), DType.U8, (8,))
     assert tensor.tolist() == [7] * 8
 

@@ -22,7 +22,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_runs_are_placed_in_order_and_aligned() -> None:
+def test_arena_runs_are_ordered_and_aligned() -> None:
     lengths = [1, 512, 0, 513, 7]
     arena = Arena.allocate(needed_bytes(lengths))
     assert arena.place(lengths) == [0, 512, 1024, 1024, 2048]
@@ -39,7 +39,7 @@ def test_full_arena_error_states_needed_bytes() -> None:
     assert arena.place([400]) == [512]
 
 
-def test_runs_are_views_with_and_without_gaps() -> None:
+def test_arena_runs_are_views_despite_gaps() -> None:
     lengths = [1, 512, 0, 513, 7, 0]
     arena = Arena.allocate(needed_bytes(lengths) + 100)
     offsets = arena.place(lengths)
@@ -115,7 +115,7 @@ def test_exhausted_descriptors_raise_destination_error(monkeypatch) -> None:
         Arena.allocate(100)
 
 
-def test_only_sealed_memory_of_same_user_opens(tmp_path) -> None:
+def test_opening_unsealed_or_foreign_memory_raises(tmp_path) -> None:
     sealed = create_memfd("sealed", 4096)
     readable = sealed.readable()
     check_peer_memfd(readable, 4096, "here")
@@ -133,7 +133,7 @@ def test_only_sealed_memory_of_same_user_opens(tmp_path) -> None:
             os.close(fd)
 
 
-def test_arena_path_is_writable_until_sealed() -> None:
+def test_arena_is_writable_until_sealed() -> None:
     arena = Arena.allocate(5000)
     mapping = shared_at(arena.address, arena.nbytes)
     assert mapping is not None
@@ -166,7 +166,7 @@ class Model(nn.Module):
         self.register_buffer("one", torch.tensor(3.0))
 
 
-def test_rehomed_model_keeps_values_and_strides() -> None:
+def test_model_moved_into_arena_keeps_values() -> None:
     model = Model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
@@ -186,7 +186,7 @@ def test_rehomed_model_keeps_values_and_strides() -> None:
     assert model.embed.weight.grad is not None
 
 
-def test_rehomed_views_still_share_memory() -> None:
+def test_views_moved_into_arena_share_memory() -> None:
     fused = torch.randn(9, 4, dtype=torch.float16)
     tensors = {"q": fused[1:3], "k": fused[4:6], "all": fused[1:6]}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -198,7 +198,7 @@ def test_rehomed_views_still_share_memory() -> None:
     assert bool((fused != 1).any())
 
 
-def test_every_dtype_and_empty_input_is_rehomed() -> None:
+def test_every_dtype_is_moved_into_arena() -> None:
     tensors = {str(t): torch.zeros(3, dtype=t) for t in (torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8)}
     rehome(tensors)
     assert all(tensor.numel() == 3 for tensor in tensors.values())
@@ -206,7 +206,7 @@ def test_every_dtype_and_empty_input_is_rehomed() -> None:
     assert rehome({"none": torch.empty(0)}) == ()
 
 
-def test_tensor_without_dense_memory_raises() -> None:
+def test_moving_non_dense_tensor_into_arena_raises() -> None:
     kept = torch.ones(3)
     address = kept.data_ptr()
     for odd in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):

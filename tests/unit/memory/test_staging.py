@@ -103,7 +103,7 @@ def test_last_released_buffer_is_reused_first(make: Make) -> None:
     assert pool.peak_bytes == 2 * SIZE
 
 
-def test_empty_pool_waits_for_release(make: Make) -> None:
+def test_acquire_from_empty_pool_awaits_release(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     assert pool.try_acquire() is None
@@ -113,7 +113,7 @@ def test_empty_pool_waits_for_release(make: Make) -> None:
     assert outcome == [held[0]]
 
 
-def test_stalled_acquire_names_memory_bytes(make: Make) -> None:
+def test_stalled_acquire_error_names_memory_bytes(make: Make) -> None:
     pool = make(2)
     _ = [pool.acquire(stall_s=1) for _ in range(2)]
     with pytest.raises(SourceStalled, match="memory_bytes"):
@@ -178,7 +178,7 @@ def test_cancel_wakes_waiters_and_rejects_acquires(make: Make) -> None:
         pool.acquire(stall_s=1)
 
 
-def test_buffers_are_pinned_at_first_use_only(make: Make) -> None:
+def test_buffers_are_pinned_once_at_first_use(make: Make) -> None:
     registrar = Counting()
     pool = make(4, registrar=registrar)
     assert registrar.pinned == {}
@@ -193,7 +193,7 @@ def test_buffers_are_pinned_at_first_use_only(make: Make) -> None:
     pool.close()
 
 
-def test_refused_pin_raises_without_losing_buffer(make: Make) -> None:
+def test_failed_pin_raises_without_losing_buffer(make: Make) -> None:
     registrar = Counting(room=1)
     pool = make(2, registrar=registrar)
     kept = pool.acquire(stall_s=1)
@@ -209,7 +209,7 @@ def test_refused_pin_raises_without_losing_buffer(make: Make) -> None:
     assert registrar.pinned == {}
 
 
-def test_warming_pins_all_buffers_and_keeps_them_available(make: Make) -> None:
+def test_warming_pins_all_buffers_without_acquiring_them(make: Make) -> None:
     registrar = Counting()
     pool = make(7, registrar=registrar)
     pool.warm(3)
@@ -231,7 +231,7 @@ def test_failed_warming_is_raised_by_acquire(make: Make) -> None:
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
 
 
-def test_warming_uses_threads_that_started(make: Make, refuse_thread: Callable[[str], None]) -> None:
+def test_warming_continues_with_fewer_threads(make: Make, refuse_thread: Callable[[str], None]) -> None:
     refuse_thread("penstock-staging-1")
     registrar = Counting()
     pool = make(4, registrar=registrar)

@@ -32,7 +32,7 @@ def groups(*tensors: torch.Tensor) -> list[list[int]]:
         (MEMORY, MEMORY[3:4], MEMORY[50:52]),
     ],
 )
-def test_partly_shared_memory_raises(tensors: tuple[torch.Tensor, ...]) -> None:
+def test_partly_overlapping_targets_raise(tensors: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(PlanError, match="share part of their memory"):
         groups(*tensors)
 
@@ -49,16 +49,16 @@ def test_partly_shared_memory_raises(tensors: tuple[torch.Tensor, ...]) -> None:
         (MEMORY[5:5], MEMORY),
     ],
 )
-def test_separate_views_are_accepted(tensors: tuple[torch.Tensor, ...]) -> None:
+def test_targets_with_disjoint_views_are_accepted(tensors: tuple[torch.Tensor, ...]) -> None:
     assert groups(*tensors) == []
 
 
 @pytest.mark.parametrize("other", [GRID, GRID.view(-1), GRID.view(torch.int32), torch.nn.Parameter(GRID)])
-def test_same_memory_is_one_group(other: torch.Tensor) -> None:
+def test_targets_with_same_memory_form_group(other: torch.Tensor) -> None:
     assert groups(torch.zeros(2), GRID, MEMORY, other) == [[1, 3]]
 
 
-def test_same_strided_view_is_one_group() -> None:
+def test_identical_strided_views_form_one_group() -> None:
     assert groups(GRID[:, ::2], GRID[:, 1::2], GRID[:, ::2].detach()) == [[0, 2]]
 
 
@@ -102,7 +102,7 @@ def test_write_through_view_is_recorded_for_autograd() -> None:
         loss.backward()
 
 
-def test_inference_tensors_skip_write_record() -> None:
+def test_writes_to_inference_tensors_are_not_recorded() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
     note_written([tensor])

@@ -221,7 +221,7 @@ def test_copies_are_evicted_before_blocks() -> None:
         assert tiers.stats().links["gpu", "host"].num_moves == 1
 
 
-def test_discard_drops_block_and_copy() -> None:
+def test_discard_frees_block_and_copy() -> None:
     with make(100, 100, keeps_copies=True) as tiers:
         tiers.put(block(0), Source().of(block(0)), tier="host")
         tiers.promote(block(0))
@@ -270,7 +270,7 @@ def test_too_small_budget_error_states_minimum() -> None:
         assert caught.value.hint == "give host_bytes >= 100"
 
 
-def test_block_moves_while_old_room_is_pinned() -> None:
+def test_block_moves_while_old_memory_is_pinned() -> None:
     with make(100, 100) as tiers:
         tiers.put(block(0), Source().of(block(0)), tier="host")
         with tiers.pin(block(0), "host") as old:
@@ -426,7 +426,7 @@ class RecordingUser:
         self.calls.append(tier)
 
 
-def test_user_is_asked_before_each_move() -> None:
+def test_memory_user_is_called_before_each_move() -> None:
     tenant, source = RecordingUser(), Source()
     with make(100, 100) as tiers:
         tiers.put(block(0), source.of(block(0)), user=tenant)
@@ -441,7 +441,7 @@ def test_user_is_asked_before_each_move() -> None:
     assert tenant.calls == ["gpu", "vacate", "vacate", "vacate", "host", "gpu"]
 
 
-def test_stuck_move_raises_source_stalled() -> None:
+def test_hanging_move_raises_source_stalled() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     class Stuck(HeapTier):
@@ -461,7 +461,7 @@ def test_stuck_move_raises_source_stalled() -> None:
         first.result(timeout=20)
 
 
-def test_concurrent_threads_see_correct_bytes() -> None:
+def test_concurrent_threads_read_correct_bytes() -> None:
     source, faults = Source(), []
     blocks = [block(i) for i in range(9)]
 

@@ -32,7 +32,7 @@ def listening() -> GuardedListener:
     return GuardedListener(bound, Admission(limits, name="test"))
 
 
-def test_flood_is_accepted_in_batches_and_served() -> None:
+def test_connection_flood_is_accepted_in_batches() -> None:
     async def run() -> None:
         Echo.num_made = 0
         listener = listening()
@@ -57,7 +57,7 @@ def test_flood_is_accepted_in_batches_and_served() -> None:
     asyncio.run(run())
 
 
-def test_closed_acceptor_accepts_nothing() -> None:
+def test_closed_acceptor_accepts_no_connection() -> None:
     async def run() -> None:
         Echo.num_made = 0
         listener = listening()

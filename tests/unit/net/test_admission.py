@@ -31,7 +31,7 @@ class Cuts:
         return connection
 
 
-def test_oldest_unproven_connection_per_address_is_closed() -> None:
+def test_oldest_unauthenticated_connection_per_address_is_closed() -> None:
     cuts = Cuts()
     for name in "abc":
         cuts.come(name, "10.0.0.1")
@@ -39,14 +39,14 @@ def test_oldest_unproven_connection_per_address_is_closed() -> None:
     assert cuts.names == ["a"] and cuts.admission.num_open == 3
 
 
-def test_oldest_unproven_connection_overall_is_closed() -> None:
+def test_oldest_unauthenticated_connection_overall_is_closed() -> None:
     cuts = Cuts()
     for number in range(6):
         cuts.come(str(number), f"10.0.0.{number}")
     assert cuts.names == ["0", "1"]
 
 
-def test_proven_connection_outranks_unproven() -> None:
+def test_authenticated_connection_displaces_unauthenticated_one() -> None:
     cuts = Cuts()
     for number in range(8):
         member = cuts.come(f"member {number}", "10.0.0.1")
@@ -66,13 +66,13 @@ def test_member_is_served_behind_shared_address() -> None:
     assert "member" not in cuts.names
 
 
-def test_new_connections_are_refused_while_others_are_young() -> None:
+def test_recent_connections_are_not_displaced() -> None:
     cuts = Cuts(ConnectionLimits(total=8, unproven=4, unproven_per_address=2, grace_s=60.0))
     assert [cuts.come(name, "10.0.0.1") is not None for name in "abcd"] == [True, True, False, False]
     assert not cuts.names
 
 
-def test_principal_over_its_share_loses_idle_connection() -> None:
+def test_caller_above_share_loses_idle_connection() -> None:
     cuts = Cuts()
     connections = []
     for number in range(3):
@@ -92,7 +92,7 @@ def test_principal_over_its_share_loses_idle_connection() -> None:
     assert extra is not None and not extra.prove("token"), "all of them are busy"
 
 
-def test_late_connection_is_closed_once() -> None:
+def test_connection_past_deadline_is_closed_once() -> None:
     cuts = Cuts()
     late, waiting = cuts.come("late", "10.0.0.1"), cuts.come("waiting", "10.0.0.1")
     assert late is not None and waiting is not None
@@ -102,7 +102,7 @@ def test_late_connection_is_closed_once() -> None:
     assert cuts.names == ["late"] and cuts.admission.num_open == 1
 
 
-def test_process_pause_extends_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_suspension_extends_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr("penstock.net.admission.time.monotonic", lambda: now)
     cuts = Cuts()

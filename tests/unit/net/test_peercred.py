@@ -14,7 +14,7 @@ from penstock.net.unix_sockets import connect_unix, is_same_user, peer_credentia
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
-def test_socket_pair_peer_is_this_process() -> None:
+def test_socket_pair_reports_own_process_as_peer() -> None:
     near, far = socket.socketpair()
     with near, far:
         assert peer_credentials(near) == (os.getpid(), os.geteuid())
@@ -22,7 +22,7 @@ def test_socket_pair_peer_is_this_process() -> None:
 
 
 @AS_ROOT
-def test_connection_from_another_user_is_recognised() -> None:
+def test_connection_from_another_user_is_detected() -> None:
     name = f"\0penstock-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)

@@ -23,7 +23,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return path
 
 
-def test_runtime_dir_is_private_and_removed_on_close() -> None:
+def test_runtime_dir_is_private_and_temporary() -> None:
     directory = RuntimeDir.open()
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.close()
@@ -84,7 +84,7 @@ def test_unusable_directory_raises_config_error(
         use()
 
 
-def test_odd_characters_in_directory_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_characters_in_directory_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="p#%41?{}", dir="/tmp") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         with ps.cache.WeightCache() as keeper:

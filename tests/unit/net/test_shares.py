@@ -15,7 +15,7 @@ def filled(limit: int, **counts: int) -> Shares[str]:
     return shares
 
 
-def test_single_caller_may_use_everything() -> None:
+def test_single_caller_can_use_full_limit() -> None:
     shares = filled(4, a=4)
     assert shares.enter("a4", "a") == ("a0",)
     assert "a0" not in shares and "a4" in shares
@@ -29,7 +29,7 @@ def test_greedy_caller_yields_until_shares_are_equal() -> None:
     assert shares.enter("c0", "c") in {("a2",), ("b1",)}
 
 
-def test_caller_keeping_entries_is_refused_at_share() -> None:
+def test_caller_at_its_share_is_rejected() -> None:
     shares = filled(4, a=4)
     assert shares.enter("a4", "a", displaces_own=False) is None
     assert not shares.has_room("a", displaces_own=False) and shares.has_room("b", displaces_own=False)
@@ -38,7 +38,7 @@ def test_caller_keeping_entries_is_refused_at_share() -> None:
     assert all(f"a{number}" in shares for number in (1, 2, 3))
 
 
-def test_renewed_entry_is_youngest_and_counts_once() -> None:
+def test_renewed_entry_counts_once_and_becomes_newest() -> None:
     shares = filled(3, a=3)
     assert shares.enter("a0", "a") == ()
     assert shares.enter("b0", "b") == ("a1",)
@@ -47,7 +47,7 @@ def test_renewed_entry_is_youngest_and_counts_once() -> None:
     assert shares.enter("c0", "c") == ()
 
 
-def test_weights_count_against_limit() -> None:
+def test_entry_weights_count_against_limit() -> None:
     shares = Shares[str](100)
     assert shares.enter("a0", "a", 60) == () and shares.enter("a1", "a", 30) == ()
     assert shares.enter("b0", "b", 20) == ("a0",)
@@ -55,7 +55,7 @@ def test_weights_count_against_limit() -> None:
     assert shares.enter("a2", "a", 60) == ("a1",)
 
 
-def test_refused_entry_changes_nothing() -> None:
+def test_rejected_entry_displaces_no_other() -> None:
     shares = Shares[str](10)
     shares.enter("a0", "a", 6)
     shares.enter("b0", "b", 4)
@@ -75,7 +75,7 @@ def test_silent_entries_expire_when_space_is_needed() -> None:
 
 
 @pytest.mark.parametrize("callers", [2, 7])
-def test_flood_leaves_space_for_every_caller(callers: int) -> None:
+def test_flooding_caller_leaves_space_for_others(callers: int) -> None:
     shares = Shares[tuple[str, int]](50)
     for number in range(1_000):
         shares.enter(("flood", number), "flood")

@@ -54,14 +54,14 @@ def test_gpus_behind_one_switch_share_its_nic(host: Host) -> None:
         assert [host_links.nearest_link(f"uuid-{i}-{k}") for k in (1, 2)] == [f"mlx5_{i}"] * 2
 
 
-def test_equally_near_nics_leave_link_unknown(host: Host) -> None:
+def test_equally_near_nics_return_no_link(host: Host) -> None:
     host.gpu("pci0000:10/0000:10:01.0/0000:11:00.0", "uuid")
     host.nic("pci0000:20/0000:20:01.0/0000:21:00.0", "mlx5_0")
     host.nic("pci0000:30/0000:30:01.0/0000:31:00.0", "mlx5_1")
     assert host_links.nearest_link("uuid") == ""
 
 
-def test_unknown_gpu_or_host_has_no_link(host: Host) -> None:
+def test_unknown_gpu_returns_no_link(host: Host) -> None:
     assert (host_links.host_links(), host_links.nearest_link("uuid")) == (1, "")
     host.gpu("pci0000:10/0000:11:00.0", "uuid")
     assert (host_links.host_links(), host_links.nearest_link("uuid")) == (1, "")

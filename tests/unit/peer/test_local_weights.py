@@ -46,7 +46,7 @@ def test_chunk_verified_twice_is_logged_once() -> None:
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [1, 2]
 
 
-def test_new_chunk_ends_log_wait() -> None:
+def test_new_chunk_wakes_waiting_log_reader() -> None:
     holding = make()
     threading.Timer(0.05, mark_verified, (holding, 0)).start()
     begun = time.monotonic()
@@ -62,7 +62,7 @@ def test_flipped_bit_changes_its_chunk_digest_only() -> None:
     assert holding.differing_chunks(chunks, holding.digest(chunks), before).tolist() == [5]
 
 
-def test_manifest_contradicts_wrong_peer_digests() -> None:
+def test_peer_digests_contradicting_manifest_are_rejected() -> None:
     draft = make()
     chunks = np.array([0, 1])
     leaves = draft.digest(np.arange(draft.layout.chunks.num_chunks))
@@ -72,7 +72,7 @@ def test_manifest_contradicts_wrong_peer_digests() -> None:
     assert weights.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
 
 
-def test_missing_manifest_requires_agreeing_digests() -> None:
+def test_peers_without_manifest_must_agree() -> None:
     holding = make()
     chunks = np.array([0, 1])
     leaves = holding.digest(chunks)
@@ -85,7 +85,7 @@ def test_missing_manifest_requires_agreeing_digests() -> None:
         holding.record_digests(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
 
 
-def test_arena_tensors_form_one_region() -> None:
+def test_tensors_in_arena_form_one_region() -> None:
     arena = Arena.allocate(4096)
     inside = [arena.bytes_at(offset, 100) for offset in arena.place([100, 100])]
     alone, empty = torch.zeros(8, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def test_each_arena_and_storage_forms_a_region() -> None:
     assert [region.nbytes for region in place.regions] == [1024, 1024, 32]
 
 
-def test_status_lists_verified_ranges() -> None:
+def test_local_status_lists_verified_ranges() -> None:
     holding = make()
     mark_verified(holding, 0, 1, 4)
     state = holding.status()

@@ -17,15 +17,15 @@ def received(error: PenstockError) -> PenstockError:
 
 
 @pytest.mark.parametrize("kind", [PeerLost, SourceStalled])
-def test_lost_member_is_named(kind: type[PenstockError]) -> None:
+def test_peer_lost_error_names_member(kind: type[PenstockError]) -> None:
     error = received(kind("reset by peer", uri="penstock:rank-1"))
     assert isinstance(error, PeerLost) and error.uri == "penstock:rank-1"
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), SourceUnavailable("no file", uri="s3://bucket/key")])
-def test_other_error_names_responding_member(error: PenstockError) -> None:
+def test_peer_error_names_responding_member(error: PenstockError) -> None:
     assert received(error).uri == "penstock:planner"
 
 
-def test_fault_without_member_omits_field() -> None:
+def test_fault_without_member_omits_member_field() -> None:
     assert b"member" not in msgspec.msgpack.encode(Fault(error="busy"))

@@ -74,7 +74,7 @@ def peer(server: PeerServer, key: str, *, member: str = "reader", grant: bytes =
     return PeerClient(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
-def test_reader_gets_map_table_and_log(server: PeerServer, holding: LocalWeights) -> None:
+def test_leased_reader_receives_map_table_and_log(server: PeerServer, holding: LocalWeights) -> None:
     mark_verified(holding, 2)
     with peer(server, holding.key) as reader:
         reader.lease()
@@ -169,7 +169,7 @@ def test_bad_grant_key_or_lease_is_refused(server: PeerServer, holding: LocalWei
             reader.log(0, 0.0)
 
 
-def test_draining_refuses_new_leases_and_waits(server: PeerServer, holding: LocalWeights) -> None:
+def test_draining_rejects_new_leases_and_waits(server: PeerServer, holding: LocalWeights) -> None:
     reader = peer(server, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.close).start()
@@ -211,7 +211,7 @@ def test_lease_is_released_over_open_connection(
     assert server.num_readers(holding.key) == 0 and len(opened) == 1
 
 
-def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding: LocalWeights) -> None:
+def test_closed_and_silent_servers_raise_differently(tmp_path: Path, holding: LocalWeights) -> None:
     gone = PeerServer.start(member_socket(tmp_path), allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
@@ -329,7 +329,7 @@ def test_readers_share_rate_limit(tmp_path: Path, holding: LocalWeights) -> None
     server.close()
 
 
-def test_interrupted_reader_releases_its_lease(server: PeerServer, holding: LocalWeights) -> None:
+def test_interrupted_peer_reader_releases_lease(server: PeerServer, holding: LocalWeights) -> None:
     for _ in range(20):
         reader = peer(server, holding.key)
         reader.lease()
@@ -386,7 +386,7 @@ def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: Loca
     server.close()
 
 
-def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_clients_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
     path = member_socket(tmp_path)
     server = PeerServer.start(path, allow)
@@ -420,7 +420,7 @@ def ask_raw(server: PeerServer, request: bytes) -> bytes:
         return sock.recv(65536).partition(b"\r\n")[0]
 
 
-def test_deeply_nested_body_is_malformed(server: PeerServer) -> None:
+def test_deeply_nested_body_is_rejected(server: PeerServer) -> None:
     body = b"\x81\xa1x" + b"\x91" * 60_000 + b"\xc0"
     head = b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     for _ in range(3):
@@ -428,7 +428,7 @@ def test_deeply_nested_body_is_malformed(server: PeerServer) -> None:
 
 
 @pytest.mark.parametrize("query", ["after=0&wait_ms=" + "9" * 400, "after=" + "9" * 400 + "&wait_ms=0"])
-def test_overlong_number_is_malformed(server: PeerServer, holding: LocalWeights, query: str) -> None:
+def test_overlong_number_is_rejected(server: PeerServer, holding: LocalWeights, query: str) -> None:
     with peer(server, holding.key) as reader:
         lease = reader.lease().lease
         request = f"GET /v1/leases/{lease}/log?{query} HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -444,7 +444,7 @@ def test_overlong_number_is_malformed(server: PeerServer, holding: LocalWeights,
         pytest.param(msgspec.msgpack.encode({"lease": "a\r\nX: y", "ttl_s": 1.0}), id="line break in lease id"),
     ],
 )
-def test_malformed_response_blames_source(tmp_path: Path, response: bytes) -> None:
+def test_malformed_response_error_blames_source(tmp_path: Path, response: bytes) -> None:
     def serve(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock:

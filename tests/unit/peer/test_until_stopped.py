@@ -9,14 +9,14 @@ import pytest
 from penstock.peer.member import until_stopped
 
 
-def test_signal_at_ready_ends_wait_gracefully() -> None:
+def test_signal_at_ready_stops_wait_gracefully() -> None:
     stopped = threading.Event()
     before = signal.getsignal(signal.SIGTERM)
     assert until_stopped(stopped, lambda: None, 30.0, ready=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.is_set() and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ready_is_called_once_before_first_check() -> None:
+def test_ready_callback_runs_once_before_first_check() -> None:
     calls: list[str] = []
     assert not until_stopped(threading.Event(), lambda: calls.append("check"), 0.5, ready=lambda: calls.append("ready"))
     assert calls[0] == "ready" and calls.count("ready") == 1 and "check" in calls

@@ -25,13 +25,13 @@ def test_layout_is_sorted_by_name() -> None:
     assert rows[1].data_ptr() == tensors["b"].data_ptr()
 
 
-def test_tied_tensors_form_one_row() -> None:
+def test_layout_lists_tied_tensors_once() -> None:
     weight = torch.ones(3)
     layout, rows = layout_of_tensors({"head": weight, "embed": weight.detach()})
     assert layout.table.names == ("embed",) and len(rows) == 1
 
 
-def test_empty_tensors_are_rows_without_bytes() -> None:
+def test_layout_lists_empty_tensors_without_bytes() -> None:
     layout, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
     assert layout.table.nbytes.tolist() == [0, 0, 8] and layout.chunks.num_chunks == 1
 
@@ -42,7 +42,7 @@ def test_strided_tensor_error_names_tensor() -> None:
     assert caught.value.tensor == "w"
 
 
-def test_table_message_restores_layout() -> None:
+def test_layout_round_trips_through_table_message() -> None:
     table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
     layout = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16, stem="adapter_model.fp16")
     assert layout.digest == WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16).digest
@@ -61,7 +61,7 @@ def test_table_from_older_release_has_default_stem() -> None:
 
 
 @pytest.mark.parametrize("stem", ["имя", "a" * 101, ".x"])
-def test_invalid_stem_is_not_sent(stem: str) -> None:
+def test_invalid_file_stem_becomes_default(stem: str) -> None:
     layout = WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem=stem)
     assert from_message(to_message(layout)).stem == "model"
 

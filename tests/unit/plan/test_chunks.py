@@ -39,7 +39,7 @@ def test_chunks_cover_every_byte_once_within_limits(rows: list[int], leaf: int, 
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_pieces_of_chunks_are_their_leaves(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_chunk_pieces_cover_exactly_their_leaves(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     some = [chunk for chunk in range(table.num_chunks) if chance.random() < 0.5]
     chunks = np.array(some, np.int64)
@@ -54,7 +54,7 @@ def test_pieces_of_chunks_are_their_leaves(rows: list[int], leaf: int, more: int
     assert all(a[-1][0] != b[0][0] or a[-1][1] + 1 != b[0][1] for a, b in itertools.pairwise(_bytes(pieces)))
 
 
-def test_chunk_is_filled_with_leaves_while_they_fit() -> None:
+def test_chunk_is_filled_while_leaves_fit() -> None:
     table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
     # The leaves are 4 4 2, 4 4 2 and 3, with at most 12 bytes in a chunk.
     assert table.nbytes.tolist() == [10, 10, 3]
@@ -80,14 +80,14 @@ def test_leaf_larger_than_chunk_is_refused() -> None:
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_ranges_contain_same_chunks(chunks: set[int]) -> None:
+def test_chunk_ranges_contain_exactly_given_chunks(chunks: set[int]) -> None:
     ranges = to_ranges(np.array(sorted(chunks), np.int64))
     assert {chunk for start, stop in ranges for chunk in range(start, stop)} == chunks
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_separate_pieces_belong_to_one_chunk_each(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_separate_pieces_never_span_chunks(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     chunks = np.array([chunk for chunk in range(table.num_chunks) if chance.random() < 0.5], np.int64)
     pieces, owner = table.pieces_apart(chunks)

@@ -33,7 +33,7 @@ def groups(*values: list[int]) -> Groups:
 
 
 @given(st.sampled_from(SHAPES), st.randoms(use_true_random=False))
-def test_pieces_cover_held_part_of_wants_once(shape: tuple[int, ...], chance: random.Random) -> None:
+def test_intersections_cover_held_bytes_once(shape: tuple[int, ...], chance: random.Random) -> None:
     boxes = [some_box(shape, chance) for _ in range(chance.randint(1, 8))]
     boxes += [Box.full(shape)] * chance.randint(0, 1)
     forms = [Form(dtype=DType.U8, shape=shape, box=box) for box in boxes]
@@ -109,14 +109,14 @@ def test_coverage_proof_matches_counting(shape: tuple[int, ...], chance: random.
         ([], r"no piece covers \[0:4, 0:4\)"),
     ],
 )
-def test_first_hole_or_overlap_is_named(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:
+def test_coverage_error_names_first_hole(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:
     boxes = Boxes.of([Box(start=a, stop=b) for a, b in [((0, 0), (1, 1)), *pieces]])
     wanted = Boxes.of([Box(start=(0, 0), stop=(1, 1)), Box(start=(0, 0), stop=(4, 4))])
     with pytest.raises(PlanError, match=r"wanted box 1 \[0:4, 0:4\): " + says):
         prove_coverage(wanted, np.array([0] + [1] * len(pieces)), boxes)
 
 
-def test_pair_block_size_does_not_change_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intersection_is_independent_of_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (12,)
     rows = [Form(dtype=DType.U8, shape=shape, box=Box(start=(i,), stop=(i + 2,))) for i in range(0, 12, 2)]
     wide = [Form(dtype=DType.U8, shape=shape, box=Box(start=(i,), stop=(i + 6,))) for i in (0, 3, 6)]
@@ -128,7 +128,7 @@ def test_pair_block_size_does_not_change_result(monkeypatch: pytest.MonkeyPatch)
     assert (parts.boxes.start == whole.boxes.start).all() and (parts.boxes.stop == whole.boxes.stop).all()
 
 
-def test_empty_input_has_no_pieces() -> None:
+def test_empty_input_returns_no_intersections() -> None:
     pieces, holes = intersect([], groups(), groups())
     assert len(pieces.want) == len(pieces.boxes) == 0 and not holes
     prove_coverage(Boxes.of([]), pieces.want, pieces.boxes)

@@ -30,7 +30,7 @@ def layout(**more) -> Layout:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6)), max_size=4))
-def test_box_runs_match_box_bytes(dims: list[tuple[int, int, int]]) -> None:
+def test_region_runs_match_region_bytes(dims: list[tuple[int, int, int]]) -> None:
     shape = tuple(n for n, _, _ in dims)
     start = tuple(min(a, b, n) for n, a, b in dims)
     stop = tuple(min(max(a, b), n) for n, a, b in dims)
@@ -46,14 +46,14 @@ def test_box_runs_match_box_bytes(dims: list[tuple[int, int, int]]) -> None:
     assert runs.nbytes == len(got)
 
 
-def test_box_outside_tensor_or_byte_is_refused() -> None:
+def test_region_outside_tensor_is_rejected() -> None:
     with pytest.raises(PlanError, match="outside"):
         box_runs((2,), Box(start=(0,), stop=(3,)), 8)
     with pytest.raises(PlanError, match="through a byte"):
         box_runs((4, 3), Box(start=(0, 0), stop=(1, 1)), 4)
 
 
-def test_shard_box_is_rank_part_of_dim() -> None:
+def test_shard_region_matches_rank_slice() -> None:
     assert shard_box((4, 6), -1, 1, 3) == Box(start=(0, 2), stop=(4, 4))
     with pytest.raises(PlanError, match="does not exist"):
         shard_box((4,), 1, 0, 2)
@@ -61,7 +61,7 @@ def test_shard_box_is_rank_part_of_dim() -> None:
         shard_box((4,), 0, 0, 3)
 
 
-def test_equal_memory_has_equal_form() -> None:
+def test_forms_of_equal_memory_are_equal() -> None:
     assert form((4, 8)) == form((4, 8), strides=(8, 1))
     assert form((1, 8)) == form((1, 8), strides=(77, 1))
     assert form((0, 8)) == form((0, 8), strides=(3, 3))
@@ -91,13 +91,13 @@ def test_form_span_covers_first_to_last_byte() -> None:
         (form((4, 4), strides=(MAX_ELEMENTS, 1)), "too far"),
     ],
 )
-def test_invalid_form_is_named(bad: Form, why: str) -> None:
+def test_invalid_form_error_names_layout_and_reason(bad: Form, why: str) -> None:
     assert why in str(bad.fault())
     with pytest.raises(PlanError, match=f"m0.*{why}"):
         layout(forms=(bad, form((0,)), form(()))).check()
 
 
-def test_valid_form_has_no_fault() -> None:
+def test_valid_form_reports_no_fault() -> None:
     assert form((4, 4), strides=(1, 4)).fault() is None
     assert form((2, 3, 4), Box(start=(0, 1, 0), stop=(2, 2, 4)), (9, 0, 2)).fault() is None
 
@@ -115,7 +115,7 @@ def test_valid_form_has_no_fault() -> None:
         {"regions": ()},
     ],
 )
-def test_row_outside_its_memory_is_named(wrong: dict[str, object]) -> None:
+def test_row_outside_memory_error_names_tensor(wrong: dict[str, object]) -> None:
     layout().check()
     with pytest.raises(PlanError, match=r"m0: form -?\d+ at") as caught:
         layout(**wrong).check()
@@ -131,7 +131,7 @@ def test_mismatched_columns_are_refused() -> None:
     layout(names=(), form=none, offset=none, regions=()).check()
 
 
-def test_layout_survives_encoding_with_same_digest() -> None:
+def test_encoded_layout_decodes_with_same_digest() -> None:
     told = layout()
     heard = decode(encode(told), Layout)
     assert heard.digest() == told.digest() and heard.forms == told.forms and heard.names == told.names
@@ -157,6 +157,6 @@ def test_layout_survives_encoding_with_same_digest() -> None:
         encode(layout()).replace(b"BF16", b"BF17"),
     ],
 )
-def test_invalid_bytes_are_not_a_layout(raw: bytes) -> None:
+def test_invalid_layout_bytes_raise(raw: bytes) -> None:
     with pytest.raises(FormatError, match="not a Layout"):
         decode(raw, Layout)

@@ -30,7 +30,7 @@ def rectangles(*rows: tuple[int, int, int, int, int, int]) -> Rectangles:
         ((0, 0, 256, 4, 2048, 256), True),
     ],
 )
-def test_short_runs_contiguous_at_reader_are_packed(row, is_packed: bool) -> None:
+def test_short_runs_contiguous_at_receiver_are_packed(row, is_packed: bool) -> None:
     assert packable(rectangles(row), MIB).tolist() == [is_packed]
     assert not packable(rectangles(row), 0).any()
 

@@ -60,7 +60,7 @@ def fleets(draw) -> list[Node]:
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_every_receiver_descends_from_whole_holder(fleet) -> None:
+def test_every_receiver_descends_from_complete_holder(fleet) -> None:
     relay = Relay(fleet)
     whole = {one.member for one in fleet if one.whole}
     if not whole:
@@ -90,7 +90,7 @@ def test_upstreams_never_form_a_cycle(fleet) -> None:
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_serving_parent_is_kept_on_second_request(fleet) -> None:
+def test_serving_parent_is_returned_on_second_request(fleet) -> None:
     first = Relay(fleet).parents
     again = Relay([replace(one, parent=first.get(one.member, "")) for one in fleet])
     by_name = {one.member: one for one in fleet}
@@ -149,7 +149,7 @@ def test_newcomer_joins_ring_at_nearest_member() -> None:
     assert {name: relay.parents[name] for name in before} == before
 
 
-def test_newcomer_skips_ring_members_not_serving() -> None:
+def test_newcomer_skips_idle_ring_members() -> None:
     full = node("a1", host="A", joined=1, num_readers=2, max_readers=2)
     poor = node("b1", host="B", joined=2, complainers=frozenset({"b2"}))
     relay = Relay([node("c1", host="C", joined=0), full, poor, node("d1", host="D", joined=3)])
@@ -160,7 +160,7 @@ def test_newcomer_skips_ring_members_not_serving() -> None:
     assert alone.append(node("z", host="Z", joined=6)) and alone.upstreams("z") == ("a1",)
 
 
-def test_only_ring_appends_newcomers() -> None:
+def test_only_ring_relay_appends_newcomers() -> None:
     empty = Relay([])
     assert empty.append(node("a")) and empty.upstreams("a") == ()
     assert empty.append(node("b")) and empty.upstreams("b") == ("a",)
@@ -178,7 +178,7 @@ def test_receivers_form_one_chain_below_holder() -> None:
     assert len(chain_up(relay.parents, "m4")) == 5
 
 
-def test_idle_holders_get_children_before_receivers() -> None:
+def test_idle_holders_receive_children_before_receivers() -> None:
     fleet = [node("w", CHUNKS), node("v", CHUNKS), *members(2)]
     assert set(Relay(fleet).parents.values()) == {"w", "v"}
 
@@ -245,7 +245,7 @@ def far_children(fleet: list[Node], parents: dict[str, str]) -> tuple[Counter, C
     return Counter(far), Counter(host[parent] for parent in far)
 
 
-def test_many_hosts_need_one_copy_per_member() -> None:
+def test_many_hosts_receive_one_copy_per_member() -> None:
     fleet = many(256, 8)
     parents = Relay(fleet).parents
     by_member, _ = far_children(fleet, parents)
@@ -254,7 +254,7 @@ def test_many_hosts_need_one_copy_per_member() -> None:
 
 
 @pytest.mark.parametrize("num_links", [1, 2])
-def test_host_sends_no_more_copies_than_it_has_links(num_links: int) -> None:
+def test_host_sends_one_copy_per_link(num_links: int) -> None:
     fleet = many(48, 8, num_links=num_links)
     _, by_host = far_children(fleet, Relay(fleet).parents)
     assert max(by_host.values()) == num_links
@@ -284,7 +284,7 @@ def test_max_readers_bounds_children() -> None:
     assert DEFAULT_CHILDREN > 2
 
 
-def test_unavailable_holders_are_last_choice() -> None:
+def test_unavailable_holders_are_ordered_last() -> None:
     holders = {
         "drains": node("drains", CHUNKS, draining=True),
         "busy": node("busy", CHUNKS, num_readers=2, max_readers=2),
@@ -297,7 +297,7 @@ def test_unavailable_holders_are_last_choice() -> None:
         assert Relay([bad, node("r")]).upstreams("r") == (name,)
 
 
-def test_leaving_member_is_bridged_by_its_parent() -> None:
+def test_parent_adopts_children_of_leaving_member() -> None:
     fleet = [node("w", CHUNKS), node("a", 50, parent="w"), node("b", 40, parent="a")]
     assert Relay(fleet).upstreams("b") == ("a", "w")
     assert Relay([fleet[0], fleet[2]]).upstreams("b") == ("w",)
@@ -314,7 +314,7 @@ def test_alternative_parents_spread_over_equal_holders() -> None:
     assert len({relay.upstreams(f"r{i}")[1] for i in range(8)}) > 3
 
 
-def test_unknown_member_gets_nearby_upstreams() -> None:
+def test_unknown_member_receives_nearby_upstreams() -> None:
     relay = Relay([node("w", CHUNKS, host="A"), node("a", 5, host="B")])
     assert relay.upstreams("x") == ()
     assert relay.around(node("x", host="B"))[0] == "a"
@@ -333,7 +333,7 @@ def test_single_member_has_no_upstream() -> None:
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_relay_handles_a_thousand_members(whole: int) -> None:
+def test_relay_is_built_for_thousand_members(whole: int) -> None:
     fleet = [node(f"m{i}", CHUNKS if i < whole else 0, host=f"h{i // 8}", joined=i) for i in range(1000)]
     relay = Relay(fleet)
     assert all(relay.upstreams(one.member) for one in fleet if not one.whole)

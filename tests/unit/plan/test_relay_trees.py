@@ -136,7 +136,7 @@ def test_member_order_does_not_change_trees(fleet: list[Node], chance: random.Ra
 
 @given(st.integers(2, 150), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_single_member_hosts_send_at_most_one_copy(count: int, holders: int, links: int, seed: int) -> None:
+def test_single_member_hosts_send_one_copy(count: int, holders: int, links: int, seed: int) -> None:
     fleet = hosts(count, holders=min(holders, count - 1), links=links, seed=seed)
     made = in_trees(fleet)
     assert len(made.trees) == NUM_TREES
@@ -165,7 +165,7 @@ def test_each_host_reads_once_per_link(count: int, per_host: int, links: int, na
 
 @given(st.integers(2, 60), st.data())
 @settings(max_examples=60, deadline=None)
-def test_parents_are_kept_as_members_change(count: int, data: st.DataObject) -> None:
+def test_parents_stay_unchanged_as_members_change(count: int, data: st.DataObject) -> None:
     fleet = hosts(count)
     made = in_trees(fleet)
     gone = data.draw(st.sampled_from(fleet[1:])).member
@@ -211,7 +211,7 @@ def racks(made: Relay, fleet: list[Node]) -> Iterator[int]:
         yield sum(rack[child] != rack[up] for child, up in parents.items())
 
 
-def test_racks_stay_together_without_deep_chains() -> None:
+def test_racks_form_subtrees_without_deep_chains() -> None:
     fleet = [replace(one, rack=f"rack-{i // 16}") for i, one in enumerate(hosts(256))]
     alone = in_trees([replace(one, rack="") for one in fleet])
     made = in_trees(fleet)
@@ -234,7 +234,7 @@ def test_hosts_with_many_links_form_shallow_chains() -> None:
     assert len(made.trees) == 1 and depth(made) < MAX_DEPTH
 
 
-def test_many_hosts_with_one_link_form_two_trees() -> None:
+def test_many_single_link_hosts_form_two_trees() -> None:
     for fleet in (hosts(512), hosts(256, 8, links=1)):
         made = Relay(fleet)
         assert len(made.trees) == NUM_TREES and depth(made) <= 9 + 3 + 7
@@ -252,7 +252,7 @@ def test_members_without_tree_support_force_chains() -> None:
     assert Relay(again(late, made)).trees == made.trees
 
 
-def test_trees_survive_member_without_tree_support() -> None:
+def test_two_trees_remain_without_full_support() -> None:
     fleet = hosts(256)
     made = Relay(fleet)
     old = Node(member="old", host="old", joined=1e9, num_have=0, num_chunks=CHUNKS)
@@ -265,7 +265,7 @@ def test_trees_survive_member_without_tree_support() -> None:
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in here)
 
 
-def test_named_link_carries_one_copy_per_chain() -> None:
+def test_each_named_link_carries_one_copy() -> None:
     fleet = hosts(64, 8, links=4, named=True)
     made = Relay(fleet)
     assert len(made.trees) == 1
@@ -273,7 +273,7 @@ def test_named_link_carries_one_copy_per_chain() -> None:
     assert max(by_link.values()) == 1 and max(by_host.values()) > 1
 
 
-def test_own_parent_is_first_even_when_full() -> None:
+def test_current_parent_is_first_even_when_full() -> None:
     fleet = [replace(one, num_readers=3, max_readers=3) for one in hosts(64)]
     made = Relay(again(fleet, Relay(fleet)))
     for tree, parents in enumerate(made.trees):
@@ -321,11 +321,11 @@ def admitting(readers: int, fleet: list[Node]) -> list[Node]:
         pytest.param(without_parents, id="of different progress, without parents"),
     ],
 )
-def test_work_grows_linearly_with_members(fleet: Callable[[int], list[Node]]) -> None:
+def test_relay_build_time_grows_linearly(fleet: Callable[[int], list[Node]]) -> None:
     assert work(fleet(800)) < 2.6 * work(fleet(400))
 
 
-def test_full_readers_use_one_parent_for_both_trees() -> None:
+def test_reader_limits_merge_parents_of_both_trees() -> None:
     made = in_trees(admitting(2, hosts(200, 8, links=1)))
     pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
     readers = Counter(up for _, up in pairs)
@@ -333,7 +333,7 @@ def test_full_readers_use_one_parent_for_both_trees() -> None:
     assert sum(max(0, count - 2) for count in readers.values()) <= 1
 
 
-def test_unused_trees_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_are_built_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_nodes: object) -> None:
         raise AssertionError("trees are built")
 

@@ -141,7 +141,7 @@ def test_exact_plan_reads_no_extra_bytes(data):  # type: ignore[no-untyped-def]
     assert plan.covered().all()
 
 
-def test_only_small_rows_share_slabs() -> None:
+def test_only_small_rows_share_allocations() -> None:
     n = [8192] * 600 + [schedule.SMALL_BYTES, 64, 4, 64]
     offset = np.concatenate(([16], 16 + np.cumsum(n)))[:-1]
     table = TensorTable(
@@ -159,7 +159,7 @@ def test_only_small_rows_share_slabs() -> None:
     assert ((plan.row_offset % schedule.ALIGN_IN_SLAB) == 0).all()
 
 
-def test_box_outside_tensor_raises_plan_error() -> None:
+def test_slice_outside_tensor_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="outside"):
         box_runs((2, 3), Box(start=(0, 0), stop=(2, 4)), 8)
     with pytest.raises(PlanError, match="through a byte"):
@@ -168,7 +168,7 @@ def test_box_outside_tensor_raises_plan_error() -> None:
         plan_load(_empty(), file_nbytes=[], chunk_bytes=5, align_bytes=2)
 
 
-def test_shard_box_splits_dim_evenly_or_raises() -> None:
+def test_shard_slice_is_even_or_raises() -> None:
     assert shard_box((8, 6), -1, 1, 3) == Box(start=(0, 2), stop=(8, 4))
     for shape, dim, rank, world in (((8, 6), 2, 0, 2), ((8, 6), 1, 0, 4), ((8, 6), 0, 2, 2)):
         with pytest.raises(PlanError):

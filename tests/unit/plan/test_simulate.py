@@ -23,7 +23,7 @@ def test_flows_share_link_evenly() -> None:
     assert rates([[0, 1], [0, 2]], [10.0, 99.0, 99.0]) == [5.0, 5.0]
 
 
-def test_unused_share_goes_to_other_flow() -> None:
+def test_unused_rate_goes_to_other_flows() -> None:
     assert rates([[0, 1], [0, 2]], [10.0, 2.0, 99.0]) == [2.0, 8.0]
 
 
@@ -31,7 +31,7 @@ def test_limited_flow_leaves_rest_to_others() -> None:
     assert rates([[0, 1], [0, 1]], [10.0, 99.0], [3.0, np.inf]) == [3.0, 7.0]
 
 
-def test_infinite_link_limits_nothing() -> None:
+def test_infinite_link_does_not_limit_rates() -> None:
     assert rates([[0, 1]], [10.0, np.inf]) == [10.0]
 
 

@@ -50,7 +50,7 @@ def near(value: float, copies: float = 1.0) -> object:
     return pytest.approx(value, abs=copies * NBYTES / 50e9 / 500)
 
 
-def test_one_receiver_takes_one_copy_time() -> None:
+def test_single_receiver_is_predicted_one_copy_time() -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(2), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.limit_s == pytest.approx(1.0)
@@ -58,32 +58,32 @@ def test_one_receiver_takes_one_copy_time() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 8])
-def test_chain_adds_one_hop_per_node(nodes: int) -> None:
+def test_chain_prediction_adds_hop_per_node(nodes: int) -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(nodes), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50) + (nodes - 2) * hop_s(RATES, 50))
     assert found.moved_bytes == (nodes - 1) * NBYTES
 
 
-def test_copy_within_node_uses_nvlink() -> None:
+def test_simulated_copy_within_node_uses_nvlink() -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(1, 8), RATES)
     assert found.predicted_s == pytest.approx(NBYTES / 400e9 + first_s(RATES, 400) + 6 * hop_s(RATES, 400), rel=0.02)
     assert {load.name for load in found.links} == {"nvlink out", "nvlink in"}
 
 
-def test_several_holders_fill_receivers_in_parallel() -> None:
+def test_several_holders_send_in_parallel() -> None:
     alone = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(20), RATES)
     four = simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=4), cluster(20), RATES)
     assert four.predicted_s < alone.predicted_s
     assert four.num_receivers == 16
 
 
-def test_replica_parts_travel_in_parallel() -> None:
+def test_shards_of_replica_are_sent_in_parallel() -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=8 * NBYTES, parts=8), cluster(2, 8), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.moved_bytes == 8 * NBYTES
 
 
-def test_storage_bytes_are_read_once() -> None:
+def test_simulated_storage_bytes_are_read_once() -> None:
     one = cluster(4, node_storage_gb_per_s=2.0)
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=0), one, RATES)
     storage = next(load for load in found.links if load.name == "storage of a node")
@@ -97,7 +97,7 @@ def test_slow_member_slows_its_descendants() -> None:
     assert found.predicted_s > 3.5
 
 
-def test_dead_members_are_bypassed() -> None:
+def test_simulated_dead_members_are_bypassed() -> None:
     one = msgspec.structs.replace(cluster(40), failures_per_gpu_hour=400.0)
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), one, RATES, seed=3)
     assert found.failed
@@ -106,7 +106,7 @@ def test_dead_members_are_bypassed() -> None:
     assert found.predicted_s > 1.0
 
 
-def test_unfillable_fleet_raises_plan_error() -> None:
+def test_fleet_without_any_source_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="no storage"):
         simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=0), cluster(4), RATES)
     with pytest.raises(PlanError, match="replicas of 3"):
@@ -120,7 +120,7 @@ fleets = st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(0,
 
 @given(fleets)
 @settings(max_examples=25, deadline=None)
-def test_equal_seeds_give_equal_predictions(given) -> None:
+def test_equal_seeds_reproduce_fetch_prediction(given) -> None:
     nodes, gpus, seed, slow = given
     one = cluster(nodes, gpus, straggler_share=slow)
     first, again = (simulate_fetch(SimulatedFleet(nbytes=NBYTES), one, RATES, seed=seed) for _ in range(2))
@@ -152,7 +152,7 @@ def test_thousand_nodes_are_simulated() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "nics"), [(1, 1), (8, 1), (8, 4)])
-def test_many_hosts_take_little_more_than_a_copy(gpus: int, nics: int) -> None:
+def test_many_hosts_finish_near_copy_time(gpus: int, nics: int) -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=2 * NBYTES), cluster(200, gpus, nics_per_node=nics), RATES)
     assert found.moved_bytes == 2 * NBYTES * (200 * gpus - 1)
     assert found.predicted_s < 1.2 * 2.0
@@ -168,7 +168,7 @@ def test_dead_members_in_two_trees_are_bypassed() -> None:
     assert found.moved_bytes == found.num_receivers * NBYTES
 
 
-def test_measured_fetch_is_predicted_within_ten_percent() -> None:
+def test_measured_fetch_matches_prediction() -> None:
     """Three receivers on four H200, from which no rate was taken. Source: results/h200x4_202611/fetch.md, payload."""
     host = msgspec.structs.replace(CLUSTERS["h200"][0], num_nodes=1, gpus_per_node=4)
     found = simulate_fetch(SimulatedFleet(nbytes=60 * GB), host, RATES)
@@ -179,6 +179,6 @@ def test_relay_and_simulation_agree_on_hop_cost() -> None:
     assert pytest.approx(hop_s(RATES, 50) / (CHUNK_BYTES / 50e9), abs=1) == CHUNKS_A_HOP
 
 
-def test_step_constants_match_fetch() -> None:
+def test_simulated_step_constants_match_fetch() -> None:
     assert (module.READS_OF_ONE, module.STEP_S) == (assignment.READS_OF_ONE, upstream.STEP_S)
     assert (module.MAX_STEP_CHUNKS, module.PATIENCE_S) == (upstream.MAX_STEP_CHUNKS, upstream.PATIENCE_S)

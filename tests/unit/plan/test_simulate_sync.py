@@ -66,28 +66,28 @@ def near(seconds: float) -> object:
     return pytest.approx(seconds, rel=0.02)
 
 
-def test_one_to_one_sync_takes_wire_time() -> None:
+def test_one_to_one_prediction_equals_wire_time() -> None:
     found = simulate_sync(plan(1, 1), CLUSTER, FREE)
     assert found.predicted_s == near(NBYTES / 50e9)
     assert found.limit_s == pytest.approx(NBYTES / 50e9)
     assert "nic" in found.bottleneck
 
 
-def test_two_receivers_share_one_source() -> None:
+def test_two_receivers_share_one_source_link() -> None:
     found = simulate_sync(plan(1, 2), CLUSTER, FREE)
     assert found.predicted_s == near(2 * NBYTES / 50e9)
     assert found.first_s == near(2 * NBYTES / 50e9)
 
 
-def test_two_sources_fill_one_receiver_link() -> None:
+def test_two_sources_saturate_one_receiver_link() -> None:
     assert simulate_sync(plan(2, 1), CLUSTER, FREE).predicted_s == near(NBYTES / 50e9)
 
 
-def test_four_to_four_takes_time_of_one_to_one() -> None:
+def test_four_to_four_matches_one_to_one() -> None:
     assert simulate_sync(plan(4, 4), CLUSTER, FREE).predicted_s == pytest.approx(NBYTES / 50e9, rel=0.1)
 
 
-def test_ranks_on_one_node_use_nvlink() -> None:
+def test_simulated_ranks_on_node_use_nvlink() -> None:
     one = msgspec.structs.replace(CLUSTER, gpus_per_node=8, nics_per_node=8)
     found = simulate_sync(plan(2, 2), one, FREE, one_node=True)
     assert found.predicted_s == near(NBYTES / 400e9)
@@ -140,7 +140,7 @@ def columns(sources: int) -> SyncPlan:
     return plan_sync(held, wants)
 
 
-def test_copies_within_node_pay_host_and_link_time() -> None:
+def test_copies_within_node_include_host_time() -> None:
     one = plan(2, 1)  # A read of 512 MiB from each source has 16 copies.
     work = StageWork.of(one, FREE)
     assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
@@ -157,7 +157,7 @@ def test_copies_within_node_pay_host_and_link_time() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "expected"), [(NODE, NEAR_READS), (CLUSTER, 4 * READS_OF_ONE)])
-def test_reads_within_node_run_two_at_a_time(cluster: Cluster, expected: int, monkeypatch) -> None:
+def test_two_reads_within_node_run_concurrently(cluster: Cluster, expected: int, monkeypatch) -> None:
     most = 0
 
     def counted(links: np.ndarray, capacity: np.ndarray) -> np.ndarray:
@@ -171,7 +171,7 @@ def test_reads_within_node_run_two_at_a_time(cluster: Cluster, expected: int, mo
     assert most == expected and found.moved_bytes == one.nbytes
 
 
-def test_receivers_on_node_share_no_link_until_late() -> None:
+def test_receivers_on_node_use_separate_links() -> None:
     found = simulate_sync(plan(2, 2), NODE, FREE, one_node=True, staged=False)
     assert found.predicted_s == near(NBYTES / 400e9)
     # Three receivers read two sources, so each source has one or two readers.
@@ -179,7 +179,7 @@ def test_receivers_on_node_share_no_link_until_late() -> None:
     assert found.predicted_s == near(3 * NBYTES / 2 / 400e9)
 
 
-def test_read_waiting_for_rows_takes_no_turn() -> None:
+def test_read_waiting_for_rows_blocks_no_other() -> None:
     one = plan(4, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=1.0)
     slow = np.zeros((4, one.num_buckets), np.int64)
@@ -189,7 +189,7 @@ def test_read_waiting_for_rows_takes_no_turn() -> None:
     assert found.predicted_s == near(1.0 + NBYTES / 2 / 1e9)
 
 
-def test_requested_digests_delay_transform() -> None:
+def test_digest_requests_delay_transform() -> None:
     one = plan(1, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=2.0, digest_gb_per_s=NBYTES / GB)
     last = np.zeros((1, one.num_buckets), np.int64)
@@ -253,7 +253,7 @@ def test_short_runs_between_nodes_are_packed() -> None:
     assert posts.busy_s == pytest.approx(0.2 * 5 + 1e-3)
 
 
-def test_readers_wait_for_source_buffers() -> None:
+def test_receivers_wait_for_source_buffers() -> None:
     one = narrow_columns(4096, 32)
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e9, answer_s=0.1)
     found = simulate_sync(one, CLUSTER, rates, staged=False)
@@ -269,14 +269,14 @@ def test_long_or_local_runs_are_not_packed() -> None:
     assert not StageWork.of(plan(2, 2), rates).packed_bytes.any()
 
 
-def test_receiver_python_work_is_serial() -> None:
+def test_simulated_python_work_is_serial() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5, step_s=0.5)
     one = plan(4, 1)
     reads = len(StageWork.of(one, rates).receiver)
     assert simulate_sync(one, CLUSTER, rates, staged=False).predicted_s == pytest.approx(reads * 1.0, rel=0.1)
 
 
-def test_update_adds_request_and_report_time() -> None:
+def test_simulated_update_includes_request_and_report_time() -> None:
     rates = msgspec.structs.replace(FREE, answer_s=0.1)
     found = simulate_sync(plan(1, 1), CLUSTER, rates, staged=False)
     # The requests are the part and maps, the digests during the reads, and the acknowledgement.
@@ -285,7 +285,7 @@ def test_update_adds_request_and_report_time() -> None:
     assert simulate_sync(plan(1, 1), wire, rates, staged=False).predicted_s == near(NBYTES / 1e9 + 0.3)
 
 
-def test_source_digests_for_receivers_in_turn() -> None:
+def test_source_computes_digests_for_receivers_sequentially() -> None:
     rates = msgspec.structs.replace(FREE, digest_gb_per_s=NBYTES / GB)
     found = simulate_sync(plan(1, 2), CLUSTER, rates, staged=False)
     assert found.first_s == pytest.approx(2.0, rel=0.05)  # One second there, and one here.
@@ -316,9 +316,7 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
         ("llama", 1, True, 0.1037),
     ],
 )
-def test_measured_h200_sync_is_predicted_within_ten_percent(
-    kind: str, num_trainers: int, staged: bool, measured_s: float
-) -> None:
+def test_measured_h200_sync_matches_prediction(kind: str, num_trainers: int, staged: bool, measured_s: float) -> None:
     """Medians of `update`. Experts: median of three runs. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, num_trainers)
     cluster, rates = CLUSTERS["h200"]
@@ -334,7 +332,7 @@ PYTHON_ON_A_SLOW_HOST = 1802 / 872
     ("kind", "in_arenas", "measured_s"),
     [("llama", False, 0.0948), ("llama", True, 0.0955), ("moe", False, 0.0652), ("fp8", False, 0.0630)],
 )
-def test_slow_python_host_is_predicted_within_ten_percent(kind: str, in_arenas: bool, measured_s: float) -> None:
+def test_slow_python_host_matches_prediction(kind: str, in_arenas: bool, measured_s: float) -> None:
     """Medians of `update` on a host of four H200. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, 2)
     one = plan_sync(held, wanted)
@@ -352,7 +350,7 @@ def test_slow_python_host_is_predicted_within_ten_percent(kind: str, in_arenas: 
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.0914), (1, 0.0911), (2, 0.0950), (2, 0.0938)])
-def test_exchanging_flip_is_predicted_within_ten_percent(num_trainers: int, measured_s: float) -> None:
+def test_measured_exchanging_flip_matches_prediction(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, in_arenas=True, one_node=True)
@@ -360,7 +358,7 @@ def test_exchanging_flip_is_predicted_within_ten_percent(num_trainers: int, meas
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.1087), (2, 0.1125)])
-def test_overlapped_snapshot_is_predicted_within_ten_percent(num_trainers: int, measured_s: float) -> None:
+def test_measured_overlapped_snapshot_matches_prediction(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     one = plan_sync(held, wanted)
     # Every row is copied before it is read, at the rate of copies within a device.
@@ -398,7 +396,7 @@ def test_receivers_start_with_distinct_sources() -> None:
     assert [one.part(receiver).first_source for receiver in range(2)] == [0, 2]
 
 
-def test_small_watermark_waits_for_each_answer() -> None:
+def test_small_watermark_waits_for_each_response() -> None:
     rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
     some = np.ones((2, one.num_buckets), np.int64)  # Sources that transform get a request for digests before each read.
     wide, narrow = (
@@ -408,14 +406,14 @@ def test_small_watermark_waits_for_each_answer() -> None:
     assert narrow.moved_bytes == wide.moved_bytes == NBYTES
 
 
-def test_slow_source_is_named_by_its_link() -> None:
+def test_bottleneck_names_slow_source_link() -> None:
     slow = msgspec.structs.replace(CLUSTER, straggler_share=0.5, straggler_slowdown=10.0)
     found = simulate_sync(plan(4, 4), slow, FREE, seed=2)
     assert found.predicted_s > 5 * found.limit_s
     assert found.bottleneck.startswith("the busiest link: nic")
 
 
-def test_dead_ranks_are_listed_with_affected_receivers() -> None:
+def test_simulation_lists_receivers_of_dead_ranks() -> None:
     deadly = msgspec.structs.replace(CLUSTER, failures_per_gpu_hour=1e5)
     found = simulate_sync(plan(2, 2), deadly, FREE, seed=1)
     assert any("stay on the previous version" in line or "delays nobody" in line for line in found.failed)
@@ -426,7 +424,7 @@ sides = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(0, 
 
 @given(sides)
 @settings(max_examples=20, deadline=None)
-def test_equal_seeds_repeat_and_move_planned_bytes(given) -> None:
+def test_equal_seeds_reproduce_sync_prediction(given) -> None:
     sources, receivers, seed, share = given
     one = plan(sources, receivers)
     cluster = msgspec.structs.replace(CLUSTER, straggler_share=share)
@@ -449,7 +447,7 @@ def test_faster_links_are_never_slower(given, factor: float) -> None:
     assert after <= before * 1.02
 
 
-def test_picture_shows_each_lane_and_link() -> None:
+def test_sync_picture_shows_lanes_and_links() -> None:
     found = simulate_sync(plan(2, 2), CLUSTER, CLUSTERS["h200"][1])
     drawn = svg(found)
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
@@ -496,7 +494,7 @@ def test_simulated_steps_match_receiver_steps(receiver: int) -> None:
                 assert expected == [i for i in found if key == "cuda:0" or windows.steps[i].source == key]
 
 
-def test_model_shapes_fit_both_sides() -> None:
+def test_simulated_models_match_parameter_counts() -> None:
     assert sum(np.prod(one.shape) for one in kimi_k2()) == pytest.approx(1.03e12, rel=0.01)
     model = list(kimi_k2(3, 8))
     assert {one.dim for one in model if one.name.endswith("down_proj.weight")} == {1}
@@ -511,7 +509,7 @@ def test_model_shapes_fit_both_sides() -> None:
         assert twice.sum() == 2 * (tagged + dense)  # Two replicas hold the tensors outside experts.
 
 
-def test_prediction_is_compared_with_measurement() -> None:
+def test_sync_prediction_is_compared_with_measurement() -> None:
     found = simulate_sync(plan_sync([layout("s0", NAMES)], [layout("r0", NAMES)]), CLUSTER, FREE)
     assert found.off_by(found.predicted_s / 2) == pytest.approx(1.0)
     assert found.off_by(found.predicted_s * 2) == pytest.approx(-0.5)

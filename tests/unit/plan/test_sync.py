@@ -179,7 +179,7 @@ def test_fsdp_to_tensor_parallel_plan_uses_rectangles() -> None:
     prove_by_bytes(plan, holdings, wants)
 
 
-def test_whole_expert_is_one_run() -> None:
+def test_unsliced_expert_is_sent_as_one_run() -> None:
     names = [f"model.layers.{layer}.experts.{e}" for layer in range(3) for e in range(8)]
     holdings = [layout(f"t{r}", [whole(n, (4, 4)) for i, n in enumerate(names) if i % 8 // 4 == r]) for r in range(2)]
     wants = [layout(f"e{r}", [whole(n, (4, 4)) for i, n in enumerate(names) if i % 8 // 2 == r]) for r in range(4)]
@@ -190,7 +190,7 @@ def test_whole_expert_is_one_run() -> None:
 
 
 @pytest.mark.parametrize(("num_holders", "num_takers"), [(4, 1), (4, 4), (3, 7), (8, 5), (1, 6)])
-def test_replicas_send_equal_shares_over_few_links(num_holders: int, num_takers: int) -> None:
+def test_replicas_send_equal_bytes_over_few_links(num_holders: int, num_takers: int) -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(60)]
     plan = plan_sync(
         [layout(f"t{r}", rows) for r in range(num_holders)], [layout(f"e{r}", rows) for r in range(num_takers)]
@@ -201,7 +201,7 @@ def test_replicas_send_equal_shares_over_few_links(num_holders: int, num_takers:
     assert (links > 0).sum() <= num_holders + num_takers - 1
 
 
-def test_source_busy_elsewhere_sends_less() -> None:
+def test_source_busy_elsewhere_sends_fewer_bytes() -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(64)]
     own = [whole(f"layers.{i}.own", (16,)) for i in range(32)]
     plan = plan_sync([layout("t0", rows + own), layout("t1", rows), layout("t2", rows)], [layout("e", rows + own)])
@@ -210,7 +210,7 @@ def test_source_busy_elsewhere_sends_less() -> None:
     assert lone.link_bytes().tolist() == [[32 * 32, 64]]
 
 
-def test_buckets_are_layers_while_they_fit() -> None:
+def test_bucket_holds_one_layer_if_fitting() -> None:
     rows = [whole("embed", (4,)), *(whole(f"m.{layer}.w{i}", (4,)) for layer in (1, 0, 2) for i in range(3))]
     rows.append(whole("m.10.w", (100,)))
     holdings, wants = [layout("t", rows)], [layout("e", rows[::-1])]
@@ -232,14 +232,14 @@ def test_buckets_are_layers_while_they_fit() -> None:
     assert [len(one) for one in bucketed(16)] == [1, 2, 1, 2, 1, 2, 1, 1]
 
 
-def test_bucket_ends_when_full_for_any_receiver() -> None:
+def test_bucket_closes_when_full_for_any_receiver() -> None:
     rows = [whole(f"w{i}", (4,)) for i in range(4)]
     plan = plan_sync([layout("t", rows)], [layout("a", rows[:1]), layout("b", rows)], bucket_bytes=16)
     assert plan.part(0).bucket_first.tolist() == [0, 1, 1]
     assert plan.part(1).bucket_first.tolist() == [0, 2, 4]
 
 
-def test_mismatches_are_listed() -> None:
+def test_plan_error_lists_mismatched_tensors() -> None:
     holdings = [layout("t", [whole("a", (4,)), whole("b", (4,)), whole("spare", (4,)), whole("q", (4,), tag="fp8")])]
     wants = [layout("e", [whole("a", (4,), dtype=DType.F32), whole("b", (2, 2)), whole("c", (4,)), whole("q", (4,))])]
     with pytest.raises(PlanError) as caught:
@@ -260,14 +260,14 @@ def test_mismatches_are_listed() -> None:
         plan_sync([layout("t", [])], many)
 
 
-def test_tensor_is_synced_in_two_dtypes() -> None:
+def test_tensor_is_planned_in_two_dtypes() -> None:
     low, high = whole("w", (4, 4), dtype=DType.U8, tag="fp8"), whole("w", (4, 4), tag="")
     plan = plan_sync([layout("t", [high, low])], [layout("a", [low]), layout("b", [high])])
     assert [plan.part(r).nbytes for r in range(2)] == [16, 32]
     assert [plan.part(r).src.tolist() for r in range(2)] == [[32], [0]]
 
 
-def test_holes_are_listed_by_tensor() -> None:
+def test_plan_error_lists_holes_by_tensor() -> None:
     def holding(names: list[str], rank: int) -> Layout:
         return layout(f"t{rank}", [sharded(name, (8, 4), 0, rank, 4) for name in names])
 
@@ -284,7 +284,7 @@ def test_holes_are_listed_by_tensor() -> None:
         plan_sync(apart, [layout("e", [whole(f"w{i}", (30,)) for i in range(30)])])
 
 
-def test_overlapping_holdings_are_cut() -> None:
+def test_overlapping_holdings_are_sent_once() -> None:
     shape = (12, 4)
     holdings = [
         layout("t0", [("w", Form(dtype=DType.BF16, shape=shape, box=Box(start=(0, 0), stop=(8, 4))))]),
@@ -295,7 +295,7 @@ def test_overlapping_holdings_are_cut() -> None:
     prove_by_bytes(plan_sync(holdings, wants), holdings, wants)
 
 
-def test_duplicate_box_is_sent_once_and_received_twice() -> None:
+def test_duplicate_region_is_received_by_both_tensors() -> None:
     twice = [whole("w", (4,)), whole("w", (4,))]
     holdings, wants = [layout("t", twice)], [layout("e", twice)]
     plan = plan_sync(holdings, wants)
@@ -303,7 +303,7 @@ def test_duplicate_box_is_sent_once_and_received_twice() -> None:
     prove_by_bytes(plan, holdings, wants)
 
 
-def test_packed_elements_move_by_whole_bytes() -> None:
+def test_packed_elements_split_only_at_bytes() -> None:
     holdings = [layout("t", [whole("w", (4, 8), dtype=DType.F4)])]
     plan = plan_sync(holdings, [layout("e", [sharded("w", (4, 8), 1, 1, 2, dtype=DType.F4)])])
     assert (plan.part(0).src.tolist(), plan.part(0).run_bytes.tolist()) == ([2], [2])
@@ -329,7 +329,7 @@ def test_plan_key_depends_on_every_input() -> None:
     assert plan.key == plan_key([t], [e]) and plan != plan_sync([t], [e, e]) and plan != "a plan"
 
 
-def test_plan_explains_itself() -> None:
+def test_plan_explanation_lists_links_and_sizes() -> None:
     rows = [whole("w", (4,)), whole("v", (4,))]
     plan = plan_sync([layout("t", [*rows, whole("mtp.w", (4,))])], [layout(f"e{i}", rows) for i in range(3)])
     assert explain_sync(plan, limit=2).splitlines() == [
@@ -345,7 +345,7 @@ def test_plan_explains_itself() -> None:
     assert math.prod(plan.link_bytes().shape) == 3
 
 
-def test_empty_plan_is_valid() -> None:
+def test_empty_sync_plan_is_valid() -> None:
     assert explain_sync(plan_sync([], [])).startswith("0 tensors, 0 sources -> 0 receivers, 0 bytes")
     plan = plan_sync([layout("t", [whole("w", (0, 4))])], [layout("e", [whole("w", (0, 4))]), layout("f", [])])
     assert plan.nbytes == 0 and plan.part(0).nbytes == plan.part(1).nbytes == 0 and plan.num_tensors == 1
@@ -373,7 +373,7 @@ def test_empty_plan_is_valid() -> None:
         {"sources": ("t0",)},
     ],
 )
-def test_part_outside_its_memories_is_refused(wrong: dict[str, object]) -> None:
+def test_receiver_plan_outside_memory_is_rejected(wrong: dict[str, object]) -> None:
     holdings = [layout(f"t{r}", [sharded("w", (4, 12), 0, r, 2)]) for r in range(2)]
     part = plan_sync(holdings, [layout("e", [sharded("w", (4, 12), 1, 0, 2)])]).part(0)
     sizes = {"src_nbytes": [48, 48], "dst_nbytes": 48}

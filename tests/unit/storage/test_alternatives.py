@@ -47,7 +47,7 @@ def files_of(place: object) -> list[str]:
         ".model-backup.safetensors",
     ],
 )
-def test_alternative_next_to_model_is_ignored(tmp_path: Path, other: str) -> None:
+def test_alternative_file_next_to_model_is_ignored(tmp_path: Path, other: str) -> None:
     write(tmp_path, PLAIN, other)
     # Weights with other names are ignored too.
     write(tmp_path, other, tensor="only in the other")
@@ -57,12 +57,12 @@ def test_alternative_next_to_model_is_ignored(tmp_path: Path, other: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "x.fp16.safetensors", "consolidated.safetensors"])
-def test_alternative_without_model_is_loaded(tmp_path: Path, name: str) -> None:
+def test_alternative_file_without_model_is_loaded(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     assert files_of(tmp_path) == [name]
 
 
-def test_dotted_part_names_form_one_model(tmp_path: Path) -> None:
+def test_dotted_shard_names_form_one_model(tmp_path: Path) -> None:
     write(tmp_path, PLAIN, tensor="a")
     write(tmp_path, "model.vision.safetensors", tensor="b")
     assert files_of(tmp_path) == [PLAIN, "model.vision.safetensors"]
@@ -79,7 +79,7 @@ def test_several_variants_without_plain_file_raise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "index", ["consolidated.safetensors.index.json", "model.fp16.safetensors.index.json", "._x.safetensors.index.json"]
 )
-def test_index_of_alternative_is_ignored(tmp_path: Path, index: str) -> None:
+def test_index_of_alternative_file_is_ignored(tmp_path: Path, index: str) -> None:
     other = index.removesuffix(".index.json")
     write(tmp_path, PLAIN, other)
     write_index(tmp_path, {"w": other}, index)
@@ -147,7 +147,7 @@ def test_index_with_byte_order_mark_is_read(tmp_path: Path) -> None:
     assert files_of(tmp_path) == ["a.safetensors"]
 
 
-def test_repository_cache_error_names_snapshots(tmp_path: Path) -> None:
+def test_repository_cache_path_error_suggests_snapshots(tmp_path: Path) -> None:
     place = tmp_path / "models--org--some--name"
     (place / "snapshots" / "abc").mkdir(parents=True)
     with pytest.raises(NotFound) as caught:
@@ -155,7 +155,7 @@ def test_repository_cache_error_names_snapshots(tmp_path: Path) -> None:
     assert f"{place}/snapshots/COMMIT" in str(caught.value.hint) and "org/some--name" in str(caught.value.hint)
 
 
-def test_names_with_question_mark_or_hash_are_kept(tmp_path: Path) -> None:
+def test_file_names_with_question_mark_are_opened(tmp_path: Path) -> None:
     write(tmp_path, "what?.safetensors", "a#b.safetensors")
     assert files_of(tmp_path / "what?.safetensors") == ["what?.safetensors"]
     assert files_of(tmp_path / "a#b.safetensors") == ["a#b.safetensors"]

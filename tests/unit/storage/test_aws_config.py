@@ -48,7 +48,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         (None, {"AWS_CONFIG_FILE": "/nowhere"}, ("default", False, False, "", "", "")),
     ],
 )
-def test_profile_settings_are_read(
+def test_aws_profile_settings_are_read(
     environ: dict[str, str], name: str | None, more: dict[str, str], found: tuple[str, bool, bool, str, str, str]
 ) -> None:
     profile = read_profile(name, environ | more)
@@ -62,7 +62,7 @@ def test_profile_settings_are_read(
     ) == found
 
 
-def test_malformed_file_fails_for_named_profile(environ: dict[str, str], tmp_path: Path) -> None:
+def test_malformed_aws_config_raises_for_named_profile(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config").write_text("no section\n")
     assert read_profile(None, environ).region == ""
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -77,7 +77,7 @@ def test_second_reader_uses_cache_only(tmp_path: Path) -> None:
     assert source.why is None and again.why is None
 
 
-def test_partial_read_caches_whole_chunk(tmp_path: Path) -> None:
+def test_partial_read_caches_complete_chunk(tmp_path: Path) -> None:
     inner = CountingSource()
     source = cached(inner, tmp_path)
     assert read(source, 12_345, [1, 0, 10])[0] == DATA[12_345:12_356]
@@ -160,7 +160,7 @@ def test_object_larger_than_cache_is_readable(tmp_path: Path) -> None:
     assert read(source, 0, [NBYTES])[0] == DATA
 
 
-def test_eviction_keeps_foreign_files(tmp_path: Path) -> None:
+def test_eviction_keeps_unrelated_files(tmp_path: Path) -> None:
     mine = [tmp_path / "notes.txt", tmp_path / "00000001", tmp_path / "penstock-chunks" / "notes.txt"]
     mine[2].parent.mkdir()
     for path in mine:
@@ -263,7 +263,7 @@ def test_read_of_many_chunks_waits_once(tmp_path, monkeypatch) -> None:
     assert len(until) == 4 and len(set(until)) == 1
 
 
-def test_unwritable_cache_waits_for_no_reader(tmp_path: Path) -> None:
+def test_reader_of_unwritable_cache_never_waits(tmp_path: Path) -> None:
     (tmp_path / "penstock-chunks").write_bytes(b"")
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
@@ -284,7 +284,7 @@ def test_unwritable_cache_waits_for_no_reader(tmp_path: Path) -> None:
     assert not waited and got == [DATA[5:105]]
 
 
-def test_forked_child_holds_no_chunk_lock(tmp_path: Path) -> None:
+def test_forked_child_inherits_no_chunk_lock(tmp_path: Path) -> None:
     directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
     file = directory.path / "ab" / "00000000"
     hold, go = os.pipe()
@@ -310,7 +310,7 @@ def test_forked_child_holds_no_chunk_lock(tmp_path: Path) -> None:
     assert is_free
 
 
-def test_sources_share_scratch_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_sources_share_scratch_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "CACHE_CHUNK_BYTES", 1 << 20)
     sources = [cached(CountingSource(uri=f"s3://b/{i}"), tmp_path) for i in range(8)]
     tracemalloc.start()
@@ -323,7 +323,7 @@ def test_sources_share_scratch_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         source.close()
 
 
-def test_cached_chunks_are_known_before_reading(tmp_path: Path) -> None:
+def test_cached_chunks_are_listed_before_reading(tmp_path: Path) -> None:
     source, again = cached(CountingSource(), tmp_path), cached(CountingSource(), tmp_path / "elsewhere")
     assert source.cached_chunks() == again.cached_chunks() == frozenset()
     read(source, 12_345, [10_000])
@@ -359,7 +359,7 @@ def _read_in_a_process(folder: Path, seed: int, answers: multiprocessing.Queue[t
     answers.put((right, misses))
 
 
-def test_two_processes_share_cache(tmp_path: Path) -> None:
+def test_two_processes_share_cached_chunks(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers: multiprocessing.Queue[tuple[bool, int]] = context.Queue()
     processes = [context.Process(target=_read_in_a_process, args=(tmp_path, seed, answers)) for seed in (1, 2)]
@@ -410,7 +410,7 @@ def test_full_disk_evicts_old_chunks(tmpfs: Path) -> None:
     assert chunk_files(tmpfs)
 
 
-def test_read_only_file_system_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_only_cache_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
     read(cached(CountingSource(), tmpfs), 0, [15_000])
     subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
     inner = CountingSource()
@@ -423,7 +423,7 @@ def test_read_only_file_system_falls_back_to_source(tmpfs: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("depth", ["cache_dir", "below"])
-def test_unusable_directory_warns_once(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_cache_directory_warns_once(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "penstock-chunks" if depth == "below" else tmp_path / "file"
     file.write_bytes(b"")
     source = cached(CountingSource(), tmp_path if depth == "below" else file)
@@ -441,7 +441,7 @@ def test_unwritable_directory_falls_back_to_source(tmp_path: Path) -> None:
     assert source.why is not None and "denied" in source.why
 
 
-def test_close_closes_source(tmp_path: Path) -> None:
+def test_closing_cached_source_closes_inner_source(tmp_path: Path) -> None:
     inner = CountingSource()
     source = cached(inner, tmp_path)
     read(source, 5, [10])
@@ -532,7 +532,7 @@ _STRANGE = [
 
 @pytest.mark.parametrize("what", _STRANGE)
 @pytest.mark.parametrize("level", ["chunk", "object", "prefix"])
-def test_foreign_entry_is_replaced_and_not_followed(
+def test_symlinked_cache_entry_is_replaced(
     tmp_path: Path, what: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

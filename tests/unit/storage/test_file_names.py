@@ -27,11 +27,11 @@ from penstock.storage.file_names import file_names, index_name, names_of, stem_o
         ([], "model"),
     ],
 )
-def test_stem_is_name_before_number(names: list[str], stem: str) -> None:
+def test_file_stem_excludes_shard_number(names: list[str], stem: str) -> None:
     assert stem_of(names) == stem
 
 
-def test_output_keeps_stem_in_every_layout() -> None:
+def test_output_file_names_keep_source_stem() -> None:
     assert file_names(1, "adapter_model") == ["adapter_model.safetensors"]
     assert file_names(2, "m.fp16") == ["m.fp16-00001-of-00002.safetensors", "m.fp16-00002-of-00002.safetensors"]
     assert names_of(["r0", "r1"], "x") == ["r0/x.safetensors", "r1/x.safetensors"]

@@ -129,7 +129,7 @@ def test_scatter_reads_fill_buffers_in_order(path: str, body: bytes, cold: bool)
     source.close()
 
 
-def test_read_into_more_buffers_than_iov_max_succeeds(source: FileSource, path: str, body: bytes) -> None:
+def test_scatter_read_above_iov_max_succeeds(source: FileSource, path: str, body: bytes) -> None:
     whole = aligned(3000 * 1024)
     buffers = [whole[i * 1024 : (i + 1) * 1024] for i in range(3000)]
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_uncached_read_uses_direct_io_without_caching(source: FileSource, path: 
     assert source.why == ""
 
 
-def test_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
+def test_reading_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
     needs_direct(path)
     evict(path)
     with open(path, "rb", buffering=0) as reader:
@@ -163,7 +163,7 @@ def test_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
     source.readv(0, [aligned(8 * MIB)])
 
 
-def test_pages_evicted_before_read_are_read_correctly(source: FileSource, path: str, body: bytes) -> None:
+def test_pages_evicted_before_read_are_reread(source: FileSource, path: str, body: bytes) -> None:
     buffer = aligned(8 * MIB)
     assert source.readv(0, [buffer]) == "page-cache"
     evict(path)
@@ -203,7 +203,7 @@ def test_direct_io_refused_at_open_is_reported(
     assert "EINVAL" in source.why
 
 
-def test_direct_io_refused_at_first_read_is_reported(
+def test_direct_io_refused_at_read_is_reported(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_direct(path)
@@ -241,7 +241,7 @@ def test_short_direct_reads_are_completed(
 
 
 @pytest.mark.parametrize("nowait", [True, False])
-def test_missing_cachestat_samples_page_cache(
+def test_page_cache_is_sampled_without_cachestat(
     path: str, body: bytes, nowait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "resident_pages", lambda *_: None)
@@ -339,13 +339,13 @@ def test_replacement_before_direct_open_raises_source_changed(source: FileSource
         source.readv(0, [aligned(MIB)])
 
 
-def test_removed_file_raises_source_changed(source: FileSource, path: str) -> None:
+def test_removed_open_file_raises_source_changed(source: FileSource, path: str) -> None:
     os.unlink(path)
     with pytest.raises(SourceChanged, match="removed"):
         source.check_unchanged()
 
 
-def test_identity_describes_opened_file(source: FileSource, path: str) -> None:
+def test_file_identity_describes_opened_file(source: FileSource, path: str) -> None:
     found = os.stat(path)
     assert source.identity == f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
     assert (source.uri, source.nbytes) == (path, NBYTES)

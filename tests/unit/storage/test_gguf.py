@@ -40,14 +40,14 @@ def header_of(data: bytes) -> GgufHeader:
     return header
 
 
-def test_type_table_matches_gguf_package() -> None:
+def test_gguf_type_table_matches_gguf_package() -> None:
     theirs = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in Type}
     ours = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in BLOCK_TYPES.items()}
     ours |= {number: (dtype.value, 1, dtype.bits // 8) for number, dtype in PLAIN.items()}
     assert ours == theirs
 
 
-def test_header_matches_gguf_package(tmp_path: Path) -> None:
+def test_gguf_header_matches_gguf_package(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     data = path.read_bytes()
     header, reader = header_of(data), gguf.GGUFReader(path)
@@ -62,7 +62,7 @@ def test_header_matches_gguf_package(tmp_path: Path) -> None:
     assert header.data_offset == reader.data_offset and header.alignment == 32
 
 
-def test_metadata_is_text_and_long_values_are_summarised(tmp_path: Path) -> None:
+def test_gguf_metadata_text_summarises_long_values(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=300)
     metadata = dict(header_of(path.read_bytes()).metadata)
     assert metadata.pop(TYPES).startswith('{"token_embd.weight": "Q8_0", "blk.0.attn_q.weight": "Q4_0"')
@@ -80,7 +80,7 @@ def test_metadata_is_text_and_long_values_are_summarised(tmp_path: Path) -> None
     }
 
 
-def test_logical_shape_follows_from_bytes_and_type(tmp_path: Path) -> None:
+def test_gguf_shape_is_computed_from_type(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     with open_weights(path, settings=Settings.read()) as weights:
         blocks = blocks_of(weights.manifest)
@@ -91,14 +91,14 @@ def test_logical_shape_follows_from_bytes_and_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 4096])
-def test_custom_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
+def test_custom_gguf_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", alignment=alignment)
     header = header_of(path.read_bytes())
     assert header.alignment == alignment and not (header.tensors.offset % alignment).any()
     assert header.tensors.offset.tolist() == [entry.data_offset for entry in gguf.GGUFReader(path).tensors]
 
 
-def test_version_2_is_read(tmp_path: Path) -> None:
+def test_gguf_version_2_is_parsed(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     data = bytearray(path.read_bytes())
     newer = header_of(bytes(data))
@@ -108,7 +108,7 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     assert older.tensors.offset.tolist() == newer.tensors.offset.tolist() and older.digest != newer.digest
 
 
-def test_large_header_needs_few_reads(tmp_path: Path) -> None:
+def test_large_gguf_header_takes_few_reads(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=150_000)
     source = Counted(path.read_bytes())
     header = read_header(source)
@@ -131,7 +131,7 @@ def test_metadata_only_file_has_no_tensors(tmp_path: Path) -> None:
     assert len(header.tensors) == 0 and header.metadata["general.architecture"] == "llama"
 
 
-def test_trailing_bytes_are_ignored(tmp_path: Path) -> None:
+def test_trailing_gguf_bytes_are_ignored(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     data = path.read_bytes()
     assert header_of(data + bytes(100)).tensors.offset.tolist() == header_of(data).tensors.offset.tolist()
@@ -175,7 +175,9 @@ VALUES = st.one_of(
     ),
     fields=st.dictionaries(NAMES.map("x.{}".format), VALUES, max_size=5),
 )
-def test_valid_files_match_gguf_package(tensors: dict[str, tuple[Type, list[int]]], fields: dict[str, object]) -> None:
+def test_random_gguf_files_match_gguf_package(
+    tensors: dict[str, tuple[Type, list[int]]], fields: dict[str, object]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.gguf"
         writer = gguf.GGUFWriter(path, "any")

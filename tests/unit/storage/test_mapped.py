@@ -81,7 +81,7 @@ def test_empty_view_maps_nothing(path: str, tmp_path: Path) -> None:
     empty.prefetch(0, 0)
 
 
-def test_private_writes_stay_in_one_view(path: str, body: bytes) -> None:
+def test_private_writes_are_invisible_in_other_views(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     first, second = file.view(100, MIB), file.view(100, MIB)
     first[:5] = b"local"
@@ -98,7 +98,7 @@ def test_private_writes_survive_prefetch(path: str, body: bytes) -> None:
     assert bytes(view[MIB - 1 : MIB + 4]) == body[MIB - 1 : MIB] + b"own" + body[MIB + 3 : MIB + 4]
 
 
-def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
+def test_dropping_view_unmaps_only_its_pages(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
     assert num_mapped_pages(path) == local.num_pages(0, NBYTES)
@@ -112,7 +112,7 @@ def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
     assert num_mapped_pages(path) == 0
 
 
-def test_views_keep_pages_shared_with_dropped_view(path: str, body: bytes) -> None:
+def test_views_retain_pages_shared_with_dropped_view(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     first, middle, last = file.view(0, MIB + 100), file.view(MIB + 100, MIB), file.view(2 * MIB + 100, MIB)
     first[-1], last[0] = 7, 8
@@ -184,7 +184,7 @@ def test_prefetch_without_populate_keeps_bytes_correct(path: str, body: bytes, m
     assert view == body
 
 
-def test_prefetch_beyond_end_is_clipped(path: str, body: bytes) -> None:
+def test_prefetch_beyond_file_end_is_clipped(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     view = file.view(NBYTES - 10, 10)
     file.prefetch(NBYTES, 1)
@@ -248,7 +248,7 @@ def test_changed_or_removed_file_raises_source_changed(path: str) -> None:
         file.check_unchanged()
 
 
-def test_missing_file_and_directory_raise(tmp_path: Path) -> None:
+def test_mapping_missing_file_or_directory_raises(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         MappedFile.open(str(tmp_path / "absent"))
     with pytest.raises(SourceUnavailable, match="directory"):
@@ -264,7 +264,7 @@ def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pyte
         MappedFile.open(path).view(0, 1)
 
 
-def test_view_fits_where_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_maps_where_full_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mapped.Mapping.map
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
@@ -308,7 +308,7 @@ def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
     assert view[3:] == body[3:]
 
 
-def test_file_is_ready_only_when_fully_cached(path: str, tmp_path: Path) -> None:
+def test_file_reports_ready_only_when_cached(path: str, tmp_path: Path) -> None:
     file = MappedFile.open(path)
     with open(path, "rb") as reader:
         cached = local.resident_pages(reader.fileno(), 0, NBYTES)

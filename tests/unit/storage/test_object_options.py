@@ -29,13 +29,13 @@ from penstock.storage.object_stores import locate_object
         ({"endpoint": "http://x", "endpoint_url": "http://x"}, "leave one of them out"),
     ],
 )
-def test_foreign_option_error_suggests_our_name(options: dict[Any, Any], hint: str) -> None:
+def test_unknown_storage_option_error_suggests_name(options: dict[Any, Any], hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         locate_object("s3://b/k", settings=Settings(), options=options)
     assert hint in str(caught.value.hint)
 
 
-def test_missing_azure_account_names_azure_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_azure_account_error_names_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="Account must be specified") as caught:

@@ -91,7 +91,7 @@ def test_remote_destination_overlapping_source_is_refused() -> None:
     "others",
     [["notes.txt"], ["other.safetensors"], ["photographs/"], ["sub/model.safetensors"], ["model.gguf", "config.json"]],
 )
-def test_replace_keeps_and_names_foreign_files(source: Path, tmp_path: Path, others: list[str]) -> None:
+def test_replace_error_names_unrelated_files(source: Path, tmp_path: Path, others: list[str]) -> None:
     out = tmp_path / "out"
     ps.convert(source / "model.safetensors", out, devices="cpu", workers=1, progress=False)
     for name in others:
@@ -104,7 +104,7 @@ def test_replace_keeps_and_names_foreign_files(source: Path, tmp_path: Path, oth
     assert contents(tmp_path) == before and (out / "photographs").exists() == ("photographs/" in others)
 
 
-def test_replace_keeps_weights_without_manifest(source: Path, tmp_path: Path) -> None:
+def test_replace_rejects_weights_without_manifest(source: Path, tmp_path: Path) -> None:
     other = checkpoint(tmp_path / "other", 2.0)
     with pytest.raises(ConfigError, match=r"config\.json, model\.safetensors, tokenizer\.json"):
         convert(source, other, replace=True)
@@ -119,7 +119,7 @@ def test_replace_removes_all_files_of_earlier_conversion(source: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "source"]
 
 
-def test_link_to_empty_directory_is_followed(source: Path, tmp_path: Path) -> None:
+def test_destination_symlink_to_empty_directory_is_filled(source: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     convert(source, tmp_path / "link")
@@ -128,7 +128,7 @@ def test_link_to_empty_directory_is_followed(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", [".", "./", "../here", ""])
-def test_working_directory_keeps_inode_when_filled(
+def test_conversion_into_working_directory_keeps_inode(
     source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -145,7 +145,7 @@ def test_working_directory_keeps_inode_when_filled(
     convert(source, to or str(here))
 
 
-def test_interrupted_publish_is_undone_and_repeated(tmp_path: Path) -> None:
+def test_interrupted_publish_is_rolled_back_and_retried(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -164,7 +164,7 @@ def test_interrupted_publish_is_undone_and_repeated(tmp_path: Path) -> None:
     assert sorted(path.name for path in staging.iterdir()) == ["a", "b", "c"]
 
 
-def test_killed_publish_is_undone_by_next_claim(tmp_path: Path) -> None:
+def test_killed_publish_is_rolled_back_by_next(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -213,7 +213,7 @@ def test_killed_writer_leaves_no_lock(tmp_path: Path) -> None:
         assert not place.staging("dead-1").exists()
 
 
-def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
+def test_forked_child_inherits_no_destination_lock(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
     claim = DestinationClaim.open(place.path, place.staging("1"))
     (hold, go), (is_forked, forked) = os.pipe(), os.pipe()
@@ -230,7 +230,7 @@ def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_concurrent_conversions_to_one_destination_do_not_mix(source: Path, tmp_path: Path) -> None:
+def test_concurrent_conversions_to_destination_never_mix(source: Path, tmp_path: Path) -> None:
     refused: list[Exception] = []
 
     def again(done: int, total: int) -> None:
@@ -245,7 +245,7 @@ def test_concurrent_conversions_to_one_destination_do_not_mix(source: Path, tmp_
 
 
 @pytest.mark.parametrize("what", ["link", "file", "pipe", "dangling link"])
-def test_planted_staging_directory_is_refused(source: Path, tmp_path: Path, what: str) -> None:
+def test_staging_directory_of_other_user_is_rejected(source: Path, tmp_path: Path, what: str) -> None:
     victim = checkpoint(tmp_path / "victim", 2.0)
     before = contents(victim)
     place = OutputPlace.at(tmp_path / "out")
@@ -267,7 +267,7 @@ def plant(path: Path, what: str, victim: Path) -> None:
         path.write_text("x")
 
 
-def test_conversion_follows_no_planted_link(source: Path, tmp_path: Path) -> None:
+def test_conversion_does_not_follow_planted_symlink(source: Path, tmp_path: Path) -> None:
     victim = checkpoint(tmp_path / "victim", 2.0)
     before = contents(victim)
     with pytest.raises(RuntimeError, match="ends here"):
@@ -286,7 +286,7 @@ def ends(done: int, total: int) -> None:
         raise RuntimeError("it ends here")
 
 
-def test_new_file_replaces_link_and_keeps_target(tmp_path: Path) -> None:
+def test_new_file_replaces_symlink_and_keeps_target(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / "link").symlink_to("target")
     with new_file(tmp_path / "link") as file:
@@ -323,7 +323,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.parametrize(
     "name", ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200], ids=["nul", "surrogate", "256", "utf8"]
 )
-def test_impossible_name_raises_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_impossible_destination_name_raises_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises((ConfigError, DestinationError)):
         _WRITERS[writer](source, f"{tmp_path}/{name}")
@@ -331,14 +331,14 @@ def test_impossible_name_raises_typed_error(source: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "new\nline", "a b*?[c]", "-o", "~x", "a:b"])
-def test_odd_name_is_written(source: Path, tmp_path: Path, name: str) -> None:
+def test_destination_name_with_special_characters_is_written(source: Path, tmp_path: Path, name: str) -> None:
     convert(source, tmp_path / name)
     assert value_of(tmp_path / name) == 1.0
     convert(source, tmp_path / name, to="cast:BF16", replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "source"])
 
 
-def test_manifest_does_not_replace_weights(source: Path) -> None:
+def test_manifest_path_cannot_replace_weights(source: Path) -> None:
     before = contents(source)
     for name in ("model.safetensors", "../source/model.safetensors"):
         with pytest.raises(ConfigError, match="would replace a file of the weights"):
@@ -353,7 +353,7 @@ def test_conversion_to_undecodable_name_is_refused(source: Path, tmp_path: Path)
     assert initialize(str(source), tmp_path / "bytes\udcff").num_files == 3
 
 
-def test_disk_without_inodes_is_left_unchanged(source: Path, tmp_path: Path) -> None:
+def test_full_inode_table_leaves_disk_unchanged(source: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)

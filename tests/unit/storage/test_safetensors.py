@@ -49,7 +49,7 @@ def library_rows(data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     return {name: (row["dtype"], row["shape"], bytes(row["data"])) for name, row in safetensors.deserialize(data)}
 
 
-def test_columns_are_in_file_order_with_absolute_offsets() -> None:
+def test_header_columns_have_absolute_offsets() -> None:
     body = bytes(range(14))
     data = file_of({"late": entry("U8", [2], 12, 14), "early": entry("F32", [3], 0, 12)}, body)
     header = header_of(data)
@@ -78,7 +78,7 @@ def test_every_dtype_matches_safetensors_library(dtype: DType, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint16, np.float16, np.float32, np.complex64, np.uint64])
-def test_files_written_by_safetensors_are_read(dtype: type, tmp_path: Path) -> None:
+def test_files_written_by_safetensors_are_parsed(dtype: type, tmp_path: Path) -> None:
     arrays = {"b": np.ones((4, 3), dtype), "a": np.zeros((), dtype), "z": np.zeros((2, 0, 3), dtype)}
     data = safetensors.numpy.save(arrays, {"framework": "np"})
     found = rows_of(data)
@@ -97,7 +97,7 @@ NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=8).filter(la
     metadata=st.none() | st.dictionaries(NAMES, NAMES, max_size=3),
     ascii_only=st.booleans(),
 )
-def test_valid_files_match_safetensors_library(
+def test_random_valid_files_match_safetensors_library(
     kinds: dict[str, tuple[DType, tuple[int, ...]]], metadata: dict[str, str] | None, ascii_only: bool
 ) -> None:
     header: dict[str, object] = {}
@@ -146,36 +146,36 @@ def test_metadata_is_found_at_any_position(raw: bytes) -> None:
     assert header.tensors.names == ("a",)
 
 
-def test_metadata_with_braces_and_escapes_is_kept() -> None:
+def test_metadata_with_braces_is_parsed_unchanged() -> None:
     metadata = {"config": json.dumps({"a": {"b": '"\\"'}}), "__metadata__": "}", "": "{"}
     data = file_of({"__metadata__": metadata, "a": entry("U8", [1], 0, 1)}, b"x")
     assert header_of(data).metadata == metadata
 
 
 @pytest.mark.parametrize("value", ["}}", "},", "a}} b", "} , c", "}", "{}", "}}}"])
-def test_brace_in_metadata_string_is_not_end(value: str) -> None:
+def test_brace_in_metadata_string_is_parsed(value: str) -> None:
     data = file_of({"__metadata__": {"format": value, "k": "v"}, "a": entry("U8", [1], 0, 1)}, b"x")
     assert header_of(data).metadata == {"format": value, "k": "v"}
 
 
-def test_null_metadata_is_empty() -> None:
+def test_null_metadata_returns_empty_dict() -> None:
     assert header_of(file_of({"__metadata__": None})).metadata == {}
     assert header_of(file_of(b'{"__meta\\u0064ata__":null}')).metadata == {}
 
 
-def test_unknown_fields_are_ignored() -> None:
+def test_unknown_header_fields_are_ignored() -> None:
     data = file_of({"a": entry("U8", [1], 0, 1) | {"note": {"deep": [1, {"x": None}]}}}, b"x")
     assert rows_of(data) == library_rows(data)
 
 
-def test_tensors_may_have_names_of_fields() -> None:
+def test_tensors_named_like_fields_are_parsed() -> None:
     header = {name: entry("U8", [1], i, i + 1) for i, name in enumerate(["dtype", "shape", "data_offsets", "U8", ""])}
     data = file_of(header, b"abcde")
     assert rows_of(data) == library_rows(data)
 
 
 @pytest.mark.parametrize("guess_bytes", [1, 8, 40, 1 << 20])
-def test_header_longer_than_guess_needs_second_read(guess_bytes: int) -> None:
+def test_long_header_is_read_in_two_requests(guess_bytes: int) -> None:
     data = file_of({f"t{i}": entry("U8", [1], i, i + 1) for i in range(50)}, bytes(50))
     source = MemorySource(data)
     reads: list[int] = []
@@ -198,7 +198,7 @@ def test_digest_covers_header_json_only() -> None:
     assert header_of(one).digest != header_of(file_of({"b": entry("U8", [1], 0, 1)}, b"x")).digest
 
 
-def test_writer_keeps_order_unless_tensor_is_unaligned(tmp_path: Path) -> None:
+def test_writer_reorders_only_unaligned_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     kept = {"z": (DType.F32, (1,), b"1234"), "a": (DType.F32, (1,), b"5678"), "m": (DType.U8, (1,), b"9")}
     write_file(path, kept)
@@ -221,7 +221,7 @@ def test_writer_refuses_bytes_that_contradict_shape(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_write_error_names_path(tmp_path: Path) -> None:
+def test_failed_write_error_names_path(tmp_path: Path) -> None:
     with pytest.raises(DestinationError) as caught:
         write_file(tmp_path / "absent" / "x", {})
     assert caught.value.uri == str(tmp_path / "absent" / "x")
@@ -271,11 +271,11 @@ def test_index_maps_tensors_to_shards() -> None:
     assert parse_index(raw.encode(), uri="i") == {"a": "x-1.safetensors", "é": "sub/x-2.safetensors"}
 
 
-def test_index_with_escapes_and_no_metadata_is_parsed() -> None:
+def test_index_with_escaped_names_is_parsed() -> None:
     assert parse_index(b'{"weight_map":{"a\\"b":"\\u0078.safetensors"}}', uri="i") == {'a"b': "x.safetensors"}
 
 
-def test_strings_with_escapes_are_counted() -> None:
+def test_header_strings_with_escapes_are_counted() -> None:
     for value in ({}, {"a": "b"}, {'"': "\\"}, {"\\": '\\"'}, {"\\\\": "\n"}, {'\\"\\': '"\\"'}):
         assert num_strings(json.dumps(value).encode()) == 2 * len(value)
 
@@ -291,7 +291,7 @@ def test_uris_are_classified_local_or_remote() -> None:
 @pytest.mark.parametrize(
     "names", [["__metadata__"], ["w", "__metadata__"], ["a\ud800"], ["w", "w"]], ids=["key", "second", "utf8", "twice"]
 )
-def test_header_with_impossible_names_is_refused(names: list[str]) -> None:
+def test_header_with_unencodable_names_is_rejected(names: list[str]) -> None:
     entries = [(name, DType.U8, (2,), 2 * row, 2 * row + 2) for row, name in enumerate(names)]
     for metadata in (None, {"format": "pt"}):
         with pytest.raises(PlanError) as caught:
@@ -300,7 +300,7 @@ def test_header_with_impossible_names_is_refused(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", 'a"\\', "\U0001f600"])
-def test_odd_names_are_written_and_read(name: str, tmp_path: Path) -> None:
+def test_unusual_tensor_names_round_trip(name: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(encode_header([(name, DType.U8, (2,), 0, 2)], None, uri=str(path)) + b"ab")
     assert bytes(safetensors.numpy.load_file(path)[name]) == b"ab"

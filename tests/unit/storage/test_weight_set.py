@@ -103,7 +103,7 @@ ALL = ["m.w", "a.w", "m.empty", "b.w", "a.scale", "z.w"]
 
 
 @pytest.mark.parametrize("kind", ["directory", "slash", "path", "file uri", "glob", "index", "list", "deep glob"])
-def test_every_location_kind_has_same_weights(kind: str, tmp_path: Path) -> None:
+def test_every_location_kind_opens_same_weights(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model dir"
     folder.mkdir()
     expected = {name: body for name, (_, _, body) in shards_of(folder).items()}
@@ -130,7 +130,7 @@ def test_every_location_kind_has_same_weights(kind: str, tmp_path: Path) -> None
     assert weights.why_unverified is not None and "manifest" in weights.why_unverified
 
 
-def test_single_file_is_opened(tmp_path: Path) -> None:
+def test_single_weight_file_is_opened(tmp_path: Path) -> None:
     write_file(tmp_path / "x.bin", {"a": tensor(3)})
     weights, bodies = open_all(tmp_path / "x.bin")
     assert len(bodies["a"]) == 3
@@ -184,7 +184,7 @@ def test_index_selects_files_in_directory(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_index_may_name_files_in_subdirectories(tmp_path: Path) -> None:
+def test_index_can_name_files_in_subdirectories(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write_file(tmp_path / "sub" / "a.safetensors", {"a": tensor(1)})
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":{"a":"sub/a.safetensors"}}')
@@ -192,7 +192,7 @@ def test_index_may_name_files_in_subdirectories(tmp_path: Path) -> None:
     assert weights.manifest.files[0].name == "sub/a.safetensors"
 
 
-def test_files_with_same_name_keep_directories(tmp_path: Path) -> None:
+def test_files_with_same_name_stay_separate(tmp_path: Path) -> None:
     for name in ("unet", "vae"):
         (tmp_path / name).mkdir()
         write_file(tmp_path / name / "model.safetensors", {name: tensor(1)})
@@ -209,7 +209,7 @@ INDEX_LIES: dict[str, tuple[dict[str, str | None], str, str]] = {
 
 
 @pytest.mark.parametrize("lie", INDEX_LIES)
-def test_wrong_index_is_refused(lie: str, tmp_path: Path) -> None:
+def test_invalid_index_is_rejected(lie: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     changes, name, words = INDEX_LIES[lie]
     write_index(tmp_path, changes)
@@ -218,7 +218,7 @@ def test_wrong_index_is_refused(lie: str, tmp_path: Path) -> None:
     assert caught.value.tensor == name
 
 
-def test_missing_shard_error_has_name(tmp_path: Path) -> None:
+def test_missing_shard_error_contains_file_name(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path, {"q": "model-9.safetensors"})
     with pytest.raises(NotFound, match=r"model-9\.safetensors") as caught:
@@ -242,14 +242,14 @@ def test_missing_files_in_list_raise_not_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "said"), [("no", "no such file"), ("empty", "no \\*.safetensors"), ("", "no \\*.saf")]
 )
-def test_missing_path_error_shows_given_name(tmp_path: Path, path: str, said: str) -> None:
+def test_missing_path_error_shows_requested_path(tmp_path: Path, path: str, said: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match=said) as caught:
         open_weights(tmp_path / path, settings=SETTINGS)
     assert caught.value.uri == str(tmp_path / path)
 
 
-def test_single_slash_uri_error_suggests_two() -> None:
+def test_single_slash_uri_error_suggests_correct_uri() -> None:
     with pytest.raises(NotFound) as caught:
         open_weights("s3:/bucket/llama", settings=SETTINGS)
     assert caught.value.hint == "write two slashes: s3://bucket/llama"
@@ -304,7 +304,9 @@ NAME_CHOICES: list[tuple[weight_set.Names, list[str]]] = [
 
 @pytest.mark.parametrize("with_index", [True, False])
 @pytest.mark.parametrize("names, expected", NAME_CHOICES, ids=range(len(NAME_CHOICES)))
-def test_names_select_tensors(names: weight_set.Names, expected: list[str], with_index: bool, tmp_path: Path) -> None:
+def test_names_option_selects_tensors(
+    names: weight_set.Names, expected: list[str], with_index: bool, tmp_path: Path
+) -> None:
     shards_of(tmp_path)
     if with_index:
         write_index(tmp_path)
@@ -340,7 +342,7 @@ def test_unknown_tensor_name_raises_plan_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 5])
 @pytest.mark.parametrize("leaf_bytes", [1, 7, 128, 4096, 1 << 20])
-def test_build_digests_every_leaf(
+def test_manifest_build_digests_every_leaf(
     leaf_bytes: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_set, "_WINDOW_BYTES", 512)
@@ -366,7 +368,7 @@ def test_revision_is_independent_of_file_layout(tmp_path: Path) -> None:
     assert len(revisions) == 1
 
 
-def test_build_stops_when_source_fails(tmp_path: Path) -> None:
+def test_manifest_build_stops_when_source_fails(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         short = MemorySource(b"", uri="mem:short")
@@ -377,7 +379,7 @@ def test_build_stops_when_source_fails(tmp_path: Path) -> None:
             build(weights, leaf_bytes=0)
 
 
-def test_build_of_no_tensors_is_verified(tmp_path: Path) -> None:
+def test_manifest_without_tensors_is_verified(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"e": tensor(0)})
     made = write_sidecar(tmp_path / "x.safetensors")
     assert made.leaves is not None and made.leaves.size == 0
@@ -386,7 +388,7 @@ def test_build_of_no_tensors_is_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "glob", "index", "list", "some", "file"])
-def test_matching_sidecar_is_used(kind: str, tmp_path: Path) -> None:
+def test_matching_manifest_sidecar_is_used(kind: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path)
     made = write_sidecar(tmp_path / "model-0.safetensors" if kind == "file" else tmp_path)
@@ -485,7 +487,7 @@ def test_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_sidecar_without_digests_is_reported(tmp_path: Path) -> None:
+def test_manifest_without_digests_is_reported(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         raw = encode(weights.manifest)
@@ -683,7 +685,7 @@ def test_signature_is_checked_against_public_key() -> None:
             weight_set.check_signature(b"manifest", signature, bad)
 
 
-def test_sidecar_uri_follows_location(tmp_path: Path) -> None:
+def test_manifest_uri_is_derived_from_location(tmp_path: Path) -> None:
     shards_of(tmp_path)
     folder = str(tmp_path)
     beside = f"{folder}/penstock.manifest"
@@ -797,7 +799,7 @@ def test_unreadable_sidecar_raises_permission_denied(tmp_path: Path, monkeypatch
         open_weights(tmp_path / "x.safetensors", settings=SETTINGS)
 
 
-def test_source_changed_between_reads_raises(tmp_path: Path) -> None:
+def test_manifest_of_changed_source_raises(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(100)})
     with open_weights(tmp_path / "x.safetensors", settings=SETTINGS) as weights:
         write_file(tmp_path / "y.safetensors", {"a": tensor(101)})
@@ -807,7 +809,7 @@ def test_source_changed_between_reads_raises(tmp_path: Path) -> None:
             build(weights)
 
 
-def test_listing_is_sorted_and_flat(tmp_path: Path) -> None:
+def test_directory_listing_is_sorted_and_flat(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).write_text("")
     (tmp_path / "below").mkdir()
@@ -821,7 +823,7 @@ def test_listing_is_sorted_and_flat(tmp_path: Path) -> None:
             storage.list_uris(str(uri), settings=SETTINGS)
 
 
-def test_read_small_limits_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_file_above_size_limit_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small"
     assert storage.read_small(str(path), settings=SETTINGS) is None
     path.write_bytes(b"text")

@@ -19,7 +19,7 @@ EPOCH, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
 
 
-def test_every_vote_combination_has_documented_verdict() -> None:
+def test_every_vote_combination_returns_documented_decision() -> None:
     for stragglers in ("leave_out", "withdraw"):
         for votes in itertools.product((*OUTCOMES, "waiting"), repeat=3):
             ballot = Ballot.of(["a", "b", "c"], stragglers)
@@ -42,7 +42,7 @@ def test_every_vote_combination_has_documented_verdict() -> None:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
 
-def test_last_report_replaces_previous_except_refusal() -> None:
+def test_last_report_replaces_all_but_refusal() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
     assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
     ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")
@@ -62,7 +62,7 @@ def test_departed_subscriber_is_not_counted() -> None:
     assert Ballot.of([], "withdraw").decide(is_due=False).is_commit, "nobody can disagree"
 
 
-def test_check_values_require_a_check() -> None:
+def test_commit_requires_subscriber_with_check() -> None:
     ballot = Ballot.of(["a", "b"], "leave_out", needs_check=True).reported("a", "prepared")
     unchecked = ballot.reported("b", "prepared").decide(is_due=False)
     assert not unchecked.is_commit and "no prepared subscriber checks" in unchecked.why
@@ -70,7 +70,7 @@ def test_check_values_require_a_check() -> None:
     assert not ballot.decide(is_due=True).is_commit, "the subscriber that checks is late"
 
 
-def test_error_names_replica_and_reason() -> None:
+def test_refused_version_error_names_replica() -> None:
     decision = FleetDecision(epoch=EPOCH, version=VERSION, outcome="withdrawn", by="abcdefghij", why="not finite")
     with pytest.raises(
         VersionRefused, match="version 7 of 'policy' was refused by subscriber abcdefgh: not finite"
@@ -95,7 +95,7 @@ def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undec
     return questions, None
 
 
-def test_responsive_rank_0_is_asked_again() -> None:
+def test_responsive_rank_0_is_polled_again() -> None:
     replies = [DecisionReply(at=at) for at in (1.0, 2.0, 3.0)]
     assert ends([*replies, DecisionReply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
 
@@ -110,12 +110,12 @@ def test_silent_rank_0_is_retried_until_deadline() -> None:
     )
 
 
-def test_undecided_rank_0_is_asked_until_limit() -> None:
+def test_undecided_rank_0_is_polled_until_limit() -> None:
     questions, end = ends([DecisionReply(at=9.0), DecisionReply(at=10.5), DecisionReply(at=10.6, decision=WITHDRAWN)])
     assert (questions[-1], end) == ("hub", WITHDRAWN)
 
 
-def test_wait_without_reply_ends_at_deadline() -> None:
+def test_decision_wait_without_reply_times_out() -> None:
     replies = []
     for at in range(1, 8):
         replies += [DecisionReply(at=float(at), kind="gone"), DecisionReply(at=at + 0.5, kind="silent")]
@@ -255,7 +255,7 @@ def test_subscribers_never_act_on_conflicting_decisions(stragglers: str) -> None
     assert len(seen) > 10_000 and num_live, "the model reaches a commit on all"
 
 
-def test_model_search_detects_forgetful_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_checker_detects_hub_losing_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search detects a hub that withdraws a version although it may have lost a commit."""
     first = World(stragglers="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
 
@@ -275,6 +275,6 @@ def test_model_search_detects_forgetful_hub(monkeypatch: pytest.MonkeyPatch) -> 
     assert faults
 
 
-def test_decision_survives_encoding() -> None:
+def test_fleet_decision_round_trips_through_encoding() -> None:
     state = SyncState(name="policy", side="subscriber", prepared=8, decision=COMMITTED)
     assert msgspec.json.decode(msgspec.json.encode(state), type=SyncState) == state

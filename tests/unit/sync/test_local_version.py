@@ -47,7 +47,7 @@ def test_digests_cover_ready_rows_only(rank: LocalVersion) -> None:
     late.join()
 
 
-def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
+def test_wrong_version_or_generation_raises_stale_descriptor(rank: LocalVersion) -> None:
     some = strips((0, 4, 1, 0))
     with pytest.raises(StaleDescriptor):
         rank.map()
@@ -68,7 +68,7 @@ def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
     assert rank.map().regions != version_map.regions
 
 
-def test_map_with_missing_size_is_malformed(rank: LocalVersion) -> None:
+def test_version_map_without_size_is_rejected(rank: LocalVersion) -> None:
     rank.begin(1)
     rank.ready()
     fields = msgspec.to_builtins(rank.map())
@@ -86,7 +86,7 @@ def test_fence_wakes_waiting_readers(rank: LocalVersion) -> None:
     assert time.monotonic() - begun < 50
 
 
-def test_waiting_reader_wakes_for_its_rows_only(rank: LocalVersion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reader_wakes_only_for_its_rows(rank: LocalVersion, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.begin(1)
     looks: list[str] = []
     look = LocalVersion._check
@@ -135,7 +135,7 @@ def test_closed_version_raises_stale_descriptor(rank: LocalVersion) -> None:
         rank.ready()
 
 
-def test_interleaved_rows_wait_for_each_other() -> None:
+def test_interleaved_rows_become_ready_together() -> None:
     from penstock.plan.layout import Form, Layout
     from penstock.types import DType
 

@@ -53,7 +53,7 @@ class Model(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_changed_byte_is_detected() -> None:
+def test_digest_check_detects_changed_byte() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     assert digests.is_same()
@@ -68,7 +68,7 @@ def test_changed_byte_is_detected() -> None:
 
 
 @torch.no_grad()
-def test_same_bytes_at_new_address_match() -> None:
+def test_equal_bytes_at_new_address_match() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     kept = [parameter.data for parameter in model.parameters()]
@@ -78,7 +78,7 @@ def test_same_bytes_at_new_address_match() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 5, -1])
-def test_freed_memory_is_not_same(number: int) -> None:
+def test_digest_check_fails_after_memory_is_freed(number: int) -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     list(model.parameters())[number].untyped_storage().resize_(0)

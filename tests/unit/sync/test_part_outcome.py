@@ -33,12 +33,12 @@ DECISION = FleetDecision(epoch="r", version=4, outcome="withdrawn", why="not fin
         (Granted(epoch="r"), PartReply(epoch="r")),
     ],
 )
-def test_outcome_round_trips_through_one_message(outcome: PartOutcome, reply: PartReply) -> None:
+def test_plan_outcome_round_trips_through_message(outcome: PartOutcome, reply: PartReply) -> None:
     raw = msgspec.msgpack.encode(encode_outcome(outcome))
     assert raw == msgspec.msgpack.encode(reply)
     assert decode_outcome(msgspec.msgpack.decode(raw, type=PartReply)) == outcome
 
 
-def test_withdrawal_outranks_reason_to_wait() -> None:
+def test_withdrawal_takes_precedence_over_waiting() -> None:
     reply = PartReply(epoch="r", version=4, refused=DECISION, not_yet="soon", part=b"p")
     assert decode_outcome(reply) == Withdrawn(epoch="r", version=4, decision=DECISION)

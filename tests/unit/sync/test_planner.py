@@ -88,7 +88,7 @@ def request_part(planner: Planner, want: Layout, version: int = -1, **more: Any)
     return planner.part(want.member, PartRequest(version=version, digest=want.digest(), layout=encode(want), **more))
 
 
-def test_layout_and_part_are_sent_once(planner: Planner, group: Group) -> None:
+def test_layout_and_plan_are_sent_once(planner: Planner, group: Group) -> None:
     want = layout("s0")
     group.add(want, side="subscriber")
     first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
@@ -101,7 +101,7 @@ def test_layout_and_part_are_sent_once(planner: Planner, group: Group) -> None:
     assert again.part is None and again.key == reply.key
 
 
-def test_part_is_planned_before_version_is_published(group: Group) -> None:
+def test_plan_is_built_before_publication(group: Group) -> None:
     planner = Planner(group, VersionStatus(), lambda: group.layouts["p0"])  # type: ignore[arg-type]
     want = layout("s0")
     group.add(want, side="subscriber")
@@ -120,7 +120,7 @@ def test_part_is_planned_before_version_is_published(group: Group) -> None:
     assert "missing" in request_part(planner, want, is_ahead=True).why
 
 
-def test_receiver_missing_from_old_list_is_kept(
+def test_receiver_missing_from_old_list_stays_planned(
     planner: Planner, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, look = group.look(), group.look
@@ -180,7 +180,7 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_sta
     assert request_part(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
 
 
-def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version_status: VersionStatus) -> None:
+def test_planner_skips_version_receiver_reported_withdrawn(group: Group, version_status: VersionStatus) -> None:
     # The publishers are dead and still listed with version 4. This receiver has version 3 and knows no decision.
     group.id = "s1"
     group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
@@ -211,7 +211,7 @@ def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     assert "not published yet" in request_part(planner, layout("s0"), 4).why
 
 
-def test_past_version_is_read_from_receivers(planner: Planner, group: Group, version_status: VersionStatus) -> None:
+def test_past_version_is_planned_from_receivers(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
         request_part(planner, layout("s0"))
@@ -244,6 +244,6 @@ def test_receivers_replace_lost_publisher(planner: Planner, group: Group) -> Non
     assert {part.sources[i] for i in part.source} == {"p0", "s1"}
 
 
-def test_table_covers_all_ranks(planner: Planner, group: Group) -> None:
+def test_planner_table_covers_all_ranks(planner: Planner, group: Group) -> None:
     table = planner.table()
     assert (table.names, table.dtypes, table.shapes) == (("w",), ("F32",), ((8, 4),))

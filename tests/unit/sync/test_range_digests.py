@@ -36,7 +36,7 @@ def test_requested_digests_are_precomputed_for_next_version(memories) -> None:
     ).all()
 
 
-def test_unrequested_digests_are_dropped(memories) -> None:
+def test_unrequested_digests_are_no_longer_computed(memories) -> None:
     live, copy = memories
     digests, asked = PrecomputedDigests(of(live), Digester("cpu")), strips(0)
     digests.digests(of(copy), asked)

@@ -65,7 +65,7 @@ def test_packed_elements_are_counted_by_format() -> None:
         declared({"w": raw.t()})
 
 
-def test_offsets_count_across_regions_in_any_order() -> None:
+def test_shard_offsets_count_across_regions() -> None:
     arena = Arena.allocate(4096)
     inside = arena.bytes_at(512, 16).view(torch.float32)
     held = {"a": torch.zeros(6), "i": inside, "b": torch.zeros(3, dtype=torch.int8), "e": torch.zeros(0, 4)}
@@ -111,7 +111,7 @@ def test_meta_tensors_have_no_regions() -> None:
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3))
-def test_repeated_cuts_cover_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
+def test_repeated_sharding_covers_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
     def expected(numbers: torch.Tensor, cuts: list[tuple[int, int, int]]) -> list[int]:
         for size, coordinate, factor in cuts:
             pieces = [piece.chunk(size) for piece in numbers.chunk(factor)]

@@ -91,7 +91,7 @@ def trues(tp: int, ep: int, dtype: torch.dtype) -> list[Toy]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("cuts", TRAINERS, ids=str)
-def test_synced_model_equals_loaded_model(
+def test_recorded_sync_matches_loaded_model(
     cuts: tuple[int, int, int], engine: tuple[int, int], dtype: torch.dtype
 ) -> None:
     publishers = trainer(checkpoint(), *cuts)

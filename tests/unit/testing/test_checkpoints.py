@@ -23,7 +23,7 @@ def raw(tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_llama_has_no_zeros_or_nans(tmp_path: Path) -> None:
+def test_generated_llama_has_no_zeros_or_nans(tmp_path: Path) -> None:
     tensors = read(write_llama(tmp_path, num_layers=2, hidden=256, vocab=512, shards=3))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16, torch.float8_e4m3fn, torch.float32}
     for name, tensor in tensors.items():
@@ -33,7 +33,7 @@ def test_llama_has_no_zeros_or_nans(tmp_path: Path) -> None:
     assert tensors["model.layers.1.mlp.down_proj.weight_scale_inv"].shape == (2, 8)
 
 
-def test_tensors_and_leaves_are_distinct(tmp_path: Path) -> None:
+def test_generated_tensors_and_leaves_are_distinct(tmp_path: Path) -> None:
     tensors = read(write_llama(tmp_path, num_layers=3, hidden=128, vocab=40_000, fp8=True))
     assert len({raw(tensor) for tensor in tensors.values()}) == len(tensors)
     head = raw(tensors["lm_head.weight"])
@@ -75,7 +75,7 @@ def test_single_shard_has_no_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("total_bytes", [4 * MIB, 64 * MIB, 2 * GIB, 16 * GIB])
 @pytest.mark.parametrize("fp8", [True, False])
-def test_shape_has_requested_size(total_bytes: int, fp8: bool) -> None:
+def test_generated_llama_has_requested_size(total_bytes: int, fp8: bool) -> None:
     shape = LlamaShape.of_bytes(total_bytes, fp8=fp8)
     assert sum(tensor.nbytes for tensor in shape.tensors(fp8=fp8)) == pytest.approx(total_bytes, rel=0.1)
 

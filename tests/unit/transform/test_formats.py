@@ -16,7 +16,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def test_unaligned_shard_owns_whole_blocks() -> None:
+def test_unaligned_shard_produces_complete_blocks() -> None:
     form, held = format_of("fp8-block128"), Box(start=(100, 0), stop=(300, 512))
     mine = owned(form, (1000, 512), held)
     assert mine == Box(start=(128, 0), stop=(384, 512)) == needed(form, (1000, 512), held)
@@ -34,7 +34,7 @@ def test_unaligned_shard_owns_whole_blocks() -> None:
     shape=st.tuples(st.integers(1, 300), st.integers(1, 12).map(lambda n: 32 * n)),
     cuts=st.tuples(st.lists(st.integers(0, 300), max_size=3), st.lists(st.integers(0, 384), max_size=3)),
 )
-def test_shards_own_every_output_once(tag: str, shape: tuple[int, int], cuts: tuple[list[int], list[int]]) -> None:
+def test_shards_produce_every_output_once(tag: str, shape: tuple[int, int], cuts: tuple[list[int], list[int]]) -> None:
     form = FORMATS[tag]
     edges = [sorted({0, n, *(min(c, n) for c in some)}) for n, some in zip(shape, cuts, strict=True)]
     whole = outputs(form, "w", DType.F32, shape, Box.full(shape))
@@ -56,7 +56,7 @@ def test_shards_own_every_output_once(tag: str, shape: tuple[int, int], cuts: tu
     assert all((count == 1).all() for count in given_by)
 
 
-def test_channel_and_tensor_scales_need_whole_rows() -> None:
+def test_channel_scales_require_unsliced_rows() -> None:
     channel, nv = format_of("fp8-channel"), format_of("nvfp4")
     assert alignment(channel, (10, 48)) == (1, 48)
     assert owned(channel, (10, 48), Box(start=(2, 0), stop=(4, 8))) == Box(start=(2, 0), stop=(4, 48))
@@ -82,7 +82,7 @@ def test_channel_and_tensor_scales_need_whole_rows() -> None:
         ("cast:F32", DType.I64, (4,), "cannot be cast"),
     ],
 )
-def test_unsupported_input_raises(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
+def test_unsupported_shape_or_format_raises(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         outputs(format_of(tag), "w", dtype, shape, Box.full(shape))
     with pytest.raises(ConfigError, match="fp8-block128"):

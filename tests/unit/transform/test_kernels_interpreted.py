@@ -32,7 +32,7 @@ TAGS = [
 
 
 @pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags[0])
-def test_kernels_match_reference_bitwise(tags: list[str]) -> None:
+def test_kernels_are_bit_identical_to_reference(tags: list[str]) -> None:
     child = subprocess.run(
         [sys.executable, "-c", CHILD, *tags],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -117,7 +117,7 @@ def test_non_finite_block_dequantises_to_nan(tag: str, odd: float) -> None:
 
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "fp8-block1x128-e8m0", "fp8-channel", "mxfp8", "mxfp8-floor", "nvfp4"])
-def test_shards_straddling_blocks_match_whole_tensor(tag: str) -> None:
+def test_shards_straddling_blocks_match_unsharded_tensor(tag: str) -> None:
     """Three ranks hold rows cut anywhere, receive foreign elements, and write one output."""
     form, x = format_of(tag), torch.from_numpy(sample()).bfloat16()
     shape = tuple(x.shape)
@@ -146,7 +146,7 @@ def test_shards_straddling_blocks_match_whole_tensor(tag: str) -> None:
         assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
 
 
-def test_mxfp8_matches_compressed_tensors_bitwise() -> None:
+def test_mxfp8_is_bit_identical_to_compressed_tensors() -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme

@@ -19,7 +19,9 @@ GOOD = {"transport": "loopback", "endpoint": "a", "generation": 1, "nbytes": 5}
     nbytes=st.integers(0, 2**63 - 1),
     payload=st.binary(max_size=300),
 )
-def test_descriptor_survives_encoding(transport: str, generation: int, nbytes: int, payload: bytes) -> None:
+def test_transport_descriptor_round_trips_through_encoding(
+    transport: str, generation: int, nbytes: int, payload: bytes
+) -> None:
     one = Descriptor(transport=transport, endpoint="e", generation=generation, nbytes=nbytes, payload=payload)
     assert decode(encode(one)) == one
 
@@ -48,7 +50,7 @@ def test_arbitrary_bytes_decode_or_raise_format_error(raw: bytes) -> None:
     ],
     ids=str,
 )
-def test_wrong_fields_raise_format_error(change: dict[str, object]) -> None:
+def test_descriptor_with_wrong_fields_raises_format_error(change: dict[str, object]) -> None:
     decode(msgspec.msgpack.encode(GOOD))
     with pytest.raises(FormatError):
         decode(msgspec.msgpack.encode(GOOD | change))
@@ -67,7 +69,7 @@ def test_wrong_fields_raise_format_error(change: dict[str, object]) -> None:
     ],
     ids=["empty", "missing", "trailing", "cut", "deep", "long", "not-utf8"],
 )
-def test_wrong_bytes_raise_format_error(raw: bytes) -> None:
+def test_invalid_descriptor_bytes_raise_format_error(raw: bytes) -> None:
     with pytest.raises(FormatError):
         decode(raw)
 

@@ -39,7 +39,7 @@ def page(endpoint):
     return endpoint.page
 
 
-def test_reader_sees_generations_and_liveness(endpoint, page) -> None:
+def test_reader_observes_generations_and_liveness(endpoint, page) -> None:
     slot, source = page.take_slot(), described(page)
     peer = PeerGenerationTable.open(source, endpoint.address(slot))
     assert peer.is_alive()
@@ -87,7 +87,7 @@ def test_reader_without_free_descriptors_blames_destination(left: int, monkeypat
     assert caught.value.blame == "destination" and "ulimit" in str(caught.value.hint)
 
 
-def test_reader_that_cannot_open_socket_blames_destination() -> None:
+def test_reader_without_socket_blames_destination() -> None:
     # Use another process, because a hard limit cannot be raised again, and a soft limit is raised when it is too low.
     program = """
 import os, resource
@@ -112,7 +112,7 @@ def test_owner_without_free_descriptors_raises(endpoint) -> None:
     assert endpoint.address(0).socket, "the next attempt may succeed"
 
 
-def test_readers_cannot_write(endpoint, page) -> None:
+def test_readers_cannot_write_generation_table(endpoint, page) -> None:
     peer = PeerGenerationTable.open(described(page), endpoint.address(0))
     with pytest.raises(TypeError):
         peer._words[0] = 1
@@ -130,7 +130,7 @@ def test_readers_cannot_write(endpoint, page) -> None:
         os.close(received)
 
 
-def test_many_readers_leave_owner_alive(endpoint, page) -> None:
+def test_closing_readers_keeps_owner_alive(endpoint, page) -> None:
     peers = [PeerGenerationTable.open(described(page), endpoint.address(0)) for _ in range(20)]
     for _ in range(3):
         assert all(peer.is_alive() for peer in peers)
@@ -188,7 +188,7 @@ def test_failed_page_lock_raises_destination_error(monkeypatch) -> None:
         GenerationTable.create()
 
 
-def test_failed_registration_takes_no_slot(endpoint, page) -> None:
+def test_failed_registration_consumes_no_slot(endpoint, page) -> None:
     memory = Memory(address=0, nbytes=0)
 
     def describe(_) -> bytes:
@@ -201,7 +201,7 @@ def test_failed_registration_takes_no_slot(endpoint, page) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_changes_nothing(endpoint, page) -> None:
+def test_forked_child_does_not_close_parent_table(endpoint, page) -> None:
     handle = endpoint.register(Memory(address=0, nbytes=5), lambda _: b"")
     child = os.fork()
     if child == 0:
@@ -220,7 +220,7 @@ def test_forked_child_changes_nothing(endpoint, page) -> None:
     endpoint.claim(handle.descriptor, endpoint.address(0)).check()
 
 
-def test_adjacent_segments_are_joined() -> None:
+def test_adjacent_segments_are_merged() -> None:
     rows = [(10, 110, 5), (0, 100, 10), (50, 300, 0), (15, 116, 5), (20, 121, 1), (90, 50, 3)]
     joined = segments(rows).joined()
     found = list(zip(joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist(), strict=True))

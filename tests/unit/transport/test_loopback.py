@@ -49,7 +49,7 @@ def test_fence_during_read_raises_stale_descriptor(transport, monkeypatch, at: i
     assert pending.moved_bytes == 100 * at
 
 
-def test_released_memory_lives_until_read_ends(transport) -> None:
+def test_released_memory_survives_until_read_completes(transport) -> None:
     buffer = np.full(100, 7, np.uint8)
     alive = weakref.ref(buffer)
     source = transport.register(Memory(address=int(buffer.ctypes.data), nbytes=100, owner=buffer))
@@ -66,7 +66,7 @@ def test_released_memory_lives_until_read_ends(transport) -> None:
     assert alive() is None
 
 
-def test_finished_read_holds_no_memory(transport) -> None:
+def test_completed_read_releases_memory(transport) -> None:
     buffer = np.full(100, 7, np.uint8)
     alive = weakref.ref(buffer)
     source = transport.register(Memory(address=int(buffer.ctypes.data), nbytes=100, owner=buffer))

@@ -37,7 +37,7 @@ def whole() -> Iterator[LoopbackTransport]:
     made.close()
 
 
-def test_first_error_is_returned_after_all_reads_end(whole) -> None:
+def test_first_error_is_returned_after_last_read(whole) -> None:
     first, second = Ending(StaleDescriptor("one")), Ending(SourceStalled("two"))
     failed, is_touched = wait_all([read(first), read(second)], stall_s=5)
     assert (failed is not None and failed.message, is_touched) == ("one", False)
@@ -74,7 +74,7 @@ def test_device_error_outranks_source_error(by: str) -> None:
     assert isinstance(wait_all([read(Ending(SourceStalled("no byte"), "shm"))], stall_s=5)[0], SourceStalled)
 
 
-def test_silent_peer_uses_one_deadline_for_all_reads() -> None:
+def test_reads_from_silent_peer_share_deadline() -> None:
     silent = Ending(SourceStalled("no byte"))
     wait_all([read(silent) for _ in range(4)], stall_s=30)
     assert silent.given_s == [30, *3 * [LATE_S]]

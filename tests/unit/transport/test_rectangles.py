@@ -64,6 +64,6 @@ def test_segments_match_rectangle_rows(given: list[tuple[int, ...]]) -> None:
         (1 << 62, 0, 1 << 62, 1, 0, 0),
     ],
 )
-def test_hostile_numbers_are_refused(row: tuple[int, ...]) -> None:
+def test_hostile_rectangle_numbers_are_rejected(row: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="rectangle 1"):
         rectangles((0, 0, 4, 1, 4, 4), row).check(src_nbytes=100, dst_nbytes=100)

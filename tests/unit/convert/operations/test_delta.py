@@ -81,7 +81,7 @@ def test_applied_delta_equals_new_version(data):
     ApplyDelta(words).check(manifest(found))
 
 
-def test_changed_byte_sends_one_leaf():
+def test_changed_byte_adds_one_leaf_to_delta():
     base = {"w": torch.zeros(1000, 16)}
     new = {"w": base["w"].clone()}
     new["w"][500, 3] = 1
@@ -91,7 +91,7 @@ def test_changed_byte_sends_one_leaf():
     }
 
 
-def test_result_contradicting_delta_is_refused():
+def test_delta_result_with_wrong_digest_raises():
     base, new = {"w": torch.zeros(64)}, {"w": torch.ones(64)}
     operation = ApplyDelta(encoded(delta_of(manifest(base), manifest(new))))
     with pytest.raises(IntegrityError, match="but the delta expects"):

@@ -100,7 +100,7 @@ UNEXPLAINED |= {
 
 
 @pytest.mark.parametrize("situation", UNEXPLAINED)
-def test_unexplained_tensor_is_refused_by_every_operation(situation):
+def test_unrecognised_tensor_raises_in_every_operation(situation):
     given, config = UNEXPLAINED[situation]
     given = {**given, "norm.weight": torch.ones(4)}
     for operation in (Dequantise("BF16", config), StoreOperation("cast:BF16", quantization=config)):
@@ -130,7 +130,7 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("situation", OTHER_SHAPES)
-def test_codes_with_unknown_shape_are_kept_or_refused(situation):
+def test_unknown_shape_codes_are_copied_or_rejected(situation):
     parts, config = OTHER_SHAPES[situation]
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:
@@ -156,7 +156,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("writer", FOREIGN)
-def test_codes_from_unknown_writers_are_kept_or_refused(writer):
+def test_unknown_writer_codes_are_copied_or_rejected(writer):
     parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:
@@ -175,7 +175,7 @@ def test_codes_from_unknown_writers_are_kept_or_refused(writer):
 
 @pytest.mark.parametrize("suffix", ["a.scale", "a.weight_scale_inv"])
 @pytest.mark.parametrize("lead", [(), (3,)])
-def test_packed_fp4_experts_are_read(suffix, lead):
+def test_packed_fp4_experts_are_dequantised(suffix, lead):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 128, (*lead, 8, 32), dtype=torch.int8, generator=generator)
     exponents = torch.randint(120, 135, (*lead, 8, 2), dtype=torch.uint8, generator=generator)
@@ -200,7 +200,7 @@ def e2m1(packed: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("experts", "rows", "blocks"), [(3, 10, 5), (1, 1, 1), (2, 5, 3), (1, 32, 1), (0, 2, 2), (2, 4, 0)]
 )
-def test_gpt_oss_blocks_are_read_transposed(experts, rows, blocks, exponents):
+def test_gpt_oss_blocks_are_dequantised_transposed(experts, rows, blocks, exponents):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (experts, rows, blocks, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 255, (experts, rows, blocks), dtype=torch.uint8, generator=generator)
@@ -260,7 +260,7 @@ def test_comfyui_scale_weight_is_applied(scale):
     assert {kept[name].dtype for name in others} == {torch.bfloat16}
 
 
-def test_parameters_named_scale_are_plain():
+def test_parameters_named_scale_are_ordinary_tensors():
     given = {
         "norm.weight": torch.ones(4),
         "norm.scale": torch.ones(4),
@@ -274,7 +274,7 @@ def test_parameters_named_scale_are_plain():
     assert torch.equal(found["a.weight"], CODES.float()) and found["norm.scale"].dtype is torch.float32
 
 
-def test_several_configurations_are_read_together():
+def test_several_quantisation_configurations_are_combined():
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = {"text_config": {"llm": {"quantization_config": fp8}}, "vision_config": {"quantization_config": fp8}}
     assert declared(config) == fp8
@@ -286,7 +286,7 @@ def test_several_configurations_are_read_together():
         Dequantise(quantization=declared(config)).recipes([table_of({"a.weight": CODES, "a.weight_scale": SCALE})])
 
 
-def test_nested_dtypes_change_with_model():
+def test_nested_config_dtypes_follow_output_dtype():
     config = {
         "dtype": "float32",
         "text_config": {"dtype": "float32", "n": 1, "deep": {"torch_dtype": "torch.bfloat16"}},
@@ -331,7 +331,7 @@ def test_scale_like_parameters_are_converted(situation, quantised):
     Linear().recipes([table_of(given), table_of(given)])
 
 
-def test_lone_scale_next_to_float_weight_is_refused():
+def test_scale_of_unquantised_weight_is_rejected():
     exponents = {"x.weight": CODES, "x.scale": torch.ones(2, 3)}
     with pytest.raises(PlanError) as raised:
         Dequantise().recipes([table_of({**exponents, "gate.weight": torch.ones(4, 4), "gate.scale": torch.ones(1, 1)})])

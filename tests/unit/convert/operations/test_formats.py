@@ -32,7 +32,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_block_format_matches_whole_tensor_result(tag, dtype):
+def test_block_format_matches_unsliced_tensor_result(tag, dtype):
     given, form = weights(dtype), format_of(tag)
     found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
@@ -76,7 +76,7 @@ def test_stacked_experts_have_separate_blocks():
         assert recipe.outputs[i].byte_range(0, 2)[1] == found[0][i].nbytes
 
 
-def test_only_and_keep_match_whole_names():
+def test_only_and_keep_match_full_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
     assert "a.weight_scale" in outputs_of(StoreOperation("mxfp8", keep=("b.*",)), given)
     assert (
@@ -121,7 +121,7 @@ CODES = torch.randn(256, 384, generator=torch.Generator().manual_seed(7)).to(tor
         ("weight_scale_inv", (256, 12), (1, 32)),
     ],
 )
-def test_foreign_fp8_is_read_with_any_scales(name, shape, block, dtype):
+def test_foreign_fp8_is_dequantised_with_any_scales(name, shape, block, dtype):
     """Qwen3-FP8's BF16 blocks, llm-compressor's FP8_BLOCK, FP8_DYNAMIC and FP8, FBGEMM's rows."""
     scales = torch.exp2(torch.randint(-6, 6, shape, generator=torch.Generator().manual_seed(1)).float()).to(dtype)
     given = {"a.weight": CODES, f"a.{name}": scales, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(4)}
@@ -132,7 +132,7 @@ def test_foreign_fp8_is_read_with_any_scales(name, shape, block, dtype):
     assert torch.equal(found["a.weight"], CODES.float() * factor)
 
 
-def test_expert_stacks_are_read_by_leading_dim():
+def test_stacked_experts_are_dequantised_by_leading_dim():
     codes = torch.stack([CODES, CODES, CODES])
     for shape in ((3, 2, 3), (3, 1, 1), (3,), (3, 256, 1), (3, 256)):
         scales = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
@@ -182,7 +182,7 @@ def test_unknown_quantisation_config_is_refused_with_method():
         Dequantise(quantization=rotated).recipes([table_of({"a.weight": CODES})])
 
 
-def test_declared_block_shape_is_used():
+def test_declared_block_shape_overrides_default():
     scales = torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
     given = {"a.weight": CODES, "a.weight_scale_inv": scales}
     with pytest.raises(PlanError, match="do not fit"):
@@ -202,7 +202,7 @@ def test_compressed_tensors_integers_are_read_when_declared():
     assert torch.equal(found["a.weight"], codes.float() * given["a.weight_scale"])
 
 
-def test_fp8_without_scales_is_plain_values():
+def test_fp8_without_scales_dequantises_to_codes():
     found = check_rows(Dequantise("F32"), {"a.weight": CODES, "b": torch.ones(3)})
     assert torch.equal(found["a.weight"], CODES.float()) and torch.equal(found["b"], torch.ones(3))
 
@@ -227,7 +227,7 @@ def test_cast_keeps_codes_and_their_scales(tag):
     assert {found[name].dtype for name in others} == {torch_dtype(format_of(tag).values)}
 
 
-def test_partly_quantised_model_names_remaining_tensors():
+def test_mixed_quantisation_error_names_tensor():
     form, first = format_of("fp8-block128"), {"a.weight": values((256, 256), torch.bfloat16, 4)}
     given = {
         **outputs_of(StoreOperation("fp8-block128"), first),
@@ -244,7 +244,7 @@ def test_partly_quantised_model_names_remaining_tensors():
     assert raised.value.tensor == "a.weight" and "dequantise" in str(raised.value)
 
 
-def test_chained_formats_convert_in_one_reading():
+def test_chained_formats_read_source_once():
     given = {"a.weight": values((260, 300), torch.bfloat16, 4)}
     stored = outputs_of(StoreOperation("fp8-block128"), given)
     chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), StoreOperation("fp8-channel")))
@@ -255,7 +255,7 @@ def test_chained_formats_convert_in_one_reading():
     assert torch.equal(raw(found["b.weight_scale"]), raw(wanted[1]))
 
 
-def test_config_describes_stored_files():
+def test_output_config_describes_stored_format():
     given = [table_of({"a.weight": torch.ones(128, 128), "lm_head.weight": torch.ones(8, 8)})]
     store = StoreOperation("fp8-block128")
     store.recipes(given)

@@ -43,14 +43,14 @@ SPECIAL = [0.0, -0.0, TINY, -TINY, np.float32(1.1754944e-38), np.float32(3e-39),
 
 
 @pytest.mark.parametrize("value", SPECIAL)
-def test_constant_and_single_value_blocks_match_gguf_package(value: float) -> None:
+def test_constant_blocks_match_gguf_package(value: float) -> None:
     same, one = np.full((1, 32), value, np.float32), np.zeros((1, 32), np.float32)
     one[0, 7] = value
     for values in (same, one):
         assert ours(values) == theirs(values)
 
 
-def test_halves_are_rounded_away_from_zero() -> None:
+def test_ties_are_rounded_away_from_zero() -> None:
     values = np.concatenate([np.arange(-15.5, 15.5), [127.0]]).astype(np.float32).reshape(1, 32)
     assert ours(values) == theirs(values)
     codes = np.frombuffer(ours(values), np.int8)[2:]

@@ -71,7 +71,7 @@ def test_missing_weights_mean_average():
     assert torch.allclose(check_rows(Linear(), *given_)["w"].double(), wanted, atol=1e-6)
 
 
-def test_first_source_dtype_is_kept():
+def test_merge_output_has_first_source_dtype():
     a, b = sources(1)[0], sources(1, torch.float32)[0]
     found = check_rows(Linear((1.0, 1.0)), a, b)
     assert are_equal(found["a"], (a["a"].float() * 0.5 + b["a"] * 0.5).to(torch.bfloat16))
@@ -89,7 +89,7 @@ def test_slerp_matches_shoemake_formula(t):
     assert found["none"].shape == (0, 8) and found["scalar"].shape == ()
 
 
-def test_slerp_without_arc_is_linear():
+def test_slerp_of_parallel_tensors_is_linear():
     a = torch.randn(64, 8)
     for b in (a * 3, -a, torch.zeros_like(a)):
         wanted = a * 0.75 + b * 0.25
@@ -147,7 +147,7 @@ def test_ties_over_several_blocks_is_consistent():
     assert 0.8 < (found == base).float().mean() < 0.9  # two tenths of the changes, now and then at one place
 
 
-def test_nan_stays_nan():
+def test_merge_preserves_nan():
     base, model = torch.zeros(10), torch.arange(10.0)
     model[3] = math.nan
     for operation in (Ties(0.2), Linear(), Slerp(0.5)):
@@ -181,7 +181,7 @@ def test_out_of_range_settings_are_rejected():
         Linear((1.0, -1.0)).recipes([table_of(one) for one in sources(2)])
 
 
-def test_merge_then_store_is_equal_in_parts():
+def test_merge_and_store_match_for_any_slicing():
     tensors = [{"model.layers.0.mlp.up_proj.weight": torch.randn(700, 500), "b": torch.randn(7)} for _ in range(3)]
     for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
         chained = operation_of([{"op": "ties", "density": 0.4}, words])
@@ -208,7 +208,7 @@ BASE = {
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_adapter_is_added_with_peft_scale(rslora):
+def test_adapter_is_merged_with_peft_scale(rslora):
     given_ = adapter(8, 600, 64, "model.layers.0.q_proj") | adapter(4, 128, 64, "model.layers.0.k_proj")
     told = {"r": 8, "lora_alpha": 16, "use_rslora": rslora, "alpha_pattern": {"layers.0.k_proj": 3}}
     found = check_rows(LoraMerge(told), BASE, given_)

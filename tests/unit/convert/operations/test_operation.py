@@ -62,29 +62,29 @@ class Summed:
         return config
 
 
-def test_copy_keeps_names_and_cuts_by_rows():
+def test_copy_preserves_names_and_splits_rows():
     recipes = CopyOperation().recipes([table(a=(4, 2), b=())])
     assert {recipe.outputs[0].spec.name: recipe.align for recipe in recipes} == {"a": 1, "b": 0}
 
 
-def test_packed_rows_ending_within_byte_are_not_cut():
+def test_packed_rows_ending_midbyte_are_not_split():
     odd = lay_out([Spec(name="a", dtype=DType.F4, shape=(4, 3))], shard_bytes=1 << 40).table
     assert CopyOperation().recipes([odd])[0].align == 0
 
 
-def test_rename_applies_first_rule_and_drops_empty():
+def test_rename_applies_first_rule_and_drops_tensors():
     rename = Rename(((r"^old\.", "new."), (r"drop", ""), (r"old", "never")))
     recipes = rename.recipes([table(**{"old.a": (1,), "drop": (1,), "kept": (1,)})])
     assert [recipe.outputs[0].spec.name for recipe in recipes] == ["new.a", "kept"]
 
 
-def test_rename_to_duplicate_name_is_refused_at_layout():
+def test_rename_to_duplicate_name_is_rejected():
     recipes = Rename((("[ab]", "c"),)).recipes([table(a=(1,), b=(1,))])
     with pytest.raises(PlanError, match="same name"):
         lay_out([recipe.outputs[0].spec for recipe in recipes], shard_bytes=1000)
 
 
-def test_row_chain_keeps_both_alignments():
+def test_chained_row_operations_combine_row_alignment():
     chain = Chain(Doubled(4), Chain(Rename((("a", "b"),)), Doubled(6)))
     recipes = chain.recipes([table(a=(24, 3), c=(12, 1))])
     assert [recipe.align for recipe in recipes] == [12, 12]
@@ -94,7 +94,7 @@ def test_row_chain_keeps_both_alignments():
     assert chain.config({"x": 1}) == {"x": 1, "doubled": 2}
 
 
-def test_joining_chain_cuts_all_inputs_alike():
+def test_chained_merge_slices_all_inputs_alike():
     chain = Chain(Doubled(2), Summed())
     recipes = chain.recipes([table(a=(4, 3), b=(4, 3))])
     assert [recipe.align for recipe in recipes] == [2]
@@ -118,7 +118,7 @@ def test_chain_prepares_each_source_separately():
         chain.recipes([table(a=(4, 3))])
 
 
-def test_chain_drops_inputs_its_end_ignores():
+def test_chain_omits_inputs_dropped_by_rename():
     chain = Chain(CopyOperation(), Rename((("drop", ""),)))
     recipes = chain.recipes([table(a=(4,), drop=(4,), z=(4,))])
     assert [recipe.inputs[0].spec.name for recipe in recipes] == ["a", "z"]
@@ -131,7 +131,7 @@ def test_rename_dropping_everything_is_refused():
         Rename(((".", ""),)).recipes([table(a=(1,))])
 
 
-def test_wrong_operation_words_are_explained():
+def test_invalid_operation_arguments_raise_with_usage():
     assert operation_of([]).name == "copy"
     assert operation_of([{"op": "rename", "rules": [["a", "b"]]}, {"op": "copy"}]).name == "rename(a=b), copy"
     with pytest.raises(ConfigError, match="unknown operation 'fly'"):
@@ -151,11 +151,11 @@ def test_wrong_operation_words_are_explained():
         operation_of([{"op": "reshard", "to": "x"}])
 
 
-def test_single_source_operation_refuses_several():
+def test_single_source_operation_rejects_two_sources():
     with pytest.raises(PlanError, match="takes one source, not 2"):
         CopyOperation().recipes([table(a=(1,)), table(a=(1,))])
 
 
-def test_whole_output_ignores_row_range():
+def test_unsliced_output_ignores_row_range():
     assert TaskOutput(spec=Spec(name="g", dtype=DType.F32, shape=(1,)), per=0).byte_range(7, 9) == (0, 4)
     assert np.array_equal(lay_out([], shard_bytes=10).table.nbytes, [])

@@ -96,7 +96,7 @@ def test_any_rank_count_reshards_to_any_other(have, want, layout):
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_fused_heads_are_split_and_rejoined(count):
+def test_fused_attention_heads_are_split_and_rejoined(count):
     heads, head_dim = (12, 6), 5
     whole = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn((12 + 6 + 6) * head_dim, 8)}
     parts = outputs_of(Reshard(count, heads=heads), whole)
@@ -106,7 +106,7 @@ def test_fused_heads_are_split_and_rejoined(count):
     equal(check_rows(Reshard(1, heads=heads), *[dict.fromkeys(whole, part) for part in parts.values()]), whole)
 
 
-def test_each_byte_is_read_once():
+def test_reshard_reads_each_byte_once():
     for recipe in Reshard(4, heads=HEADS).recipes([table_of(one) for one in ranks(2)]):
         taken, given = recipe.nbytes(0, recipe.num_rows)
         whole = sum(spec.nbytes for spec in {(one.source, one.spec.name): one.spec for one in recipe.inputs}.values())
@@ -114,7 +114,7 @@ def test_each_byte_is_read_once():
         assert given >= taken
 
 
-def test_user_rules_come_first():
+def test_user_reshard_rules_override_defaults():
     given = {"odd.thing": torch.arange(24.0).reshape(6, 4), "norm.q_proj.weight": torch.arange(4.0)}
     found = outputs_of(Reshard(2, rules=(("odd", "0:2,1"), ("q_proj", "0"))), given)
     assert torch.equal(found["rank-00001-of-00002/odd.thing"], given["odd.thing"][[2, 3, 5]])
@@ -185,7 +185,7 @@ def rank_of(name: str, tensor: torch.Tensor, rank: int, count: int) -> torch.Ten
 
 
 @pytest.mark.parametrize(("have", "want"), [(1, 4), (1, 8), (4, 1), (8, 2), (4, 8), (8, 4), (2, 8)])
-def test_too_few_key_heads_are_repeated(have, want):
+def test_key_heads_below_ranks_are_replicated(have, want):
     whole = grouped_query()
     sources = [{name: rank_of(name, one, rank, have) for name, one in whole.items()} for rank in range(have)]
     found = check_rows(Reshard(want, heads=(8, 2)), *sources)
@@ -205,7 +205,7 @@ def test_too_few_key_heads_are_repeated(have, want):
 
 @pytest.mark.parametrize("name", ["a.k_proj.weight", "a.qkv_proj.weight"])
 @pytest.mark.parametrize("want", [1, 2, 8])
-def test_differing_head_copies_are_refused(name, want):
+def test_differing_replicated_heads_are_rejected(name, want):
     whole = grouped_query()
     sources = [{part: rank_of(part, one, rank, 4).clone() for part, one in whole.items()} for rank in range(4)]
     sources[3][name][-1] += 1
@@ -214,7 +214,7 @@ def test_differing_head_copies_are_refused(name, want):
     assert caught.value.tensor == name
 
 
-def test_heads_in_another_module_are_not_repeated():
+def test_heads_of_other_modules_are_not_replicated():
     encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
     with pytest.raises(PlanError, match="do not match 2 and 8 heads") as caught:
         Reshard(4, heads=(8, 2)).recipes([table_of(encoder)])
@@ -225,7 +225,7 @@ def test_heads_in_another_module_are_not_repeated():
         Reshard(8, heads=(8, 4)).recipes([table_of(cut)])
 
 
-def test_whole_tensor_scale_goes_to_every_rank():
+def test_per_tensor_scale_is_copied_to_ranks():
     given = {"a.q_proj.weight": torch.zeros(64, 2).to(FP8), "a.q_proj.weight_scale": torch.ones(1)}
     found = outputs_of(Reshard(2, heads=(8, 2)), given)
     assert found["rank-00001-of-00002/a.q_proj.weight_scale"].tolist() == [1.0]
@@ -258,12 +258,12 @@ def test_invalid_options_are_refused():
         ({}, ()),
     ],
 )
-def test_heads_are_found_in_every_configuration(config, heads):
+def test_attention_head_counts_are_found_in_config(config, heads):
     assert heads_of(config) == heads
 
 
 @pytest.mark.parametrize("sources", [1, 2])
-def test_unknown_key_heads_are_refused(sources):
+def test_missing_key_head_count_is_rejected(sources):
     # Sixteen rows of keys may be one head, two or more.
     one = {"a.q_proj.weight": torch.zeros(64, 2), "a.k_proj.weight": torch.zeros(16, 2)}
     with pytest.raises(PlanError, match="their numbers are unknown") as caught:
@@ -285,7 +285,7 @@ def test_fused_expert_bias_is_split():
 @pytest.mark.parametrize(
     "parts", [("qweight", "qzeros"), ("weight", "weight.absmax"), ("weight_packed", "weight_shape")]
 )
-def test_codes_with_different_rows_need_rules(parts):
+def test_codes_with_different_rows_require_rule(parts):
     given = {f"m.q_proj.{part}": torch.zeros(8, 8, dtype=torch.int32) for part in parts}
     with pytest.raises(PlanError, match="no rule for splitting"):
         Reshard(2, heads=HEADS).recipes([table_of(given)])

@@ -22,7 +22,7 @@ MODEL = [
 ]
 
 
-def test_linear_weights_are_selected_others_explained() -> None:
+def test_unselected_weights_are_listed_with_reason() -> None:
     chosen = select(format_of("mxfp8"), MODEL)
     assert [name.rsplit(".", 2)[1] for name in chosen.names] == ["q_proj", "gate_proj"]
     assert chosen.kept["model.layers.0.mlp.gate.weight"] == "its name matches *.gate.weight"
@@ -35,7 +35,7 @@ def test_linear_weights_are_selected_others_explained() -> None:
 
 
 @pytest.mark.parametrize("tag", [tag for tag in sorted(FORMATS) if not tag.startswith("cast")])
-def test_config_names_kept_modules(tag: str) -> None:
+def test_config_lists_unquantised_modules(tag: str) -> None:
     form = format_of(tag)
     chosen = select(form, MODEL)
     said = quantization_config(form, chosen)
@@ -51,7 +51,7 @@ def test_cast_has_no_quantization_config() -> None:
         quantization_config(form, select(form, MODEL))
 
 
-def test_heads_and_embeddings_are_kept() -> None:
+def test_output_layers_and_embeddings_stay_unquantised() -> None:
     names = [
         "wte.weight",
         "transformer.wpe.weight",
@@ -72,7 +72,7 @@ def test_heads_and_embeddings_are_kept() -> None:
 
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
-def test_tied_output_layer_is_named_in_config(tag: str) -> None:
+def test_config_lists_tied_output_layer_as_unquantised(tag: str) -> None:
     form = format_of(tag)
     said = quantization_config(form, select(form, MODEL[:-1]))
     assert "lm_head" in said["modules_to_not_convert" if said["quant_method"] == "fp8" else "ignore"]
@@ -80,7 +80,7 @@ def test_tied_output_layer_is_named_in_config(tag: str) -> None:
     assert "lm_head.weight" in quantised.names and "lm_head" not in quantised.modules_kept()
 
 
-def test_kept_expert_stack_is_named_by_module() -> None:
+def test_unquantised_expert_stack_is_listed_by_module() -> None:
     experts = ("model.layers.0.mlp.experts.gate_up_proj", DType.BF16, (4, 128, 64))
     kept = select(format_of("fp8-block128"), [*MODEL, experts]).modules_kept()
     assert "model.layers.0.mlp.experts" in kept

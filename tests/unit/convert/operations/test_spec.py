@@ -46,5 +46,5 @@ def test_malformed_operation_error_shows_usage(text: str) -> None:
     assert "it takes slerp(t)" in str(caught.value.hint)
 
 
-def test_user_function_is_not_a_named_operation() -> None:
+def test_user_function_is_not_listed_as_operation() -> None:
     assert operation_spec("math:sqrt") == {"op": "function", "function": "math:sqrt"}

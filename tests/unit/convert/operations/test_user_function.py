@@ -69,13 +69,13 @@ def here(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def test_row_function_changes_only_wanted_names():
+def test_row_function_changes_only_selected_tensors():
     found = check_rows(function_of(here("halved")), TENSORS)
     assert torch.equal(found["mlp.up"], TENSORS["mlp.up"] / 2)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS if name != "mlp.up")
 
 
-def test_whole_tensor_function_gets_every_float_tensor():
+def test_unsliced_function_receives_every_float_tensor():
     found = check_rows(function_of(here("centred")), TENSORS)
     assert torch.equal(found["mlp.up"], centred(TENSORS["mlp.up"], ""))
     assert torch.equal(found["scalar"], torch.tensor(0.0)) and torch.equal(found["steps"], TENSORS["steps"])
@@ -91,7 +91,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("situation", STORED)
-def test_function_of_quantised_tensor_is_refused_unless_raw(situation, monkeypatch):
+def test_function_of_quantised_tensor_requires_raw(situation, monkeypatch):
     given = STORED[situation] | {"norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match=r"put `dequantise` before.*halved.names.*halved.raw = True") as refused:
         outputs_of(function_of(here("halved")), given)
@@ -106,7 +106,7 @@ def test_function_of_quantised_tensor_is_refused_unless_raw(situation, monkeypat
         assert torch.equal(found[name].float(), tensor.float() / 2 if is_float else tensor.float()), name
 
 
-def test_function_after_dequantise_gets_values():
+def test_function_after_dequantise_receives_float_values():
     given = STORED["scales beside codes"] | {"norm.weight": torch.ones(4)}
     found = outputs_of(Chain(Dequantise("F32"), function_of(here("halved"))), given)
     assert found.keys() == {"mlp.weight", "norm.weight"} and torch.equal(found["mlp.weight"], CODES.float() / 2)
@@ -147,7 +147,7 @@ def test_changed_function_code_changes_job(tmp_path, monkeypatch) -> None:
     assert code_of(first) != codes[0]
 
 
-def test_code_of_partial_is_code_at_its_name(tmp_path, monkeypatch) -> None:
+def test_changed_function_behind_partial_changes_job(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "partly.py"
     told = (

@@ -15,7 +15,7 @@ H200 = CLUSTERS["h200"][0]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_named_clusters_are_valid_and_survive_json(name: str) -> None:
+def test_named_clusters_round_trip_through_json(name: str) -> None:
     cluster, rates = CLUSTERS[name]
     cluster.check()
     rates.check()
@@ -47,13 +47,13 @@ def test_impossible_cluster_numbers_are_refused(fields) -> None:
         msgspec.structs.replace(H200, **fields).check()
 
 
-def test_impossible_rates_are_refused() -> None:
+def test_impossible_cluster_rates_are_rejected() -> None:
     for field, value in (("digest_gb_per_s", 0.0), ("hop_s", -1.0)):
         with pytest.raises(PlanError):
             msgspec.structs.replace(CLUSTERS["h200"][1], **{field: value}).check()
 
 
-def test_links_use_nvlink_within_node() -> None:
+def test_links_within_node_use_nvlink_rate() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=2, nics_per_node=4)
     links = ClusterLinks(cluster, np.ones(16))
     near, far, beside = links.between(np.array([0, 0, 1]), np.array([1, 8, 9]))
@@ -62,7 +62,7 @@ def test_links_use_nvlink_within_node() -> None:
     assert far.tolist() == beside.tolist()  # two GPUs a NIC
 
 
-def test_stragglers_follow_share_and_seed() -> None:
+def test_stragglers_depend_on_share_and_seed() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=10, straggler_share=0.1, straggler_slowdown=3.0)
     slow = slowdowns(cluster, 7)
     assert (slow == 3.0).sum() == 8

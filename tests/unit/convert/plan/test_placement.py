@@ -94,24 +94,24 @@ COSTS = [100] * 400
 FOUR = {f"w{i}": 100.0 for i in range(4)}
 
 
-def test_equal_workers_finish_together():
+def test_equal_workers_finish_simultaneously():
     assert play(Placement(COSTS), COSTS, FOUR) == pytest.approx(100.0)
 
 
-def test_slow_worker_costs_little_total_time():
+def test_slow_worker_adds_little_total_time():
     slow = {"w0": 20.0, "w1": 100.0, "w2": 100.0, "w3": 100.0}
     ideal = sum(COSTS) / sum(slow.values())
     assert play(Placement(COSTS), COSTS, slow) <= 1.05 * ideal
 
 
-def test_worker_slowing_midway_loses_its_queue():
+def test_queue_of_slowing_worker_is_reassigned():
     ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 320
     placement = Placement(COSTS)
     assert play(placement, COSTS, FOUR, slows={"w2": (50.0, 5.0)}) <= 1.1 * ideal
     assert placement.num_stolen or placement.num_twice
 
 
-def test_stopped_worker_is_overtaken():
+def test_tasks_of_stopped_worker_are_duplicated():
     placement = Placement(COSTS)
     assert play(placement, COSTS, FOUR, slows={"w2": (98.5, 1e6)}) <= 105.0
     assert placement.num_twice >= 1
@@ -127,7 +127,7 @@ def test_large_task_does_not_delay_small_tasks():
     assert play(Placement(costs), costs, FOUR) <= 1.05 * sum(costs) / 400
 
 
-def test_tasks_run_where_their_bytes_are():
+def test_tasks_run_on_host_caching_bytes():
     placement = Placement([10] * 40)
     placement.join("a", 0.0, holds=range(20, 40))
     placement.join("b", 0.0)
@@ -135,7 +135,7 @@ def test_tasks_run_where_their_bytes_are():
     assert placement.next("b", 0.0).tasks == (0, 1, 2, 3)
 
 
-def test_reserved_tasks_are_stolen_at_the_end():
+def test_idle_workers_steal_reserved_tasks():
     placement = Placement([10] * 20)
     placement.join("a", 0.0, holds=range(20))
     placement.join("b", 0.0)
@@ -168,7 +168,7 @@ def test_workers_on_host_share_reserved_tasks():
     assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
 
 
-def test_tasks_on_two_hosts_go_to_first_worker():
+def test_tasks_cached_twice_run_at_first_worker():
     placement = Placement([10] * 8)
     placement.join("a", 0.0, holds=range(8), at="host 1")
     placement.join("b", 0.0, holds=range(4, 8), at="host 2")
@@ -211,7 +211,7 @@ def test_task_runs_at_most_twice_concurrently():
     assert placement.is_done
 
 
-def test_completion_from_lost_worker_counts():
+def test_completion_from_lost_worker_is_accepted():
     placement = Placement([10, 10])
     placement.join("a", 0.0)
     placement.next("a", 0.0)
@@ -221,14 +221,14 @@ def test_completion_from_lost_worker_counts():
     assert placement.next("b", 1.0).tasks == (1,)
 
 
-def test_resumed_job_runs_remaining_tasks_only():
+def test_resumed_job_runs_only_remaining_tasks():
     placement = Placement([10] * 5, done=[0, 2, 4])
     placement.join("a", 0.0)
     assert placement.next("a", 0.0).tasks == (1, 3)
     assert placement.num_left == 2
 
 
-def test_worker_queue_is_limited_and_joins_once():
+def test_worker_joins_once_with_limited_queue():
     placement = Placement([1] * 100)
     placement.join("a", 0.0)
     assert len(placement.next("a", 0.0).tasks) == DEPTH

@@ -26,13 +26,13 @@ def run(count: int, one: Cluster, *, rates: Rates = RATES, taken: int = GB, give
     return simulate_convert(np.full(count, taken), np.full(count, given), one, rates, seed=seed)
 
 
-def test_single_task_passes_stages_sequentially() -> None:
+def test_single_task_takes_sum_of_stages() -> None:
     found = run(1, cluster(1, node_storage_gb_per_s=5.0))
     assert found.predicted_s == pytest.approx(1 / 5 + 1 / 50 + 1 / 100 + 0.5 / 5)
     assert found.moved_bytes == GB + GB // 2
 
 
-def test_many_tasks_take_time_of_slowest_stage() -> None:
+def test_many_tasks_take_slowest_stage_time() -> None:
     found = run(40, cluster(1, node_storage_gb_per_s=5.0))
     assert found.predicted_s == pytest.approx(40 / 5 + 1 / 50 + 1 / 100 + 0.5 / 5)
     assert found.limit_s == pytest.approx(8.0)
@@ -75,7 +75,7 @@ def test_shared_storage_limits_all_workers() -> None:
     assert four.predicted_s == pytest.approx(alone.predicted_s, rel=0.02)
 
 
-def test_slow_worker_loses_tasks() -> None:
+def test_slow_worker_runs_fewer_tasks() -> None:
     found = run(400, cluster(4, straggler_share=0.25, straggler_slowdown=5.0))
     ideal_s = 400 / 50 / 3.2
     assert ideal_s <= found.predicted_s <= 1.1 * ideal_s
@@ -91,14 +91,14 @@ def test_tasks_of_dead_worker_are_repeated() -> None:
         run(400, msgspec.structs.replace(one, gpus_per_node=1, failures_per_gpu_hour=1e5), seed=2)
 
 
-def test_empty_job_takes_no_time() -> None:
+def test_empty_job_is_predicted_zero_seconds() -> None:
     found = run(0, cluster(2))
     assert (found.predicted_s, found.moved_bytes, found.links) == (0.0, 0, ())
     with pytest.raises(PlanError, match="in_bytes has 2 tasks, but out_bytes has 1"):
         simulate_convert(np.ones(2, np.int64), np.ones(1, np.int64), cluster(1), RATES)
 
 
-def test_picture_shows_the_stages() -> None:
+def test_conversion_picture_shows_every_stage() -> None:
     drawn = svg(run(20, cluster(2, node_storage_gb_per_s=5.0)))
     for word in ("GPU 0 fetch", "GPU 1 send", "fetched", "placed", "sent"):
         assert word in drawn
@@ -109,7 +109,7 @@ jobs = st.tuples(st.integers(1, 60), st.integers(1, 6), st.integers(0, 9), st.sa
 
 @given(jobs, st.floats(1.1, 8.0))
 @settings(max_examples=30, deadline=None)
-def test_equal_seeds_repeat_and_fast_links_help(given, factor: float) -> None:
+def test_equal_seeds_reproduce_conversion_prediction(given, factor: float) -> None:
     count, workers, seed, slow = given
     one = cluster(workers, straggler_share=slow, node_storage_gb_per_s=10.0)
     size = np.random.default_rng(seed).integers(GB // 2, GB, count)

@@ -82,20 +82,20 @@ def test_every_recipe_row_is_in_one_task(shapes, task_bytes, leaf_bytes, data):
     assert tasks.cost.sum() == whole
 
 
-def test_large_embedding_is_cut_like_other_tensors():
+def test_large_embedding_is_split_into_tasks():
     recipes = [cast("norm", (4096,)), cast("embed", (150_000, 4096)), cast("norm2", (4096,))]
     tasks = cut(recipes, task_bytes=64 << 20)
     assert tasks.cost.max() <= 1.1 * (64 << 20)
     assert len(tasks) == -(-150_000 * 4096 * 6 // (64 << 20)) + 1
 
 
-def test_uncuttable_tensors_go_first_by_size():
+def test_unsplittable_tensors_are_scheduled_largest_first():
     recipes = [cast("a", (64, 64)), cast("big", (512, 512), align=0), cast("bigger", (1024, 512), align=0)]
     tasks = cut(recipes, task_bytes=1 << 17)
     assert [next(tasks.entries(t))[0] for t in range(3)] == [2, 1, 0]
 
 
-def test_cuts_fall_on_leaves_when_cheap():
+def test_task_bounds_align_to_leaves():
     recipe = cast("t", (1000, 64), to=DType.F32)  # 256 bytes a row
     tasks = cut([recipe], task_bytes=1 << 15, leaf_bytes=1 << 12)
     assert all(start * 256 % (1 << 12) == 0 for t in range(len(tasks)) for _, start, _ in tasks.entries(t))
@@ -107,7 +107,7 @@ def test_tasks_without_bytes_are_refused(task_bytes):
         cut([block("w", (300, 256))], task_bytes=task_bytes)
 
 
-def test_input_at_offset_takes_its_rows():
+def test_concatenated_input_returns_only_its_rows():
     source = spec("part", (10, 4))
     one = Input(source=1, spec=source, box=Box(start=(2, 0), stop=(8, 4)), at=100)
     assert one.taken(0, 100) is None
@@ -116,7 +116,7 @@ def test_input_at_offset_takes_its_rows():
     assert Input(source=1, spec=source, box=one.box, at=None).taken(5, 6) == one.box
 
 
-def test_leaf_range_extends_reads_to_leaf_ends():
+def test_verified_reads_extend_to_leaf_bounds():
     one = Input(source=0, spec=spec("t", (100, 8)), box=Box.full((100, 8)))  # 16 bytes a row
     assert one.byte_range(10, 20) == (160, 320)
     assert one.leaf_range(10, 20, 0) == (160, 320)
@@ -131,14 +131,14 @@ def test_leaf_range_extends_reads_to_leaf_ends():
     assert Input(source=0, spec=scalar, box=Box.full(())).leaf_range(0, 1, 3) == (0, 4)
 
 
-def test_scales_are_rows_of_blocks():
+def test_scale_rows_correspond_to_blocks():
     out = block("w", (300, 256)).outputs[1]
     assert out.rows(0, 128) == (0, 1)
     assert out.rows(256, 300) == (2, 3)
     assert out.byte_range(128, 300) == (8, 24)
 
 
-def test_wide_tensors_are_laid_out_first():
+def test_tensors_with_wide_elements_precede_others():
     specs = [
         spec("a", (3,), DType.U8),
         spec("b", (2,), DType.F64),
@@ -179,5 +179,5 @@ def test_consecutive_tasks_write_to_different_files():
 @pytest.mark.parametrize(
     ("nbytes", "expected"), [(0, 64 * MIB), (8 * GB, 64 * MIB), (16 * GB, 16 * GB // 128), (70 * GB, 128 * MIB)]
 )
-def test_large_sources_get_larger_tasks(nbytes: int, expected: int) -> None:
+def test_large_sources_have_larger_tasks(nbytes: int, expected: int) -> None:
     assert task_bytes_of(nbytes) == expected

@@ -31,7 +31,7 @@ def test_smallest_fitting_buffer_is_reused():
     assert buffers.get(9 * MIB).data_ptr() not in {one.data_ptr() for one in (large, fits, tight)}
 
 
-def test_kept_buffers_make_room_for_reservations():
+def test_reservation_frees_oldest_idle_buffer():
     buffers = Buffers(8 * MIB)
     one, two = buffers.get(2 * MIB), buffers.get(3 * MIB)
     oldest, newest = weakref.ref(one), weakref.ref(two)
@@ -45,7 +45,7 @@ def test_kept_buffers_make_room_for_reservations():
     assert newest() is not None
 
 
-def test_reservation_waits_for_memory_but_never_alone():
+def test_sole_reservation_never_waits_for_memory():
     buffers = Buffers(10)
     buffers.reserve(50, lambda: False)
     waiter = threading.Thread(target=buffers.reserve, args=(5, lambda: False))

@@ -76,7 +76,7 @@ def test_stopped_process_is_killed(fork_server: ForkServer) -> None:
     assert process.wait(ENDED_S) == -signal.SIGKILL
 
 
-def test_processes_end_with_fork_server(fork_server: ForkServer) -> None:
+def test_children_exit_with_fork_server(fork_server: ForkServer) -> None:
     process = sleeping(fork_server)
     process.send_signal(signal.SIGSTOP)
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_killed_fork_server_leaks_no_descriptor(fork_server: ForkServer) -> None
     assert not [path for path in open_files if "pidfd" in path]
 
 
-def test_unresponsive_fork_server_is_not_alive(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_fork_server_is_reported_dead(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_convert.workers.fork_server.ANSWER_S", 0.5)
     process = sleeping(fork_server)
     os.kill(fork_server.pid, signal.SIGSTOP)
@@ -110,7 +110,7 @@ def test_unresponsive_fork_server_is_not_alive(fork_server: ForkServer, monkeypa
     assert ends(process.pid)
 
 
-def test_interrupted_answer_is_not_given_to_next_call(fork_server: ForkServer) -> None:
+def test_interrupted_response_is_not_returned_later(fork_server: ForkServer) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -127,7 +127,7 @@ def test_interrupted_answer_is_not_given_to_next_call(fork_server: ForkServer) -
     assert ends(process.pid)
 
 
-def test_fork_server_ends_with_its_thread() -> None:
+def test_fork_server_exits_with_its_thread() -> None:
     found = list[tuple[ForkServer, Forked]]()
 
     def start() -> None:
@@ -142,7 +142,7 @@ def test_fork_server_ends_with_its_thread() -> None:
     fork_server.close()
 
 
-def test_caller_gone_before_answer_is_silent() -> None:
+def test_caller_exiting_before_response_prints_nothing() -> None:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.send(json.dumps({"function": "time:sleep", "arguments": [600]}).encode())
     mine.close()

@@ -48,7 +48,7 @@ def copies(device: Device, num_buffers: int, stall_s: float = 30.0, pins: Pins |
 
 
 @pytest.mark.parametrize("num_buffers", [2, 3, 8])
-def test_few_buffers_copy_every_byte(num_buffers: int) -> None:
+def test_staged_copy_with_few_buffers_is_complete(num_buffers: int) -> None:
     chance = np.random.default_rng(1)
     sources = [chance.integers(0, 256, nbytes, np.uint8) for nbytes in (10 * PAGE + 17, 1, 3 * PAGE, 40 * PAGE, 100, 0)]
     there = [np.zeros(len(source), np.uint8) for source in sources]
@@ -76,7 +76,7 @@ def test_few_buffers_copy_every_byte(num_buffers: int) -> None:
     assert len(device.freed) <= num_buffers
 
 
-def test_pieces_are_whole_steps_in_order() -> None:
+def test_staged_pieces_are_ordered_whole_steps() -> None:
     memory, asked = np.zeros(10_000, np.uint8), list[tuple[int, int]]()
     with copies(Device(), 2) as staged:
         staged.fill(memory.ctypes.data, 10_000, lambda at, into: asked.append((at, into.nbytes)), step=3000)

@@ -151,7 +151,7 @@ class Staged(HostCompute):
 
 @pytest.mark.parametrize("leaf_bytes", [0, 4096])
 @pytest.mark.parametrize("words", [FP8, SLERP, LINEAR, RESHARD])
-def test_staging_in_pieces_gives_same_bytes(stack, tmp_path, monkeypatch, words, leaf_bytes) -> None:
+def test_staging_in_pieces_is_bit_identical(stack, tmp_path, monkeypatch, words, leaf_bytes) -> None:
     count = 2 if words in (SLERP, LINEAR) else 1
     sources = [write(tmp_path / f"source{i}", i, leaf_bytes) for i in range(count)]
     _, expected, _ = run(stack, sources, words, tmp_path / "whole" / "out")
@@ -163,7 +163,7 @@ def test_staging_in_pieces_gives_same_bytes(stack, tmp_path, monkeypatch, words,
     assert backend.copies.pool.num_in_use == 0
 
 
-def test_wrong_byte_is_found_in_its_piece(stack, tmp_path, monkeypatch) -> None:
+def test_corrupt_byte_in_staged_piece_raises(stack, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", 1, 4096)
     flip(source, "layers.0.q_proj.weight", 9000)
     monkeypatch.setattr(Worker, "_open_backend", lambda worker: Staged(64 * MIB, 4096, 3))
@@ -172,7 +172,7 @@ def test_wrong_byte_is_found_in_its_piece(stack, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("leaf_bytes", "is_copy"), [(0, True), (LEAF_BYTES, True), (4096, False)])
-def test_copied_tensors_hold_few_leaves_in_memory(stack, tmp_path, monkeypatch, leaf_bytes, is_copy) -> None:
+def test_copied_tensors_use_few_leaves_of_memory(stack, tmp_path, monkeypatch, leaf_bytes, is_copy) -> None:
     source = tmp_path / "source"
     source.mkdir()
     made = {
@@ -202,7 +202,7 @@ def test_copied_tensors_hold_few_leaves_in_memory(stack, tmp_path, monkeypatch, 
             run(stack, [source], [], tmp_path / "refused", task_bytes=2 * MIB)
 
 
-def test_parts_fit_remaining_memory_or_are_refused(stack, tmp_path, monkeypatch) -> None:
+def test_pieces_beyond_remaining_memory_are_rejected(stack, tmp_path, monkeypatch) -> None:
     sources = [tmp_path / f"source{i}" for i in range(2)]
     for i, source in enumerate(sources):
         source.mkdir()
@@ -225,7 +225,7 @@ def test_parts_fit_remaining_memory_or_are_refused(stack, tmp_path, monkeypatch)
     assert caught.value.minimum_bytes == memory_bytes
 
 
-def test_worker_without_memory_reports_it(stack, tmp_path, monkeypatch) -> None:
+def test_worker_reports_out_of_memory(stack, tmp_path, monkeypatch) -> None:
     def none(buffers: Buffers, nbytes: int) -> torch.Tensor:
         raise MemoryError(nbytes)
 
@@ -258,7 +258,7 @@ def raw(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("leaf_bytes", [1000, 4096, 1 << 30])
 @pytest.mark.parametrize(("words", "count"), [([], 1), (FP8, 1), (LINEAR, 2), (SLERP, 2)])
-def test_verified_inputs_give_same_bits(words, count, leaf_bytes, stack, tmp_path) -> None:
+def test_verified_and_unverified_jobs_are_bit_identical(words, count, leaf_bytes, stack, tmp_path) -> None:
     sources = [write(tmp_path / f"s{i}", i, leaf_bytes) for i in range(count)]
     plain, without, _ = run(stack, sources, words, tmp_path / "plain", verify=False)
     job, made, peak_bytes = run(stack, sources, words, tmp_path / "made")
@@ -283,7 +283,7 @@ def test_flipped_input_bit_fails_job(words, count, at, stack, tmp_path) -> None:
     assert f"[{leaf}, {min(leaf + 1000, 384 * 256 * 2)})" in caught.value.message
 
 
-def test_only_source_with_digests_is_verified(stack, tmp_path) -> None:
+def test_only_sources_with_digests_are_verified(stack, tmp_path) -> None:
     whole = write(tmp_path / "whole", 1)
     run(stack, [whole], RESHARD, tmp_path / "ranks")
     ranks = sorted((tmp_path / "ranks").iterdir())
@@ -311,7 +311,7 @@ def test_unread_tensors_are_not_verified(stack, tmp_path) -> None:
     assert len(made) == 3
 
 
-def test_leaves_count_toward_memory_budget(stack, tmp_path) -> None:
+def test_verification_buffers_count_toward_memory_budget(stack, tmp_path) -> None:
     source = write(tmp_path / "source", 1, 1 << 30)
     with pytest.raises(BudgetTooSmall) as caught:
         run(stack, [source], [], tmp_path / "out", memory_bytes=200_000)

@@ -99,7 +99,7 @@ def fail_once(rank: Rank, publisher: Publisher, state: PublisherState) -> None:
     rank.member.on_report = report
 
 
-def test_constructor_reports_nothing(hub: Hub) -> None:
+def test_publisher_constructor_registers_nothing(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.make_publisher()
     assert publisher.state is S.OPENING
@@ -113,13 +113,13 @@ def test_transition_table_includes_every_state() -> None:
     assert not NEXT[S.CLOSED]
 
 
-def test_open_claims_the_name(hub: Hub) -> None:
+def test_opened_publisher_owns_sync_name(hub: Hub) -> None:
     publisher = Rank(hub).open()
     assert publisher.state is S.IDLE
     assert listed(publisher, hub) == (-1, "idle")
 
 
-def test_open_next_to_live_group_raises(hub: Hub) -> None:
+def test_opening_next_to_live_publisher_raises(hub: Hub) -> None:
     first = Rank(hub).open()
     rank = Rank(hub, "p1")
     first_beats = iter(range(100))
@@ -129,14 +129,14 @@ def test_open_next_to_live_group_raises(hub: Hub) -> None:
     assert first.state is S.IDLE
 
 
-def test_open_next_to_dead_group_succeeds(hub: Hub) -> None:
+def test_opening_after_dead_publisher_succeeds(hub: Hub) -> None:
     first = Rank(hub)
     first.open()
     first.member.die()
     assert Rank(hub, "p1").open().state is S.IDLE
 
 
-def test_open_next_to_silent_group_stalls(hub: Hub) -> None:
+def test_opening_next_to_silent_publisher_stalls(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
@@ -146,12 +146,12 @@ def test_open_next_to_silent_group_stalls(hub: Hub) -> None:
     assert publisher.state is S.OPENING
 
 
-def test_open_without_rank_0_stalls(hub: Hub) -> None:
+def test_opening_without_rank_0_stalls(hub: Hub) -> None:
     with pytest.raises(SourceStalled, match="no rank 0"):
         Rank(hub, "p1", rank=1, world_size=2, stall_s=0.1).open()
 
 
-def test_open_with_lost_rank_0_raises(hub: Hub) -> None:
+def test_opening_with_lost_rank_0_raises(hub: Hub) -> None:
     first = Rank(hub, world_size=2, stall_s=0.2)
     first.open()
     first.member.die()
@@ -159,7 +159,7 @@ def test_open_with_lost_rank_0_raises(hub: Hub) -> None:
         Rank(hub, "p1", rank=1, world_size=2, stall_s=0.2).open()
 
 
-def test_snapshot_is_served(hub: Hub) -> None:
+def test_published_snapshot_is_served(hub: Hub) -> None:
     publisher = Rank(hub).open()
     for version in (3, 5):
         report = publisher.publish(version)
@@ -167,7 +167,7 @@ def test_snapshot_is_served(hub: Hub) -> None:
         assert listed(publisher, hub) == (version, "open")
 
 
-def test_wrong_version_keeps_state(hub: Hub) -> None:
+def test_publishing_used_version_keeps_state(hub: Hub) -> None:
     publisher = Rank(hub).open()
     publisher.publish(3)
     with pytest.raises(ConfigError, match="not above 3"):
@@ -175,7 +175,7 @@ def test_wrong_version_keeps_state(hub: Hub) -> None:
     assert publisher.state is S.SERVING and listed(publisher, hub) == (3, "open")
 
 
-def test_failed_snapshot_is_not_served(hub: Hub) -> None:
+def test_failed_snapshot_copy_is_not_served(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -187,7 +187,7 @@ def test_failed_snapshot_is_not_served(hub: Hub) -> None:
     assert publisher.state is S.SERVING
 
 
-def test_moved_parameters_end_previous_version(hub: Hub) -> None:
+def test_moved_parameters_withdraw_previous_version(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -218,7 +218,7 @@ def test_live_publish_waits_for_subscriber(hub: Hub, pool: ThreadPoolExecutor) -
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_live_subscriber_that_dies_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_dead_live_subscriber_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=60.0).open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1)
     wait_for(publisher, S.WAITING)
@@ -227,7 +227,7 @@ def test_live_subscriber_that_dies_is_reported(hub: Hub, pool: ThreadPoolExecuto
     assert publisher.state is S.IDLE
 
 
-def test_live_subscriber_that_stalls_is_late(hub: Hub) -> None:
+def test_stalled_live_subscriber_is_reported_late(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=0.1).open(), MemorySubscriber(hub, "s0")
     assert publisher.publish(1).late == (subscriber.member.id,)
     assert publisher.state is S.IDLE
@@ -242,7 +242,7 @@ def test_failed_live_version_is_not_readable(hub: Hub) -> None:
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_hub_lost_while_showing_aborts_version(hub: Hub) -> None:
+def test_hub_lost_during_announcement_aborts_version(hub: Hub) -> None:
     rank = Rank(hub, mode="live")
     publisher = rank.open()
 
@@ -268,7 +268,7 @@ def test_prepared_snapshot_is_committed(hub: Hub) -> None:
     assert decision is not None and decision.outcome == "committed"
 
 
-def test_refused_snapshot_is_withdrawn(hub: Hub) -> None:
+def test_snapshot_refused_by_subscriber_is_withdrawn(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1)
     publisher.publish(2, commit="all")
@@ -280,7 +280,7 @@ def test_refused_snapshot_is_withdrawn(hub: Hub) -> None:
     assert publisher.state is S.SERVING and listed(publisher, hub) == (3, "open")
 
 
-def test_stalled_subscriber_is_left_out(hub: Hub) -> None:
+def test_stalled_subscriber_is_excluded_from_commit(hub: Hub) -> None:
     publisher = Rank(hub).open()
     subscribers = [MemorySubscriber(hub, name) for name in ("s0", "s1")]
     publisher.publish(1, commit="all", timeout_s=0.2)
@@ -309,7 +309,7 @@ def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_withdrawal_at_hub_overrides_verdict(hub: Hub) -> None:
+def test_withdrawal_at_hub_overrides_commit(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all")
     decision = FleetDecision(epoch=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
@@ -355,7 +355,7 @@ def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> 
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("prepared", S.IDLE), ("refused", S.WITHDRAWN)])
-def test_live_two_phase_version_follows_reports(
+def test_live_two_phase_state_follows_reports(
     hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState
 ) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
@@ -377,7 +377,7 @@ def two_ranks(hub: Hub, mode: PublishMode, stall_s: float = 5.0) -> tuple[Rank, 
     return zero, first, other, other.open()
 
 
-def test_second_rank_follows_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_second_rank_applies_rank_0_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
     _, first, _, second = two_ranks(hub, "snapshot")
     subscriber = MemorySubscriber(hub, "s0")
     reports = [publishing(pool, each, 1, commit="all") for each in (first, second)]
@@ -414,7 +414,7 @@ def test_rank_0_lost_while_deciding_keeps_copy(hub: Hub) -> None:
     first.close()
 
 
-def test_rank_0_lost_between_versions_stalls(hub: Hub) -> None:
+def test_rank_0_lost_between_versions_raises_stall(hub: Hub) -> None:
     zero, _, _, second = two_ranks(hub, "snapshot", stall_s=0.2)
     second.publish(1)
     zero.member.leave()
@@ -430,7 +430,7 @@ def test_rank_0_not_publishing_stalls_other_ranks(hub: Hub) -> None:
     assert second.state is S.IDLE
 
 
-def test_missing_ranks_are_named(hub: Hub) -> None:
+def test_stall_error_lists_missing_ranks(hub: Hub) -> None:
     publisher = Rank(hub, world_size=2, stall_s=0.1).open()
     with pytest.raises(SourceStalled, match=r"ranks \[1\]"):
         publisher.wait_ranks()
@@ -447,7 +447,7 @@ def test_close_before_open_is_idempotent(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("state", [S.IDLE, S.SERVING, S.WITHDRAWN])
-def test_close_leaves_fleet(hub: Hub, state: PublisherState) -> None:
+def test_closing_publisher_leaves_fleet(hub: Hub, state: PublisherState) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     if state is S.SERVING:
@@ -465,7 +465,7 @@ def test_close_leaves_fleet(hub: Hub, state: PublisherState) -> None:
 
 
 @pytest.mark.parametrize("mode", ["live", "snapshot"])
-def test_close_while_showing_cancels(hub: Hub, pool: ThreadPoolExecutor, mode: PublishMode) -> None:
+def test_close_during_announcement_raises_cancelled(hub: Hub, pool: ThreadPoolExecutor, mode: PublishMode) -> None:
     rank = Rank(hub, mode=mode)
     publisher = rank.open()
     MemorySubscriber(hub, "s0")
@@ -486,7 +486,7 @@ def test_close_while_showing_cancels(hub: Hub, pool: ThreadPoolExecutor, mode: P
     assert publisher.state is S.CLOSED
 
 
-def test_close_while_waiting_cancels(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_close_while_awaiting_subscribers_raises_cancelled(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher = Rank(hub, mode="live", stall_s=60.0).open()
     MemorySubscriber(hub, "s0")
     published = publishing(pool, publisher, 1)
@@ -497,7 +497,7 @@ def test_close_while_waiting_cancels(hub: Hub, pool: ThreadPoolExecutor) -> None
     assert publisher.state is S.CLOSED
 
 
-def test_close_while_deciding_withdraws(hub: Hub) -> None:
+def test_close_while_deciding_withdraws_version(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all", timeout_s=60.0)
     publisher.close()

@@ -50,7 +50,7 @@ def test_wait_without_subscribers_returns_immediately() -> None:
     assert progress.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
 
 
-def test_stalled_subscriber_is_late_until_it_returns() -> None:
+def test_stalled_subscriber_is_late_until_recovery() -> None:
     progress = SubscriberProgress()
     progress.begin(1, ["a", "b"])
     found, thread = start_wait(progress, 1, stall_s=2.0)
@@ -78,14 +78,14 @@ def test_dead_subscriber_is_reported_as_failed() -> None:
     assert found[0].failed == {"a": "its process is gone"}
 
 
-def test_failure_without_version_counts_for_newest() -> None:
+def test_failure_without_version_applies_to_newest() -> None:
     progress = SubscriberProgress()
     progress.begin(1, ["a"])
     report_progress(progress, "a", -1, "failed", why="names differ")
     assert progress.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
 
 
-def test_later_success_clears_failure() -> None:
+def test_later_success_clears_subscriber_failure() -> None:
     progress = SubscriberProgress()
     progress.begin(1, ["a", "b"])
     report_progress(progress, "a", 1, "failed", why="a source was lost")

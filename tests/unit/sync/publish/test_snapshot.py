@@ -51,7 +51,7 @@ def call_before_copy(monkeypatch: pytest.MonkeyPatch, before: int, then: Callabl
 
 
 @pytest.mark.parametrize("num_regions", [1, 2])
-def test_rows_are_readable_before_copy_ends(
+def test_rows_are_readable_before_copy_completes(
     links: PeerLinks, num_regions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", ROW_BYTES)
@@ -200,7 +200,7 @@ def test_failed_copy_withdraws_fleet_version(tensors: Tensors, monkeypatch: pyte
         assert all(torch.equal(served[name], value) for name, value in trained.items())
 
 
-def test_receiver_reads_during_copy(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_reads_during_snapshot_copy(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, served = tensors
     with ps.publisher("early", trained, mode="snapshot") as publisher, ps.subscriber("early", served) as subscriber:
         versions: list[int] = []

@@ -84,7 +84,7 @@ def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 1), (7, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("tag", BLOCKS)
-def test_sharded_blocks_match_whole_tensor(tag: str, grid: tuple[int, int]) -> None:
+def test_sharded_blocks_match_unsharded_tensor(tag: str, grid: tuple[int, int]) -> None:
     live = [declared(sharded(tensors(), rank, grid)) for rank in range(grid[0] * grid[1])]
     ranks = [Transformed(choose(tag, rows), bucket_bytes=20_000) for rows in live]
     # The second version uses the same memory and the same batches.
@@ -116,7 +116,7 @@ def test_master_cast_includes_every_tensor() -> None:
         assert row.form.tag == "cast:BF16"
 
 
-def test_per_tensor_scale_requires_whole_tensor() -> None:
+def test_per_tensor_scale_of_shard_raises() -> None:
     whole = {name: tensor for name, tensor in tensors().items() if tensor.shape[1] % 16 == 0}
     rows = declared(whole)
     transformed = Transformed(choose("nvfp4", rows))
@@ -126,7 +126,7 @@ def test_per_tensor_scale_requires_whole_tensor() -> None:
         choose("nvfp4", declared(sharded(whole, 0, (2, 1))))
 
 
-def test_several_formats_select_tensors_by_pattern() -> None:
+def test_transform_patterns_select_format_per_tensor() -> None:
     rows = declared(tensors() | {"lm_head.weight": torch.zeros(128, 128, dtype=torch.bfloat16)})
     transforms: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
     chosen = choose(transforms, rows)
@@ -196,6 +196,6 @@ class Quantised(torch.nn.Module):
         self.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
 
-def test_quantised_model_selects_its_format() -> None:
+def test_quantised_receiver_selects_its_format() -> None:
     assert set(select_tensors(TABLE, None, Quantised()).tags.values()) == {"fp8-block128"}
     assert not select_tensors(TABLE, None, torch.nn.Linear(4, 4)).tags

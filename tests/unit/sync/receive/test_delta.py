@@ -80,7 +80,7 @@ def test_unchanged_weights_are_verified_without_reads(changing_world: World) -> 
     assert transfer.delta.density == 0.0
 
 
-def test_locally_changed_memory_is_read_again(changing_world: World) -> None:
+def test_locally_changed_memory_is_reread(changing_world: World) -> None:
     transfer = changing_world.transfer(delta=ChangedRanges())
     ran(changing_world, transfer)
     row = int(changing_world.part.dst[0])
@@ -122,7 +122,7 @@ def test_random_version_sequence_is_received_correctly(changing_world: World) ->
         assert ran(changing_world, transfer) <= 2 * changing_world.part.nbytes
 
 
-def test_missing_digests_read_everything(changing_world: World) -> None:
+def test_missing_digests_force_full_read(changing_world: World) -> None:
     kept = ChangedRanges()
     assert ran(changing_world, changing_world.transfer(delta=kept)) == changing_world.part.nbytes
     assert "no earlier version was received with this plan" in kept.summary(
@@ -148,7 +148,9 @@ def test_missing_digests_read_everything(changing_world: World) -> None:
         (0, 0, 400, 0.0, False),
     ],
 )
-def test_delta_pays_only_when_faster(nbytes: int, changed: float, gb_per_s: float, cost_s: float, does: bool) -> None:
+def test_delta_is_used_only_when_faster(
+    nbytes: int, changed: float, gb_per_s: float, cost_s: float, does: bool
+) -> None:
     assert pays(nbytes, changed, gb_per_s * GB, cost_s) is does
 
 

@@ -96,7 +96,7 @@ def publish(worker: SyncWorker, version: int) -> None:
 
 
 @pytest.mark.parametrize("serve", [True, False])
-def test_exchanged_versions_go_live_without_copy(
+def test_exchanged_versions_become_live_without_copy(
     driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool
 ) -> None:
     task, worker = trainer(stack, tmp_path, frozen=2)
@@ -145,7 +145,7 @@ def test_second_engine_reads_exchanged_memory(driver: FakeCuda, stack: ExitStack
     first.check(task, 3)
 
 
-def test_check_sees_staged_version(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_check_hook_receives_staged_version(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     served, seen = Model(), dict[int, bool]()
 
@@ -210,7 +210,7 @@ def test_refused_exchange_keeps_previous_version(driver: FakeCuda, stack: ExitSt
     served.check(task, 3)
 
 
-def test_target_without_memory_is_not_touched_again(
+def test_target_that_lost_memory_raises(
     driver: FakeCuda, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, worker = trainer(stack, tmp_path)
@@ -263,7 +263,7 @@ def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypa
             assert served.memories[0].owner.bytes_at(0, size).unique().tolist() == [value]
 
 
-def test_released_memory_is_freed_immediately(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_released_memory_is_freed_without_collector(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     """Another process waits for the memory, so freeing it must not depend on Python's cycle collector."""
     _, worker = trainer(stack, tmp_path)
     engine = stack.enter_context(
@@ -316,7 +316,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rest_covers_all_unfilled_bytes(seed: int) -> None:
+def test_remaining_ranges_cover_all_unfilled_bytes(seed: int) -> None:
     chance = np.random.default_rng(seed)
     sizes = [int(n) for n in chance.integers(1000, 3000, 3)]
     first = np.cumsum([0, *sizes])
@@ -341,7 +341,7 @@ def test_rest_covers_all_unfilled_bytes(seed: int) -> None:
     assert filled.all()
 
 
-def test_sparse_part_is_copied() -> None:
+def test_small_unfilled_remainder_is_copied() -> None:
     first = np.array([0, 10_000])
     assert rest_of(strips((0, 7000, 1, 7000)), first, 7000) is None
     rest = rest_of(strips((0, 9000, 1, 9000)), first, 9000)

@@ -71,7 +71,7 @@ def requests(members: Members, names: list[str], version: int, stall_s: float = 
     return LinkRequests(cast("Membership", members), names, version, stall_s, members.threads)
 
 
-def test_requested_links_are_returned(members: Members) -> None:
+def test_requested_source_links_are_returned(members: Members) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(["b", "a"], 3)
     assert list(links) == ["b", "a"]
@@ -105,7 +105,7 @@ def test_late_source_is_awaited_until_deadline(members: Members) -> None:
     assert isinstance(caught.value.error, SourceStalled)
 
 
-def test_lost_source_is_named(members: Members) -> None:
+def test_lost_source_error_names_member(members: Members) -> None:
     members.lost = {"b"}
     with requests(members, ["a", "b"], 3) as early, pytest.raises(SourceFailed) as caught:
         early.take(["a", "b"], 3)
@@ -126,7 +126,7 @@ def test_unused_requests_are_abandoned(members: Members) -> None:
     assert len({member for member, _ in members.asked}) <= 16
 
 
-def test_unexpected_error_is_raised_by_take(members: Members) -> None:
+def test_unexpected_link_error_reaches_caller(members: Members) -> None:
     class Broken(Exception):
         pass
 
@@ -138,7 +138,7 @@ def test_unexpected_error_is_raised_by_take(members: Members) -> None:
         assert {early._links[name].result(10).member for name in "ad"} == {"a", "d"}
 
 
-def test_single_thread_continues_after_error(members: Members, refuse_thread: Callable[[str], None]) -> None:
+def test_link_thread_continues_after_error(members: Members, refuse_thread: Callable[[str], None]) -> None:
     members.broken = {"a": IndexError("a bug")}
     # The only thread waits already, and no further thread can start.
     call = members.threads.start(lambda: None, "penstock-test")

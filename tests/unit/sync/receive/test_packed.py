@@ -86,7 +86,7 @@ def pack(source: LocalVersion, strips: Strips, wait_s: float = 0.0) -> PackReply
     return source.pack(strips, version=version_map.version, generation=version_map.generation, wait_s=wait_s)
 
 
-def test_packed_version_matches_unpacked_bitwise(links: PeerLinks) -> None:
+def test_packed_and_unpacked_versions_are_bit_identical(links: PeerLinks) -> None:
     found = []
     for pack_bytes in (64 * MIB, 0):
         world = World(links, pack_bytes)
@@ -188,7 +188,7 @@ def read(links: PeerLinks, world: World, reply: PackReply) -> None:
     transport.wait(transport.post_read(into, decode(reply.regions[name]), some), stall_s=5.0)
 
 
-def test_fence_ends_buffer_reads(links: PeerLinks) -> None:
+def test_fence_aborts_reads_of_packed_buffer(links: PeerLinks) -> None:
     world = World(links)
     reply = pack(world.sources[0], short_strips(world))
     read(links, world, reply)
@@ -252,7 +252,7 @@ def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.Mo
     assert pack(source, strips).regions is not None
 
 
-def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_keeps_buffer_lease(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     # Use a long wait, because a busy machine delays threads. The test observes that the lease is extended.
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
@@ -285,7 +285,7 @@ def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_busy_buffers_fall_back_to_single_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_buffers_fall_back_to_direct_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
     world = World(http, 1 << 16, [(4096, 512)])
@@ -457,7 +457,7 @@ def test_hanging_source_does_not_block_other_leases(monkeypatch: pytest.MonkeyPa
     assert len(hung) < 5
 
 
-def test_failed_thread_start_is_named(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
+def test_thread_start_error_names_its_cause(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
     world = World(http)
     refuse_thread("penstock-leases")
     with pytest.raises(DestinationError, match="cannot start a thread"):

@@ -23,7 +23,7 @@ def memory(nbytes: int, seed: int) -> tuple[Memory, np.ndarray]:
     return Memory(address=data.ctypes.data, nbytes=nbytes, owner=data), data
 
 
-def test_only_strips_are_copied() -> None:
+def test_staging_copies_only_planned_strips() -> None:
     pairs = [(memory(n, n), memory(n, n + 1)) for n in (3_000_000, 0, 5000)]
     rows = [(0, 300_000, 3, 400_000), (1_200_000, 500, 40, 1000), (1_300_000, 400_000, 1, 0), (3_000_100, 7, 30, 9)]
     at, run_bytes, num_rows, pitch = np.array(rows, np.int64).T
@@ -38,7 +38,7 @@ def test_only_strips_are_copied() -> None:
     assert np.array_equal(np.concatenate([dst[1] for dst, _ in pairs]), expected)
 
 
-def test_memories_of_unequal_size_are_refused() -> None:
+def test_copy_between_unequal_sizes_is_rejected() -> None:
     with pytest.raises(PlanError):
         MemoryCopy([memory(10, 0)[0]], [memory(11, 0)[0]])
 
@@ -62,7 +62,7 @@ def test_staged_version_is_received_and_flipped() -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_snapshot_survives_later_change(on_host: bool) -> None:
+def test_snapshot_is_unaffected_by_later_change(on_host: bool) -> None:
     with open_links(only=["shm"]) as links:
         holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 1)
         live, receiver = held(holdings[0], links), held(wants[1], links, seed=1)

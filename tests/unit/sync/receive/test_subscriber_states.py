@@ -112,7 +112,7 @@ PATHS: dict[SubscriberState, tuple[SubscriberState, ...]] = {
 
 @pytest.mark.parametrize("before", list(S))
 @pytest.mark.parametrize("after", list(S))
-def test_only_listed_transitions_are_allowed(before: SubscriberState, after: SubscriberState) -> None:
+def test_subscriber_state_follows_listed_transitions(before: SubscriberState, after: SubscriberState) -> None:
     states = at(*PATHS[before])
     rest = states.at_rest
     is_back = before not in AT_REST and before is not S.WRITING and after is rest
@@ -168,7 +168,7 @@ def test_each_version_becomes_live(sync: MemorySync, holder: MemoryHolder, mode:
 
 
 @MODES
-def test_live_version_is_not_read_again(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_live_version_is_not_reread(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         sync.calls.clear()
@@ -199,7 +199,7 @@ def test_staging_live_version_commits_nothing(sync: MemorySync, holder: MemoryHo
         assert_live(sync, subscriber, 1)
 
 
-def test_readers_delay_flip(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_active_readers_delay_flip(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -219,7 +219,7 @@ def together(holder: MemoryHolder, outcome: str = "") -> None:
         holder.decision = FleetDecision(epoch="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
 
 
-def test_prepared_version_waits_for_commit(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_prepared_version_awaits_commit_decision(sync: MemorySync, holder: MemoryHolder) -> None:
     together(holder)
     with sync.subscriber() as subscriber:
         subscriber.stage()
@@ -231,7 +231,7 @@ def test_prepared_version_waits_for_commit(sync: MemorySync, holder: MemoryHolde
         assert_live(sync, subscriber, 1)
 
 
-def test_withdrawn_prepared_version_is_dropped(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_withdrawn_prepared_version_is_discarded(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -378,7 +378,7 @@ def test_failed_source_is_replaced_and_reported(
         assert_live(sync, subscriber, 1)
 
 
-def test_partly_written_target_is_not_live_version(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_partly_written_target_is_reread(sync: MemorySync, holder: MemoryHolder) -> None:
     """The source of version 2 is lost after its first bytes, and version 1 is the remaining one."""
     with sync.subscriber("direct") as subscriber:
         subscriber.update()
@@ -440,7 +440,7 @@ def test_version_withdrawn_at_step_keeps_previous(sync: MemorySync, holder: Memo
             assert sync.calls[-1] == ("after_resume", 1, 1.0)
 
 
-def test_version_withdrawn_by_fleet_is_not_read(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_version_withdrawn_by_fleet_is_skipped(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -451,7 +451,7 @@ def test_version_withdrawn_by_fleet_is_not_read(sync: MemorySync, holder: Memory
 
 
 @MODES
-def test_update_without_publisher_ends_at_timeout(sync: MemorySync, mode: str) -> None:
+def test_update_without_publisher_times_out(sync: MemorySync, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         with pytest.raises(NotFound):
             subscriber.update(timeout_s=0.02)
@@ -459,7 +459,7 @@ def test_update_without_publisher_ends_at_timeout(sync: MemorySync, mode: str) -
         assert subscriber.prepare(timeout_s=0.02) is False
 
 
-def test_past_version_ends_at_timeout(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_update_to_past_version_times_out(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         holder.withdraw()
         with pytest.raises(StaleDescriptor):
@@ -468,7 +468,7 @@ def test_past_version_ends_at_timeout(sync: MemorySync, holder: MemoryHolder) ->
 
 
 @MODES
-def test_closed_subscriber_ends_update(sync: MemorySync, mode: str) -> None:
+def test_closing_subscriber_aborts_update(sync: MemorySync, mode: str) -> None:
     subscriber = sync.subscriber(mode)
     raised: list[BaseException] = []
 
@@ -601,7 +601,7 @@ def test_failed_first_flip_resumes_engine(sync: MemorySync, holder: MemoryHolder
 
 
 @MODES
-def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_moved_target_is_reread(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         sync.target["b"] = torch.full((32,), 9.0)
@@ -615,7 +615,7 @@ def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode
 
 
 @MODES
-def test_released_version_is_restored(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_released_weights_are_restored(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)

@@ -61,7 +61,7 @@ def world(links: PeerLinks, shapes=SHAPES, *, froms=(0, 2), to=(1, 2), num_regio
     return World(sources, held(wants[1], links, seed=1), parts(holdings, wants, bucket_bytes)[1])
 
 
-def test_every_byte_arrives_and_is_verified(links: PeerLinks) -> None:
+def test_transfer_verifies_every_byte(links: PeerLinks) -> None:
     made = world(links)
     expected, transfer = made.expected(), made.transfer()
     report = transfer.run(made.links())
@@ -79,7 +79,7 @@ def test_every_byte_arrives_and_is_verified(links: PeerLinks) -> None:
     num_regions=st.integers(1, 3),
     bucket_bytes=st.integers(64, 20_000),
 )
-def test_random_parts_arrive_complete(shapes, froms, to, num_regions, bucket_bytes) -> None:
+def test_random_receiver_plans_arrive_complete(shapes, froms, to, num_regions, bucket_bytes) -> None:
     shapes = [(rows * 12, columns * 12) for rows, columns in shapes]
     with open_links(only=["loopback"]) as links:
         made = world(links, shapes, froms=froms, to=to, num_regions=num_regions, bucket_bytes=bucket_bytes)
@@ -90,7 +90,7 @@ def test_random_parts_arrive_complete(shapes, froms, to, num_regions, bucket_byt
         assert transfer.moved_bytes == made.part.nbytes
 
 
-def test_ready_source_gets_one_digest_request(links: PeerLinks) -> None:
+def test_ready_source_receives_one_digest_request(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     asked: list[int] = []
 
@@ -138,7 +138,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 @pytest.mark.parametrize("receiver", [0, 1])
 @pytest.mark.parametrize("is_filling", [False, True])
-def test_devices_on_host_are_read_in_turns(
+def test_local_devices_are_read_in_turns(
     links: PeerLinks, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each receiver reads half of its bytes from each source.
@@ -188,7 +188,7 @@ def test_remote_sources_are_read_concurrently(links: PeerLinks, monkeypatch: pyt
     assert reads.most > NEAR_READS
 
 
-def test_part_from_older_release_has_default_first_source() -> None:
+def test_plan_from_older_release_uses_default_source() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
     part = parts(holdings, wants, 4096)[1]
     for wrong in (-1, 2, 1 << 63):
@@ -269,7 +269,7 @@ def test_untouched_target_is_reported_unmutated(links: PeerLinks) -> None:
     assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
-def test_source_never_ready_stalls(links: PeerLinks) -> None:
+def test_source_never_ready_raises_stall(links: PeerLinks) -> None:
     made = world(links)
     made.sources[1].fence()
     made.sources[1].begin(1)
@@ -300,7 +300,7 @@ def test_transfer_waits_for_rows_to_become_ready(links: PeerLinks) -> None:
     assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
 
 
-def test_lost_source_is_named(links: PeerLinks) -> None:
+def test_lost_source_error_names_member(links: PeerLinks) -> None:
     made = world(links)
 
     class Gone(LocalLink):
@@ -313,7 +313,7 @@ def test_lost_source_is_named(links: PeerLinks) -> None:
     assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
-def test_watermark_is_respected(links: PeerLinks) -> None:
+def test_peak_memory_stays_below_watermark(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     expected = made.expected()
     report = made.transfer(watermark_bytes=MIB).run(made.links())

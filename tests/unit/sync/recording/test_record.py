@@ -93,7 +93,7 @@ def test_recording_fills_model_like_its_loader(place: Place) -> None:
     assert mine.head.weight is mine.embed.weight
 
 
-def test_wants_lists_boxes_of_this_rank() -> None:
+def test_recorded_wants_list_slices_of_rank() -> None:
     recording = record(Toy(Place(tp_rank=1, tp=2, ep_rank=1, ep=2)), table_of(checkpoint()))
     wants = {want.name: want.boxes for want in recording.wants()}
     assert wants["layers.0.experts.3.w2"] == (Box(start=(0, 6), stop=(8, 12)),)
@@ -118,7 +118,7 @@ def test_cast_through_second_dtype_rounds_twice() -> None:
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.half().float())), {"w": W})
 
 
-def test_view_as_equally_wide_dtype_is_recorded() -> None:
+def test_view_as_same_width_dtype_is_recorded() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
     check((8, 6), each_tensor(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
@@ -172,7 +172,7 @@ def test_loader_in_inference_mode_is_recorded() -> None:
     check((2, 6), load, {"w": W})
 
 
-def test_transpose_is_one_record() -> None:
+def test_transpose_is_recorded_as_one_copy() -> None:
     (only,) = check((6, 8), each_tensor(lambda p, w: p.copy_(w.t())), {"w": W}).records
     assert (only.split, only.permutation, only.in_order) == ((8, 6), (1, 0), False)
     assert (only.source_box, only.target_box) == (Box.full((8, 6)), Box.full((6, 8)))
@@ -201,7 +201,7 @@ def test_load_state_dict_and_assignment_are_recorded() -> None:
     assert not record(nn.Linear(6, 8), table_of(tensors)).unfilled
 
 
-def test_arithmetic_is_left_to_loader() -> None:
+def test_arithmetic_tensors_pass_through_loader() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "plus":
@@ -241,7 +241,7 @@ def test_arithmetic_is_left_to_loader() -> None:
         (lambda p, w: p.copy_(w.sort(0).values), "sort"),
     ],
 )
-def test_unrecordable_operation_is_reported(load: Callable, why: str) -> None:
+def test_report_lists_unrecordable_operation(load: Callable, why: str) -> None:
     model = Holder((8, 6), each_tensor(load))
     recording = record(model, table_of({"w": W}))
     assert list(recording.unrecorded) == ["w"]
@@ -260,7 +260,7 @@ def test_unrecordable_operation_is_reported(load: Callable, why: str) -> None:
         lambda w: w.nonzero() if w.numel() == 1 else None,
     ],
 )
-def test_tensors_whose_values_are_read_are_unrecorded(reads: Callable) -> None:
+def test_tensors_read_by_value_are_not_recorded(reads: Callable) -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             if w.numel() == 1:
@@ -275,7 +275,7 @@ def test_tensors_whose_values_are_read_are_unrecorded(reads: Callable) -> None:
     assert [r.source for r in recording.records] == ["w"]
 
 
-def test_decision_on_parameter_values_is_refused() -> None:
+def test_loader_branching_on_parameter_values_raises() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p.copy_(w)
@@ -300,7 +300,7 @@ def test_mismatched_shapes_raise_loader_error() -> None:
         record(Holder((8, 5), each_tensor(lambda p, w: p.copy_(w))), table_of({"w": W}))
 
 
-def test_unused_names_and_unfilled_parameters_are_reported() -> None:
+def test_unused_tensors_and_unfilled_parameters_are_reported() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "w":
@@ -343,7 +343,7 @@ def test_transposed_parameter_memory_is_filled() -> None:
     assert_same(live, true)
 
 
-def test_operators_in_other_threads_are_recorded() -> None:
+def test_loader_operators_in_other_threads_are_recorded() -> None:
     def load(model: Holder, weights) -> None:
         tensors = dict(weights)
         cast = {}
@@ -370,7 +370,7 @@ def test_dtypes_missing_in_torch_are_unrecorded() -> None:
     assert [r.source for r in recording.records] == ["w"]
 
 
-def test_memory_exchanged_by_loader_is_restored() -> None:
+def test_memory_replaced_by_loader_is_restored() -> None:
     model = Holder((8, 6), lambda model, weights: [setattr(model.p, "data", w) for _, w in weights])
     before, place = model.p, model.p.data_ptr()
     recording = record(model, table_of({"w": W}))
@@ -379,7 +379,7 @@ def test_memory_exchanged_by_loader_is_restored() -> None:
     assert (model.p is before, model.p.data_ptr(), model.p.any().item()) == (True, place, False)
 
 
-def test_loader_with_compiled_code_is_recorded() -> None:
+def test_loader_with_compiled_function_is_recorded() -> None:
     """The recorder sees each operator, even if the code was compiled before."""
     compiled = torch.compile(lambda p, w: p.copy_(w.t()), backend="eager")
     weights = {"w": torch.randn(3, 5)}
@@ -387,7 +387,7 @@ def test_loader_with_compiled_code_is_recorded() -> None:
     check((5, 3), each_tensor(compiled), weights)
 
 
-def test_recording_does_not_import_dynamo() -> None:
+def test_recording_does_not_import_torch_dynamo() -> None:
     """The import would add seconds to the first update of a process."""
     code = """
 import sys, torch

@@ -30,12 +30,12 @@ def fill_by_rows(shape: tuple[int, ...], load: Callable, tensors: dict[str, torc
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_loader_of_views_and_copies_is_filled(what: str) -> None:
+def test_loader_of_views_receives_all_bytes(what: str) -> None:
     shape, load = LOADERS[what]
     fill_by_rows(shape, each_tensor(load), {"w": W})
 
 
-def test_contiguous_tensor_needs_no_scratch() -> None:
+def test_contiguous_tensor_allocates_no_scratch() -> None:
     def load(model: Holder, weights) -> None:
         tensors = dict(weights)
         model.p[:8].copy_(tensors["q"])
@@ -59,7 +59,7 @@ def test_elements_used_twice_are_received_once() -> None:
     assert want.scratch_bytes == 0
 
 
-def test_overlapping_boxes_are_received_once() -> None:
+def test_overlapping_slices_are_received_once() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p[:5].copy_(w[:5])
@@ -121,14 +121,14 @@ def test_unrecorded_tensor_passes_through_loader_with_warning() -> None:
     assert want.num_live == 0  # the loader itself writes to the only parameter
 
 
-def test_in_place_loader_keeps_received_bytes() -> None:
+def test_in_place_loader_preserves_received_bytes() -> None:
     with pytest.warns(RuntimeWarning, match="w: mul_"):
         want = fill_by_rows((8, 6), each_tensor(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
     (row,) = want.rows
     assert torch.equal(row.tensor, W)
 
 
-def test_partly_recorded_tensor_is_received_once() -> None:
+def test_partially_recorded_tensor_is_received_once() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p[:8].copy_(w)
@@ -139,7 +139,7 @@ def test_partly_recorded_tensor_is_received_once() -> None:
     assert [row.tensor.numel() for row in want.rows] == [W.numel()]
 
 
-def test_memory_exchange_by_loader_raises_after_fill() -> None:
+def test_memory_replaced_by_loader_raises_after_fill() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p = torch.nn.Parameter(w * 2, requires_grad=False)
@@ -155,7 +155,7 @@ def test_memory_exchange_by_loader_raises_after_fill() -> None:
     assert (caught.value.mutated, caught.value.tensor) == (True, "p")
 
 
-def test_staged_shadow_is_flipped_then_installed() -> None:
+def test_staged_copy_is_flipped_then_loaded() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     model, true = Toy(Place(tp_rank=1, tp=2)), Toy(Place(tp_rank=1, tp=2))
@@ -181,7 +181,7 @@ def test_staged_shadow_is_flipped_then_installed() -> None:
     assert_same(model, true)
 
 
-def test_receiver_with_version_serves_its_rows() -> None:
+def test_receiver_serves_rows_of_its_version() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     first, second = Toy(Place(dtype=torch.bfloat16)), Toy(Place(dtype=torch.bfloat16))
@@ -195,7 +195,7 @@ def test_receiver_with_version_serves_its_rows() -> None:
     assert_same(second, first)
 
 
-def test_wrong_table_and_meta_model_are_refused() -> None:
+def test_mismatched_table_and_meta_model_are_rejected() -> None:
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     recording = record(model, table_of({"w": W}))
     with pytest.raises(PlanError, match="another checkpoint"):
@@ -206,7 +206,7 @@ def test_wrong_table_and_meta_model_are_refused() -> None:
         wanted(empty, recording, table_of({"w": W}))
 
 
-def test_tagged_tensors_keep_their_tag() -> None:
+def test_wanted_rows_keep_format_tag() -> None:
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     table = table_of({"w": W})
     (row,) = wanted(model, record(model, table), table, tags={"w": "fp8-block128"}).rows

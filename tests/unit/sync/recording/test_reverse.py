@@ -33,7 +33,7 @@ def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shar
 
 
 @pytest.mark.parametrize(("count", "dim"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 1), (3, 1), (2, 2)])
-def test_fused_model_yields_checkpoint(count: int, dim: int) -> None:
+def test_reversed_recording_yields_checkpoint_tensors(count: int, dim: int) -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     model = Toy(Place())
@@ -48,7 +48,7 @@ def test_fused_model_yields_checkpoint(count: int, dim: int) -> None:
         assert torch.equal(tensor, tensors[name]), name
 
 
-def test_engine_fills_engine_with_different_shape() -> None:
+def test_engine_fills_engine_with_different_parallelism() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     holders, receivers = [], []

@@ -76,7 +76,7 @@ def step(draw: Callable, t: torch.Tensor) -> Callable[[torch.Tensor], torch.Tens
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_chain_of_views_and_copies_is_mapped(data: st.DataObject) -> None:
+def test_stride_map_composes_views_and_copies(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     source = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     steps, shown = [], source
@@ -103,14 +103,14 @@ def full(shape: tuple[int, ...]) -> StrideGrid:
     return StrideGrid(shape, torch.empty(shape, device="meta").stride())
 
 
-def test_contiguous_copy_is_one_box() -> None:
+def test_contiguous_copy_maps_to_one_region() -> None:
     (only,) = boxes(between(StridedView(full((8, 6)), 13, (6, 1)), StridedView(full((2, 3)), 0, (3, 1)), (2, 3)))
     assert only.source_box() == Box(start=(2, 1), stop=(4, 4))
     assert only.target_box() == Box.full((2, 3))
     assert only.order() == ((2, 3), (0, 1))
 
 
-def test_split_heads_become_one_box_each() -> None:
+def test_split_rows_map_to_separate_regions() -> None:
     # View kv_b [2 heads * (3 + 1), 5] as [2, 4, 5] and copy the first 3 rows of each head.
     cut = boxes(
         between(StridedView(full((8, 5)), 0, (20, 5, 1)), StridedView(full((2, 3, 5)), 0, (15, 5, 1)), (2, 3, 5))
@@ -119,7 +119,7 @@ def test_split_heads_become_one_box_each() -> None:
     assert [part.target_box().start for part in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_restricted_map_splits_into_several_parts() -> None:
+def test_restricted_stride_map_splits_into_maps() -> None:
     # View 12 rows as [3, 4], transpose to [4, 3], and copy rows 2 to 9 of the flat result.
     whole = between(StridedView(full((12,)), 0, (1, 4)), StridedView(full((12,)), 0, (3, 1)), (4, 3))
     parts = [part for cut in restrict(whole, Box(start=(2,), stop=(9,))) for part in boxes(cut)]
@@ -140,7 +140,7 @@ def outcome(run: Callable[[], StrideMap]) -> StrideMap | str:
         return str(error)
 
 
-def test_cached_digits_match_uncached_result() -> None:
+def test_cached_stride_map_matches_uncached() -> None:
     kinds = set()
     for source_shape, target_shape, shape in product(
         [(4, 6), (2, 2, 6), (24,)], [(3, 8), (24,)], [(3,), (2, 3), (2, 1, 4), (12,)]
@@ -166,12 +166,12 @@ def test_unevenly_strided_view_is_refused(offset: int, strides: tuple[int, ...],
         between(StridedView(full((8, 6)), offset, strides), StridedView(full((8, 6)), 0, strides), shape)
 
 
-def test_tensor_with_repeated_elements_is_refused() -> None:
+def test_stride_map_with_repeated_elements_is_rejected() -> None:
     with pytest.raises(NotBoxes, match="repeats"):
         between(StridedView(StrideGrid((4, 6), (0, 1)), 0, (0, 1)), StridedView(full((4, 6)), 0, (6, 1)), (4, 6))
 
 
-def test_too_many_boxes_are_refused() -> None:
+def test_copy_with_too_many_regions_is_rejected() -> None:
     many = 2 * MAX_BOXES + 2
     with pytest.raises(NotBoxes, match="separate boxes"):
         boxes(between(StridedView(full((many,)), 0, (2,)), StridedView(full((many // 2,)), 0, (1,)), (many // 2,)))

@@ -71,7 +71,7 @@ class TransportTests:
         """Send the descriptor over the wire, post a read and wait for it."""
         receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
 
-    def test_descriptor_survives_encoding(self) -> None:
+    def test_transport_descriptor_round_trips_through_encoding(self) -> None:
         """Check that encoding leaves a descriptor unchanged, short, and true to the registration."""
         with self.pair(sample(1000), 10) as (holder, handle, _, _):
             raw = encode(handle.descriptor)
