@@ -446,7 +446,7 @@ class Coordinator(Closeable):
         """
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
-            # Name the task's first tensor, because nobody knows which of its tensors caused the loss.
+            # Name the task's first tensor, because it is unknown which of its tensors caused the loss.
             recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
             raise OperationFailed(
                 f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",

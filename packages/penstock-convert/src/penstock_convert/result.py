@@ -525,7 +525,7 @@ def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manif
 
 
 SCHEME = "cache:"
-"""Prefix of the `uri` of a memory destination, and of such a destination on a command line."""
+"""Prefix of the `uri` of a memory destination, also on a command line."""
 ONE_FILE = 1 << 62
 """`shard_bytes` for a job whose result is one region of memory."""
 

@@ -224,7 +224,7 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
         (dim,) = cut
         ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
-    # Refuse numbers that overflow 64 bits, because no file holds such a tensor.
+    # Refuse numbers that overflow 64 bits, because no file can hold a tensor of that size.
     if math.prod(extent + 1 for extent in size) >= 1 << 62:
         return False
     boxes = [
@@ -306,7 +306,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         raise fault("its directory lies outside the archive")
     begin = start - (nbytes - len(tail))
     if nbytes - start > _MAX_DIRECTORY_BYTES:
-        # Refuse such a number before memory is allocated for it.
+        # Refuse the number before memory is allocated for it.
         raise fault("its directory is too long")
     if begin < 0:
         return nbytes - int(start)

@@ -124,7 +124,7 @@ class WorkerSleep:
         worker.penstock_version_after_sleep = lambda: self._version_after
 
     def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Load the model, and meanwhile prepare the kernels that digest it at the first sleep."""
+        """Load the model and, at the same time, prepare the kernels that digest it at the first sleep."""
         if self._worker.device.type != "cuda":
             original(*arguments, **named)
             return

@@ -159,7 +159,7 @@ def all_of(source: int, spec: Spec) -> Input:
 def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
     """Return a recipe that copies a tensor, under a new name if there is one."""
     output = spec if name is None else replace(spec, name=name)
-    # Rows of packed elements may end within a byte. Such a tensor is not cut.
+    # Rows of packed elements may end within a byte. Do not split these tensors.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(

@@ -293,7 +293,7 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
     if block is None or not isinstance(filename, str | os.PathLike):
         return None
     path = os.fspath(filename)
-    # NumPy arrays are not exchanged, so each rank reads such a file alone.
+    # NumPy arrays are not exchanged, so each rank reads the file alone.
     shared = block.shared is not None and _framework(*arguments, **options) in _TORCH
     # A thread may open a file that a different thread found, so search all contexts.
     for other in (block, *reversed(_blocks)):

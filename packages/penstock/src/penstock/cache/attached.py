@@ -355,7 +355,7 @@ class _Search:
             rows, tensors = _tensors_in(layout, where, regions)
             phases.enter("verify")
             wrong = _differing_chunks(holding, layout, rows, leaves) if verify else np.zeros(0, np.int64)
-            # Bytes that the cache changed meanwhile must count neither as verified nor as wrong.
+            # Bytes that the cache changed during the digest must count neither as verified nor as wrong.
             for region in regions:
                 region.check()
             if len(wrong):

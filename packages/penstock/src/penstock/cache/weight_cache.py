@@ -376,7 +376,7 @@ class WeightCache:
             # The engines determine when memory becomes free, so do not ask readers to wait.
             raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
-            # Pin it until the lease is granted, because another model could evict it meanwhile.
+            # Pin it until the lease is granted, because another model could evict it before that.
             with self.tiers.pin(resident.block):
                 yield ""
 

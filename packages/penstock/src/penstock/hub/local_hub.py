@@ -185,7 +185,7 @@ class LocalEndpoint(HubEndpoint):
         """Host hub `number`. Return None if another process does."""
         lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
-            # Read the number again under the lock, because the hub may have been replaced meanwhile.
+            # Read the number again under the lock, because the hub may have been replaced since.
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
@@ -223,7 +223,7 @@ def _state_of(pid: int) -> str:
 
 def _has_open(pid: int, path: Path) -> bool:
     """Return whether a process in this PID namespace has this file open."""
-    # An OSError means that the process does not exist, or closed a file meanwhile.
+    # An OSError means that the process does not exist, or closed a file during the scan.
     with contextlib.suppress(OSError):
         return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
@@ -350,7 +350,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _sweep(directory: Path, number: int) -> None:
-    """Remove files of old generations. A process that still holds a lock on such a file was replaced."""
+    """Remove files of old generations. A process that still holds a lock on one of these files was replaced."""
     # The process of the previous generation may be about to detect that it was replaced, so keep its files.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):

@@ -204,7 +204,7 @@ def _split(name: str) -> tuple[str, str]:
 
 ANSWER_S = 2.0
 """Deadline for a response. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
-# Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms meanwhile.
+# Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms in that time.
 _COMPARE_S = 5.0
 # The scripts below use this length too.
 _VERSION_BYTES = 16

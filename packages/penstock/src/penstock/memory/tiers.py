@@ -261,7 +261,7 @@ class Tiers(Closeable):
         finally:
             self._trim()
             self._mover.release()
-            # A reader that released its room meanwhile left the trimming to this thread.
+            # A reader that released its reservation in the meantime left the trimming to this thread.
             self._trim()
 
     def _trim(self) -> None:

@@ -72,7 +72,7 @@ class LoadPlan:
     def covered(self) -> Bools:
         """Return for each read whether its segments, in order, are exactly its bytes.
 
-        Such a read needs no staging buffer.
+        A read of this kind needs no staging buffer.
         """
         seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)

@@ -49,7 +49,7 @@ class Planner:
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        # Planning takes seconds. `_lock` guards only the tables, so other receivers get replies meanwhile.
+        # Planning takes seconds. `_lock` guards only the tables, so other receivers get replies during planning.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Layouts of sources by their digest, and each receiver's layout with its digest.
