@@ -266,7 +266,7 @@ class CheckpointWriter(Staging, StorageWriter):
                 out.publish(self._place, small, replace=self._replace)
         finally:
             out.close()
-            # The directory is published or useless by now. No rank writes to it after its results were gathered.
+            # The directory is published or useless by now. No rank writes to it after its results have been gathered.
             self._discard()
 
     def _discard(self) -> None:

@@ -249,7 +249,7 @@ def _pattern(name: str) -> str:
 def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
-    """Cut one parameter and add its shards. A tied parameter with two copies adds two shards."""
+    """Split one parameter and add its shards. A tied parameter with two copies adds two shards."""
     # Megatron numbers layers from 0 in each stage, and experts on each rank. A checkpoint numbers the whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp

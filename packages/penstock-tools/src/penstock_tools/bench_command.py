@@ -411,7 +411,7 @@ def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
 
 
 def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
-    """Fetch at each request until the pipe is closed, in a receiver's process."""
+    """Fetch on each request until the pipe is closed, in a receiver's process."""
     import penstock
 
     place = _device(device, number)

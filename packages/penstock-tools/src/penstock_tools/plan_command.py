@@ -409,7 +409,7 @@ def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
     # The default is for large fleets. With fewer receivers there is one group.
     if tp > receivers and source is not None and source.name == "COMMANDLINE":
         message = f"--tp {tp} is more than the {receivers} receivers"
-        raise ConfigError(message, hint=f"use --tp {receivers} or a divisor of it, or more receivers")
+        raise ConfigError(message, hint=f"use --tp {receivers} or a divisor of that number, or more receivers")
 
 
 def both_sides(

@@ -426,7 +426,7 @@ class _SyncEvents:
             over = ends <= until
             # Set it exactly. The product of rate and time has a rounding error and would leave some bytes in flight.
             moved[over] = left[over]
-            # A stretched read holds its link longer than its bytes need. Only its bytes count as moved.
+            # A stretched read occupies its link for longer than its bytes need. Count only its bytes as moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())

@@ -201,7 +201,7 @@ def _send_again() -> None:
     time.sleep(_SEND_AGAIN_S)
     identity = threading.main_thread().ident
     if identity is not None:
-        # A signal to the thread, not to the process, also interrupts a system call that the thread waits in.
+        # A signal to the thread, not to the process, also interrupts a system call in which the thread is blocked.
         signal.pthread_kill(identity, signal.SIGINT)
 
 

@@ -9,7 +9,7 @@ reads `adapter_config.json` and the base's `config.json`.
     others      the adapter's own: `modules_to_save`, trained biases, embeddings of a resized vocabulary
 
 `W` is the adapter's `base_layer.weight` if it has one (PEFT saves it for adapted embeddings and heads). Otherwise it is
-the base's. If an adapter changes tied embeddings and head differently, the result does not tie them.
+the base's. If an adapter changes tied embeddings and head differently, the result leaves them untied.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class LoraMerge:
         elif change.a is not None or change.b is not None:
             a, b = change.a, change.b
             if a is None or b is None:
-                raise PlanError("the adapter has only one of the two factors of a product", tensor=name)
+                raise PlanError("the adapter has only one of the two LoRA factors (A, B) of a product", tensor=name)
             plain, transposed = _orientations(output.shape, a, b)
             if not (plain or transposed) or (change.is_embedding and not transposed):
                 message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"

@@ -265,7 +265,9 @@ class Slerp(_WholeMerge):
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources != 2:
-            raise PlanError(f"slerp takes two sources, not {num_sources}", hint="linear and ties take more")
+            raise PlanError(
+                f"slerp takes two sources, not {num_sources}", hint="use linear or ties to merge more than two models"
+            )
 
     def measure(self, blocks: Blocks, num_elements: int) -> list[float]:
         """See `_WholeMerge.measure`. Return the weight of each tensor."""

@@ -111,7 +111,8 @@ class Reshard(Unchanged):
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Rows of each part in one source and in one output. Several sources or outputs may have the same share.
+        # Number of rows that each part has in one source and in one output. Several sources or outputs may have the
+        # same share.
         source_shares, output_shares = rule.num_shares(ranks), rule.num_shares(self.to)
         source_rows = [int(length / shares) for length, shares in zip(lengths, source_shares, strict=True)]
         output_rows = [int(length / shares) for length, shares in zip(lengths, output_shares, strict=True)]

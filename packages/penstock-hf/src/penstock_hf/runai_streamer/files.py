@@ -193,7 +193,7 @@ class FileStreamer:
             return sizes
 
     def _submit(self) -> None:
-        """Start at least one read, and more while the bytes that are read and not consumed stay within the limit."""
+        """Start at least one read, and more while the bytes read but not yet consumed stay within the limit."""
         assert self._pool is not None
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):

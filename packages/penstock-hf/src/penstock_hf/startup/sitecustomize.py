@@ -47,7 +47,7 @@ class _Finder:
             return None
         # A program may look for safetensors many times before it imports it, or install it in the meantime.
         for finder in sys.meta_path:
-            # Skip finders that only have the protocol from before Python 3.4, as Python itself does.
+            # Skip finders that only implement the protocol from before Python 3.4, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:

@@ -157,5 +157,5 @@ def verify(
             }
         )
     if not verdict.verified:
-        # Exit with the code of a failure with an intact destination (`main.FAILED`), for scripts.
+        # Exit with the code for a failure that leaves the destination intact (`main.FAILED`), for scripts.
         raise typer.Exit(3)

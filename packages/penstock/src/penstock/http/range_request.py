@@ -428,7 +428,7 @@ class _RangeDestination(TypedDict):
 
 @contextlib.contextmanager
 def _typed_errors(uri: str) -> Iterator[None]:
-    """Map errors of sockets, TLS and the parser to typed errors, or to `RequestFailed`."""
+    """Map socket, TLS and parser errors to typed errors, or to `RequestFailed`."""
     try:
         yield
     except MalformedMessage as error:

@@ -74,7 +74,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return the settings for a verb, with the environment in place of None. Raise ConfigError if a value is wrong."""
+    """Return the settings for a verb. The environment replaces None. Raise ConfigError if a value is wrong."""
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
         settings = replace(settings, hub=settings.hub or environment.hub)

@@ -32,8 +32,8 @@ from penstock.net.unix_sockets import connect_unix, peer_credentials, private_di
 BEAT_S = 0.5
 """Heartbeat interval. On one host a heartbeat takes negligible time, and a new hub knows all members after one
 interval."""
-# Deadline for the connection by which the kernel reports the hub's process. The kernel also accepts for a stopped
-# process.
+# Deadline for a connection that only serves to get the hub's PID from the kernel. The kernel accepts it even if the
+# process is stopped.
 _LOOK_S = 0.2
 TTL_S = 5.0
 """TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""

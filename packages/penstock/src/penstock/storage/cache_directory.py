@@ -315,7 +315,7 @@ def _host_lock(name: str, deadline: float) -> Iterator[None]:
                 lock_socket.bind(f"\0penstock-chunk-{claim}")
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    # No system call waits for a socket name.
+                    # No system call waits until a socket name is free, so poll.
                     time.sleep(_POLL_S)
                     continue
             break

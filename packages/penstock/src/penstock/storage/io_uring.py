@@ -25,7 +25,7 @@ _REGISTER_MAX_WORKERS = 19
 _FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
 _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
-# Size of struct io_uring_params, and its offsets of features, sq_off and cq_off.
+# Size of struct io_uring_params, and the offsets of its fields features, sq_off and cq_off.
 _PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
 # MAX_RW_COUNT, to which the kernel shortens larger reads. Source: include/linux/fs.h.
 _MAX_READ_BYTES = 0x7FFFF000

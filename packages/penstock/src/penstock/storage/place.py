@@ -405,7 +405,7 @@ def clear(staging: Path) -> None:
 
 
 def unlock(staging: Path) -> None:
-    """Remove the lock file from a complete directory. The lock itself lasts until `DestinationClaim.close`."""
+    """Remove the lock file from a complete directory. The lock itself is held until `DestinationClaim.close`."""
     (staging / _LOCK).unlink(missing_ok=True)
 
 

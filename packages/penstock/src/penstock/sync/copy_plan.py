@@ -82,7 +82,7 @@ class MemoryCopy:
         sizes = [memory.nbytes for memory in src]
         if sizes != [memory.nbytes for memory in dst]:
             raise PlanError(
-                f"cannot copy, because the memories of the source ({sizes} bytes) and of the destination differ"
+                f"cannot copy: the sizes of the source regions ({sizes} bytes) and of the destination differ"
             )
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:

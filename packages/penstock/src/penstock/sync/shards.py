@@ -230,5 +230,7 @@ def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
     else:
         require_initialised(name, value)
         if value.is_nested:
-            raise PlanError("a nested tensor is not one plain tensor in memory", tensor=name, hint="declare its parts")
+            raise PlanError(
+                "a nested tensor is not a single plain tensor in memory", tensor=name, hint="declare its parts"
+            )
         yield row_of(name, value, value.shape, (0,) * value.ndim)

@@ -446,7 +446,8 @@ class _Destinations:
             self._rows.append((mine[0], mine[0].box))
             self._whole[source.name] = mine[0]
         views = [(entry, None if whole else self._direct(entry, source)) for entry in records]
-        # After larger boxes, a box inside another box needs no row. Of equal boxes, prefer a direct read.
+        # Process larger boxes first, because a box inside an earlier box needs no row. Of equal boxes, prefer a direct
+        # read.
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
         # A layer's experts have hundreds of boxes. If one dim separates them all, skip the pairwise comparison.
         apart = not whole and _apart([entry.source_box for entry in records])

@@ -132,7 +132,7 @@ class StrideGrid:
             return [(extent, -1, 0, 0, 0)]
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
-            raise NotBoxes("a view that steps inside an element")
+            raise NotBoxes("a view that strides inside an element")
         # Start in the dim with the largest stride up to the view's stride, and continue in the dims around it.
         inner: list[Digit] = []
         while True:
