@@ -100,7 +100,7 @@ class AttachReport(Summarised):
     nbytes: int
     device: str
     path: str
-    """`shm, mapped: MEMBER`."""
+    """The transport and the cache's member id, such as `shm, mapped: MEMBER`."""
     wall_s: float
     phases: Mapping[str, float]
     """Seconds for `find`, `lease`, `map` and `verify`. Their sum is `wall_s`."""
@@ -108,7 +108,7 @@ class AttachReport(Summarised):
     """Whether this process compared every byte with its digest. If not (`verify=False`), only the cache did."""
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a readable summary of a few lines."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         checked = "verified here" if self.verified else "not verified here (verify=False), only by the weight cache"
         return (
@@ -118,7 +118,7 @@ class AttachReport(Summarised):
 
 
 class Attached(Closeable, Mapping[str, torch.Tensor]):
-    """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease.
+    """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease on exit.
 
     The lease is renewed while this object or any of its tensors exists. After `close`, or if `lease_state` is `lost`,
     only host memory stays valid, because the cache may free device memory.
@@ -149,8 +149,8 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     def lease_state(self) -> LeaseState:
         """Return the state of the lease, which is at most a few seconds old.
 
-        On `draining` or `damaged` stop using the memory and close this object. On `damaged` attach again, because the
-        cache reloads the model into other memory.
+        On `draining` or `damaged`, stop using the memory and close this object. On `damaged`, attach again, because the
+        cache reloads the model into different memory.
         """
         return self._renewal.state
 
@@ -179,7 +179,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
             strict: require the same names. If False, bind only the names that the module and the cache share.
 
         Raises:
-            PlanError: names, shapes or dtypes do not fit. The module is unchanged.
+            PlanError: names, shapes or dtypes do not match. The module is unchanged.
         """
         pairs = match_parameters(module, self._tensors, strict=strict)
         # Change the module only after every check, because an error must leave the module unchanged.
@@ -188,7 +188,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
             _rebind(target, tensor, places[id(target)])
 
     def close(self) -> None:
-        """Release the lease, so that the cache need not wait for this process. Idempotent. See the class."""
+        """Release the lease, so that the cache need not wait for this process. Idempotent. See `Attached`."""
         self._renewal.close()
 
 
@@ -208,12 +208,12 @@ def attach(
         model: the name under which the weights are cached.
         connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB` or this host's
             hub.
-        device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights there. None means any device.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any.
         revision: a revision or a unique prefix of a revision. None means the only cached revision.
         verify: compare every mapped chunk with its digest. On a device this takes 25 ms for 60 GB. On the host it reads
             all of the memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every chunk on
             arrival.
-        timeout_s: seconds to wait for a cache that is not running or still loads. The wait continues while the cache
+        timeout_s: seconds to wait for a cache that is absent or still loading. The wait continues while the cache
             brings the model back from a lower tier.
 
     Returns:
@@ -222,8 +222,8 @@ def attach(
 
     Raises:
         NotFound: no cache on this host has the model after `timeout_s`.
-        ConfigError: several revisions are cached, or the weights are on another device, or in device memory without
-            file descriptors in another container.
+        ConfigError: several revisions are cached, or the weights are on another device, or the cache runs in another
+            container and its device memory has no file descriptors.
         IntegrityError: the mapped bytes or the digests are wrong. If the cache's own bytes are corrupt, it reloads the
             model and this call waits.
         HubUnavailable: no hub responds.
@@ -239,11 +239,11 @@ def attach(
         url = ""
         while True:
             try:
-                # Find the hub at each attempt, because another process takes over the host's hub when its process ends.
+                # Find the hub at each attempt, because another process can take over the role of this host's hub.
                 url = (settings.hub or find_hub() or "").rstrip("/")
                 if not url:
                     raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
-                # The last attempt also needs time for a request. With `timeout_s=0` it is the only attempt.
+                # Even the last attempt needs time for a request. With `timeout_s=0` it is the only attempt.
                 request_s = max(0.2, deadline - time.monotonic())
                 with HubClient.connect(url, settings.token, timeout_s=request_s) as client:
                     attached = _Search(client, model, revision or "", wanted_device, stall_s).attach(phases, verify)
@@ -251,7 +251,7 @@ def attach(
             except SourceBusy:
                 deadline = max(deadline, time.monotonic() + stall_s)
             except _PASSING as error:
-                # The hub refuses a wrong token permanently. A cache may only have refused an old grant.
+                # A refusal by the hub is permanent. A cache may only have refused an expired grant.
                 is_refused = isinstance(error, PermissionDenied) and error.uri == url
                 if is_refused or time.monotonic() >= deadline:
                     raise
@@ -283,7 +283,7 @@ class _Search:
     def attach(self, phases: Phases, verify: bool) -> Attached:
         phases.enter("find")
         caches = self._caches()
-        # The hub only gives grants to members. The address is a placeholder, because this process serves nothing.
+        # The hub issues grants only to members. The address is a placeholder, because this process serves nothing.
         self.hub.hello(Hello(member=self.hub.member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
@@ -334,7 +334,7 @@ class _Search:
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
         phases.enter("lease")
-        # The hub registers a reader without chunks. `source` requests only this cache.
+        # Register at the hub as a reader without chunks. `source` restricts the reply to this cache.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self.hub.upstreams(UpstreamsRequest(member=self.hub.member, holding=empty, source=member))
         if not reply.upstreams:
@@ -359,7 +359,7 @@ class _Search:
             for region in regions:
                 region.check()
             if len(wrong):
-                # `recheck` raises an error if the cache's bytes are wrong. Caches of earlier versions lack it.
+                # `recheck` raises an error if the cache's bytes are wrong. Earlier releases lack it.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
@@ -410,7 +410,7 @@ def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None
 
 NEAREST = ("shm", "cuda_ipc")
 MAX_THREADS = 16
-"""Maximum number of digest threads. At 10 GB/s each they use a host's memory bandwidth."""
+"""Maximum number of digest threads. At 10 GB/s each, they saturate a host's memory bandwidth."""
 
 
 def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:
@@ -482,7 +482,7 @@ def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequenc
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
     else:
-        # Several parts per thread limit the delay from a core that other processes use too.
+        # Several parts per thread limit the delay from a core that other processes also use.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
@@ -492,7 +492,7 @@ def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequenc
 def match_parameters(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter and buffer of a module with its tensor. Tied targets use the first matching tensor.
+    """Pair each parameter and buffer of a module with its cached tensor. Tied targets use the first matching tensor.
 
     Raise PlanError if names, shapes, dtypes or the bytes of tied tensors do not match.
     """
@@ -525,7 +525,7 @@ def match_parameters(
         raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
     targets = {id(target): target for target in state.values()}.values()
     pairs = [(target, bound[place][1]) for target in targets if (place := _memory_of(target)) in bound]
-    # Tied targets may differ in dtype and shape, so view the bytes as each target's.
+    # Tied targets may differ in dtype and shape, so view the bytes with each target's dtype and shape.
     return [
         (target, tensor)
         if (tensor.dtype, tensor.shape) == (target.dtype, target.shape)
@@ -552,7 +552,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _rebind(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:
-    # Optimizers and the engine keep references to the target, so keep the object if the device permits.
+    # Optimizers and the engine keep references to the target, so keep the object if both tensors are on one device.
     if target.device == tensor.device:
         target.data = tensor
         return

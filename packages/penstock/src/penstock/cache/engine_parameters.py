@@ -1,4 +1,4 @@
-"""Keeps processed parameters, which an engine made from a checkpoint (fused, sharded, cast), for the next engine.
+"""Caches parameters that an engine has processed (fused, sharded, cast), so that the next engine can map them.
 
 The engine offers its parameters as a member of the fleet and sends a `HandOver` to the cache, which fetches them.
 """
@@ -49,7 +49,7 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """Return the key of these parameters, which are kept only once."""
+        """Return the key of these parameters. Parameters with the same key are kept only once."""
         return self.model, self.revision, tuple(sorted(self.parallel.items()))
 
 
@@ -60,7 +60,7 @@ class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     hint: str = ""
     minimum_bytes: int = 0
-    """Required limit in bytes if the cache's limit is too small."""
+    """The limit in bytes that the cache would need. 0 unless its limit is too small."""
 
 
 class HandOverHandler:
@@ -72,11 +72,11 @@ class HandOverHandler:
         self._started: dict[tuple[str, str, tuple[tuple[str, str], ...]], Future[None]] = {}
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return the progress of the request. If the request is new or failed before, start to keep its parameters."""
+        """Return the progress of the request. If the request is new or failed before, start keeping its parameters."""
         hand_over = msgspec.msgpack.decode(body(MAX_BODY_BYTES), type=HandOver)
         if verb != "POST" or path:
             raise NotFound("no such path")
-        # Connections have separate threads, and two engines may submit the same parameters. Keep them once.
+        # Connections have separate threads, and two engines may submit the same parameters. Keep the parameters once.
         running = self._started.get(hand_over.key)
         if running is None:
             try:
@@ -96,7 +96,7 @@ class HandOverHandler:
         return HandOverState(state="failed", error=failure.message, hint=failure.hint or "", minimum_bytes=minimum)
 
     def forget(self, model: str) -> None:
-        """Forget the requests for a dropped model, so that an engine can submit it again."""
+        """Forget the requests for a dropped model, so that an engine can submit the model again."""
         for key in [key for key in list(self._started) if key[0] == model]:
             self._started.pop(key, None)
 
@@ -104,10 +104,10 @@ class HandOverHandler:
 def cache_parameters(
     module: torch.nn.Module, model: str, *, connection: ConnectionSettings | str | None = None, verify: bool = True
 ) -> Attached:
-    """Give a module's parameters to the cache on this host, and bind the module to the cached memory.
+    """Pass a module's parameters to the cache on this host, and bind the module to the cached memory.
 
     The next process with the same module calls `attach(model)` and `attach_into(module)`, and needs no checkpoint. The
-    cache copies the bytes once. Until the module is bound, the host holds them twice.
+    cache copies the bytes once. Until the module is bound, the host holds two copies.
 
     Args:
         module: its parameters and persistent buffers must be processed, contiguous and on one device.
@@ -139,14 +139,14 @@ def cache_parameters(
     with join(model, connection=connection) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
-        # Match before the cache stores anything, because parameters that cannot be bound are useless to the cache.
+        # Match before the cache stores anything, because caching parameters that cannot be bound is useless.
         kept = {name: tensors[name] for name in offered.layout.table.names}
         match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
         _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
         bound = attach(model, connection=connection, device=device, revision=revision, verify=verify)
-    # Bind last. Now nothing reads the module's own memory, and an error above leaves the module unchanged.
+    # Bind last, because now nothing reads the module's own memory, and an earlier error leaves the module unchanged.
     try:
         bound.attach_into(module)
     except BaseException:

@@ -18,13 +18,13 @@ class LeaseState(StrEnum):
     KEPT = "kept"
     DRAINING = "draining"
     DAMAGED = "damaged"
-    """The cache found corrupt bytes in this memory. `LOST` is less severe, because lost memory has the right bytes."""
+    """The cache found corrupt bytes in this memory. `LOST` is less severe, because its bytes are still correct."""
     LOST = "lost"
     GIVEN_BACK = "given back"
 
 
 class LeaseRenewal:
-    """A lease that a thread renews, without keeping tensor memory alive. `why` explains `LOST` and `DAMAGED`."""
+    """A lease that a thread renews, without keeping tensor memory alive. `why` explains `LOST` or `DAMAGED`."""
 
     def __init__(self, peer: PeerClient, serial: int, generation: int, timing: Timing) -> None:
         self._peer = peer
@@ -62,7 +62,7 @@ class LeaseRenewal:
                     self._become(LeaseState.LOST, error.message)
                     return
                 if reply.state == "damaged":
-                    # Renew the lease nevertheless, because the cache frees device memory when the lease ends.
+                    # Keep renewing the lease, because the cache frees device memory when the lease ends.
                     why = "bytes of this memory changed after the weight cache had verified them"
                     self._become(LeaseState.DAMAGED, why)
                     continue

@@ -43,7 +43,7 @@ class ResidentState(StrEnum):
 
 _NEXT = {
     ResidentState.KEPT: {ResidentState.RELOADING, ResidentState.DROPPING, ResidentState.DROPPED},
-    # `DROPPING` cannot follow, because the reload's thread still writes to the memory.
+    # `DROPPING` cannot follow, because the reload thread is still writing to the memory.
     ResidentState.RELOADING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
     ResidentState.LOST: {ResidentState.DROPPING, ResidentState.DROPPED},
     ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
@@ -117,7 +117,7 @@ class ResidentModel:
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model from members and storage. Raise SourceChanged if the source has another revision."""
+        """Fetch the model from members and storage. Raise SourceChanged if the source has a different revision."""
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.weights
         try:
@@ -128,11 +128,11 @@ class ResidentModel:
                 storage_options=self._storage_options,
                 progress=self._progress,
             )
-            # Disable progress, because reloads run in threads long after the caller's call.
+            # Disable progress output, because reloads run in threads long after the caller's call.
             self._progress = False
             weights = next(served for served in member.weights if served.key == self.report.key)
             if before is not None and weights.key != before.key:
-                # Do not serve these weights, because engines would get another model under the same name.
+                # Do not serve these weights, because engines would get a different model under the same name.
                 member.hide(weights, 0.0)
                 revision = weights.identity.revision
                 message = f"{self.name!r} was kept in revision {self.revision}, but storage has {revision}"
@@ -144,7 +144,7 @@ class ResidentModel:
             raise
         self.weights = weights
         self.weights.kept = True
-        # Objects of the fetch refer to the memory in reference cycles, and an evicted model must free its memory.
+        # The fetch leaves reference cycles that keep the memory alive, and an evicted model must free its memory.
         gc.collect()
 
     def vacate(self) -> bool:
@@ -174,7 +174,7 @@ class ResidentModel:
 
 
 class ConvertedModel(ResidentModel):
-    """A model that a conversion writes into its memory with `make`, so that it cannot be read again."""
+    """A model whose bytes a conversion writes into memory with `make`. It cannot be reloaded from storage."""
 
     can_reload = False
 
@@ -186,7 +186,7 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the reserved memory. Serve the result. Raise ConfigError if it is already kept."""
+        """Run the conversion into the reserved memory and serve the result. Raise ConfigError if it is already kept."""
         # The conversion's workers write to the arena's memfd through its path under /proc.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))

@@ -91,7 +91,7 @@ class ResidentStatus:
 
 
 class WeightCache:
-    """Keeps models until `drop` or `leave`. Only one thread at a time may call it.
+    """Keeps models until `drop` or `leave`. Only one thread at a time may use it.
 
     `open`, which `with` calls, does the I/O.
 
@@ -101,14 +101,14 @@ class WeightCache:
 
     Args:
         device: device for all models. `"cpu"` means shared memory on this host.
-        memory_bytes: limit for all models together on the device. None means the device's memory.
-        host_bytes: bytes of host memory for idle models of a GPU, which `open` allocates and pins.
+        memory_bytes: limit in bytes for all models on the device in total. None means the device's memory.
+        host_bytes: bytes of host memory for idle GPU models. `open` allocates and pins this memory.
         disk: directory for idle models on a local disk.
-        disk_bytes: limit for the directory. None means the disk's free space.
+        disk_bytes: limit for the directory in bytes. None means the disk's free space.
         connection, max_bytes_per_s: see `penstock.join`.
         max_readers: maximum number of concurrent readers of each model.
         settings: settings for reading storage.
-        accept: also keep processed parameters from engines on this host (`cache_parameters`), within `memory_bytes`.
+        accept: whether to keep processed parameters from engines on this host (`cache_parameters`) too.
 
     Raises:
         ConfigError: the limits for idle models contradict each other.
@@ -162,7 +162,7 @@ class WeightCache:
 
     @property
     def tiers(self) -> Tiers:
-        """Return the tiers with the models. Raise ConfigError if the cache is not open."""
+        """Return the memory tiers that hold the models. Raise ConfigError if the cache is not open."""
         if self._tiers is None:
             raise _not_open()
         return self._tiers
@@ -175,7 +175,7 @@ class WeightCache:
         return self._member
 
     def open(self) -> WeightCache:
-        """Allocate memory for idle models, join the fleet and serve. Return this object. `with` calls `open`.
+        """Allocate memory for idle models, join the fleet, start to serve, and return this object. `with` calls `open`.
 
         Raises:
             BudgetTooSmall: `host_bytes` is too small.
@@ -188,12 +188,12 @@ class WeightCache:
         tiers = Tiers(self._levels(), stall_s=stall_s)
         try:
             member = Member.join(
-                # A request to the hub must time out well before the cache's own work stalls.
+                # A request to the hub must time out well before the stall deadline.
                 HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3)),
                 connection,
                 max_bytes_per_s=self._max_bytes_per_s,
                 stall_s=stall_s,
-                # A hub is not needed, because every model is in storage.
+                # A hub is not needed, because every model can be read from storage.
                 needs_hub=False,
             )
         except BaseException:
@@ -205,7 +205,7 @@ class WeightCache:
     def _levels(self) -> list[Level]:
         memory_bytes, host_bytes, disk_bytes = self._bounds
         stall_s = self._settings.stall_s
-        # Create the disk's tier first, because it checks its directory and pinning host memory takes seconds.
+        # Create the disk tier first, because it checks its directory, and pinning host memory takes seconds.
         below = []
         if self._disk is not None:
             below.append(Level(tier=SpillTier.open(self._disk), budget_bytes=disk_bytes, budget="disk_bytes"))
@@ -230,7 +230,7 @@ class WeightCache:
             self._handed_over = HandOverHandler(self._accept_parameters, self._reloads)
             member.server.handlers[HANDLER] = self._handed_over
             socket = Path(member.server.addresses[0].removeprefix("unix://"))
-            # Create this file last, because engines look for it.
+            # Create this file last, because engines find the cache by this file.
             socket.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
         return self
@@ -255,7 +255,7 @@ class WeightCache:
             progress: called with the number of verified bytes. See `load`.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no space for the model next to the models in use. Nothing was fetched.
+            BudgetTooSmall: `memory_bytes` is too small for this model and the models in use. Nothing was fetched.
             ConfigError: this revision of the model is already kept.
             PenstockError: see `Fleet.fetch`. The other models are unaffected.
         """
@@ -474,7 +474,7 @@ class WeightCache:
         self._once_idle(lambda: self.tiers.drop(resident.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:
-        """Call `act` again while a move or a pin of the block makes it raise SourceBusy."""
+        """Retry `act` while it raises SourceBusy because the block is being moved or is pinned."""
         deadline = time.monotonic() + self._settings.stall_s
         while True:
             try:
@@ -554,12 +554,12 @@ class CacheDestination:
         """Allocate memory, let a conversion write its result there, and serve the result.
 
         Args:
-            key: key of the conversion. The same sources and operations have the same key.
+            key: key of the conversion. The same sources and operations produce the same key.
             nbytes: size of the result in bytes.
             fill: writes the tensors to a path as one file without a header, and returns their manifest with digests.
 
         Raises:
-            BudgetTooSmall: the cache has not enough memory.
+            BudgetTooSmall: the cache does not have enough memory.
             ConfigError: the result is already kept.
             PenstockError: errors of `fill`.
         """
