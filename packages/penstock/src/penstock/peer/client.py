@@ -1,4 +1,4 @@
-"""The client for another member's server. It gets leases, memory maps, tensor tables and logs of verified chunks."""
+"""The client for another member's server. It requests leases, memory maps, tensor tables and chunk logs."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class PeerClient(Closeable):
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error for a member's response with a status other than 200. A member named in it replaces `uri`."""
+    """Return the error for a member's response with a status other than 200. A member named there replaces `uri`."""
     try:
         fault = msgspec.msgpack.decode(raw, type=messages.MemberFault)
     except MALFORMED:

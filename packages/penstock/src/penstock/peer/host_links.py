@@ -23,7 +23,7 @@ def host_links() -> int:
 
 
 def nearest_link(gpu_uuid: str) -> str:
-    """Return the RDMA device that shares most PCI bridges with a GPU, or an empty text if several devices do."""
+    """Return the RDMA device that shares the most PCI bridges with a GPU, or an empty string if there is a tie."""
     address = _pci_address(gpu_uuid) if gpu_uuid else ""
     if not address:
         return ""

@@ -38,7 +38,7 @@ from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
-"""Maximum number of tensors in a peer's layout, against hostile peers. The largest checkpoint has 70,000."""
+"""Maximum number of tensors that a peer's layout may declare. The largest known checkpoint has 70,000 tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -116,7 +116,7 @@ def from_message(message: TableMessage) -> WeightLayout:
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
     """Return a table for tensors in memory, without files and offsets. Raise FormatError if the sizes are invalid."""
     bits = {dtype: dtype.bits for dtype in set(dtypes)}
-    # A peer's shapes may be huge. Python integers do not overflow like numpy's product.
+    # A peer's shapes may be huge. Python integers do not overflow, unlike numpy's product.
     nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
     if any(width % 8 for width in bits.values()):
         try:
@@ -179,7 +179,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The region of each row, its offset in bytes, and its address. Rows without bytes have region -1 and address 0."""
+    """The region of each row, its offset in bytes, and its address. Empty rows have region -1 and address 0."""
 
     regions: tuple[Memory, ...]
     row_region: I64
@@ -197,7 +197,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
     row_region = np.full(len(rows), -1, np.int64)
     address = np.array([flat.data_ptr() for flat in rows], np.int64)
     is_unplaced = np.array([flat.numel() for flat in rows], np.int64) > 0
-    # A registration costs at least a system call, so register whole arenas and storages and not thousands of tensors.
+    # A registration costs at least a system call, so register whole arenas and storages, not thousands of tensors.
     for arena in arenas:
         is_inside = is_unplaced & (address >= arena.address) & (address < arena.address + arena.nbytes)
         if is_inside.any():
@@ -214,7 +214,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
             device = str(rows[row].device)
             regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=TorchStorage(storage)))
         row_region[row] = at[base]
-    # Index -1, the region of rows without bytes, selects the 0 at the end.
+    # Index -1, the region of empty rows, selects the 0 at the end.
     start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
     row_offset = np.where(row_region < 0, 0, address - start)
     return RowPlacement(
@@ -239,7 +239,7 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
-    """Return each row's region at the peer and its offset there. Raise FormatError if a row exceeds `capacities`."""
+    """Return each row's region at the peer and its offset in it. Raise FormatError if a row exceeds `capacities`."""
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
@@ -255,7 +255,7 @@ def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[in
 
 
 def device_id(device: torch.device) -> str:
-    """Return a GPU's UUID, or an empty text for the host. Device indexes differ between processes, but UUIDs do not."""
+    """Return a GPU's UUID, or an empty string for the host. Unlike device indexes, UUIDs are equal in all processes."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -320,7 +320,7 @@ class LocalWeights:
         # Peers read from `_handles`. This process's reads write to `_into`, which includes fill-only transports.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
-        # With tiny chunks the padding between tensors may be another chunk, which a joined read would overwrite.
+        # With tiny chunks, the gap between two tensors may hold another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
 
@@ -353,7 +353,7 @@ class LocalWeights:
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """Return the map for a peer. With a lease, revocable descriptors end with the lease."""
+        """Return the map for a peer. With a lease, revocable descriptors expire with the lease."""
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -392,13 +392,13 @@ class LocalWeights:
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # A joined read may overwrite padding in this process's arenas, but elsewhere the gap may be a tensor.
+            # A joined read may overwrite padding in this process's arenas, but elsewhere the gap may hold a tensor.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             joined[theirs, ours] = segments.joined(padding_bytes=ALIGN_BYTES - 1 if is_ours else 0)
         return joined
 
     def digest(self, chunks: I64) -> U64:
-        """Digest these chunks in memory. Return their leaf digests, chunk after chunk."""
+        """Digest these chunks in memory. Return their leaf digests in the order of the chunks."""
         table = self.layout.chunks
         if self.device.type == "cuda":
             from penstock.digest.cuda import leaf_digests_cuda
@@ -416,7 +416,7 @@ class LocalWeights:
         return out
 
     def differing_chunks(self, chunks: I64, got: U64, wanted: U64) -> I64:
-        """Return the chunks with a differing leaf."""
+        """Return the chunks in which at least one leaf differs."""
         if np.array_equal(got, wanted):
             return chunks[:0]
         wrong = np.repeat(np.arange(len(chunks)), self.layout.chunks.leaf_counts(chunks))[got != wanted]
@@ -559,7 +559,7 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`, or all if the log is new. Wait at most `wait_s` for a chunk."""
+        """Return the chunks verified since `serial`, or all if the log restarted. Wait at most `wait_s` for a chunk."""
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:

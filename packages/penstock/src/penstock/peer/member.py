@@ -56,12 +56,12 @@ log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
-"""Interval and TTL of heartbeats in seconds before a hub has responded. They equal a hub's defaults."""
+"""Interval and TTL of heartbeats in seconds before a hub has responded. They equal the hub's defaults."""
 JOIN_AGAIN_S = 0.1
 
 
 class Member:
-    """A run of a process in the fleet, created by `join`. Leaving its `with` block leaves the fleet.
+    """A run of a process in the fleet, created by `join`. On exit from a `with` block it leaves the fleet.
 
     Attributes:
         away: the error if this member has not joined yet. None after joining.
@@ -158,7 +158,7 @@ class Member:
             links = opened.enter_context(
                 open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
-            # The port was opened for this transport. Without the transport readers would silently use another one.
+            # The port was opened for this transport. If it were missing, readers would silently use another transport.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 raise ConfigError(links.refused["http"], hint="give another data_port, or 0 for any free one")
             server = PeerServer.start(
@@ -253,7 +253,7 @@ class Member:
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports, serve them, and report them to the hub unless the next request does."""
+        """Register weights with the transports and serve them. With `report`, send a heartbeat that lists them now."""
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
@@ -303,7 +303,7 @@ class Member:
             raise HubUnavailable("the hub has not answered the heartbeat before this one")
         try:
             reply = self._call_hub(lambda: self.hub.beat(self.id, self._state(), within_s=within_s))
-            # Remember an operator's drain order, because the hub may lose its memory.
+            # Remember an operator's drain order, because a restarted hub does not know it.
             self._drain = reply.drain
         finally:
             self._reporting.release()
@@ -345,7 +345,7 @@ class Member:
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
         """Digest a chunk that a reader reported as wrong. If it is corrupt, stop serving and return True."""
-        # The reader may lie or have defective memory. A round of spot checks takes two hours for 60 GB.
+        # The reader may lie or have defective memory. Waiting for the spot checks could take two hours for 60 GB.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._stop_serving(weights, chunk)
         return weights.damage is not None
@@ -359,7 +359,7 @@ class Member:
             registry.add("penstock_verification_failures", ("serve",))
         self.server.hide(weights.key)
         if weights.state != "filling":
-            # While a fetch still fills the weights, the fetch closes them when it fails at its end.
+            # Do not close weights that a fetch is still filling, because that fetch closes them when it fails.
             weights.close()
         log.error("member %s no longer serves %s: %s", self.id, weights.identity.model, error)
         self.on_damaged(weights, error)
@@ -425,7 +425,7 @@ class Member:
         return self._call_hub(lambda: self.hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> messages.ClaimReply:
-        """Claim chunks to read from storage. With `ask=False` only return claims. Raise HubUnavailable."""
+        """Claim chunks to read from storage. With `ask=False` only give up claims. Raise HubUnavailable."""
         request = messages.ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
         return self._call_hub(lambda: self.hub.claim(request))
 
@@ -435,12 +435,12 @@ class Member:
         return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: messages.FleetDecision) -> messages.DecideReply:
-        """Propose a decision on a version. Return the valid decision. An empty outcome only requests the decision."""
+        """Propose a decision on a version. Return the recorded decision. An empty outcome only requests it."""
         request = messages.DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
-        """Report an unusable source, but not a source that is only busy. Return False if the hub does not accept it."""
+        """Report an unusable source, but not a source that is only busy. Return False if the hub rejects the report."""
         fault = next((word for kind, word in _FAULTS if isinstance(error, kind)), "unreachable")
         detail = error.message[:1024]
         complaint = messages.FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@
     GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply, and renews the lease
     POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is unchanged, 429 if it changed and is no longer served
     DELETE /v1/leases/L
-    GET    /v1/phases                       the start of this process as JSON or as events, see `http.phases`
+    GET    /v1/phases                       startup phases of this process as JSON or as events, see `http.phases`
     GET    /v1/ready                        200 if the process is ready, else 503, without authentication
     GET    /v1/alive                        204, without authentication
            /v1/NAME/...                     requests for a registered handler, see `RequestHandler`
@@ -61,9 +61,9 @@ LEASE_TTL_S = 15.0
 """Seconds after which a lease expires. Each log request renews the lease, every few seconds."""
 
 CheckGrant = Callable[[messages.LeaseRequest], str]
-"""Checks a grant and returns the caller that the hub named, or an empty text. Raises PermissionDenied."""
+"""Checks a grant and returns the caller that the hub named, or an empty string. Raises PermissionDenied."""
 Recall = Callable[[str], AbstractContextManager[str]]
-"""Brings the weights of a key back from a lower tier and pins them. Yields a reason while they are still on the way."""
+"""Brings the weights of a key back from a lower tier and pins them. Yields a reason if they are not back yet."""
 Query = Mapping[str, list[str]]
 
 
@@ -82,7 +82,7 @@ class _Leased:
     weights: LocalWeights
     attached: bool
     is_displaced: bool = False
-    """Whether a caller with fewer readers took the place of this lease. Its reader's requests are refused."""
+    """Whether a caller with fewer readers received the slot of this lease. Requests with this lease are refused."""
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -223,7 +223,7 @@ class PeerServer:
             with self.recall(request.key) as why:
                 if why:
                     return messages.Fault(error=why, hint="retry")
-                # Only `recall` keeps the weights in memory until the lease exists.
+                # Until the lease exists, only `recall` keeps the weights in memory.
                 lease = self._lease(request, caller)
         if lease is None:
             with self._lock:
@@ -342,7 +342,7 @@ class PeerServer:
         except (FormatError, *MALFORMED) as error:
             _send_malformed(exchange, error)
         except PenstockError as error:
-            # ConfigError is a ValueError too, so this clause must precede ValueError.
+            # ConfigError is a subclass of ValueError, so this clause must precede ValueError.
             _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, fault_of(error))
         except ValueError as error:
             _send_malformed(exchange, error)
@@ -429,11 +429,11 @@ _ANSWERED = object()
 
 
 class RefusedVersion(Exception):
-    """The reader uses another major version of the protocol."""
+    """The reader uses a different major version of the protocol."""
 
 
 def check_version(body: bytes) -> None:
-    """Raise RefusedVersion if the reader uses another major version. A malformed request raises one of `MALFORMED`."""
+    """Raise RefusedVersion if the reader's major version differs. A malformed request raises one of `MALFORMED`."""
     # Decode only this field, because the other fields of another version may not decode.
     announced = msgspec.msgpack.decode(body, type=messages.AnnouncedVersion)
     if fault := messages.version_fault(
