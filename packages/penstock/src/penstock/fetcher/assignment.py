@@ -68,7 +68,7 @@ class Assignment:
 
     @property
     def has_sources(self) -> bool:
-        """Return whether there is an upstream, or an upstream failed since the last progress."""
+        """Return whether there is an upstream, or one has failed since the last progress."""
         return bool(self._choice.readers or self._failed_since_progress)
 
     def follow(self, reply: UpstreamsReply) -> float:
@@ -93,16 +93,16 @@ class Assignment:
                 if reader.is_connected:
                     self._retries.note_place(reader.upstream.member)
                 if reader.is_parent:
-                    # The reader may have been a spare, which is not asked for news.
+                    # The reader may have been a spare, so its next log request may be far away.
                     reader.request_news()
             parents = self._parents(reply, now)
             if reply.is_placed:
-                # The relay keeps reported parents, and simultaneous members reported earlier would share one holder.
+                # The relay keeps reported parents. With earlier reports, simultaneous members would share a parent.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
-        # Report the first member even if it is full now, or the hub would keep a more distant parent for good.
+        # Report the first member even if it is full now, or the hub would keep a more distant parent permanently.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
         may_be = {name for name in names if self._retries.may_be_parent(name, now)}
@@ -123,7 +123,7 @@ class Assignment:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is no fault. After complaints, eight cold starters read storage 3.3 to 5.9 times.
+                # A full holder is not faulty. With complaints, eight cold starters read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
                     self._retries.note_full(member, now)
                     self._provenance.full[member] = str(reader.error)
@@ -147,7 +147,7 @@ class Assignment:
             return self._choice.is_idle()
 
     def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
-        """Post reads to upstreams with a free slot. Return the seconds until the next round, and any failure."""
+        """Post reads to upstreams with a free slot. Return the seconds until the next round, and whether any failed."""
         pause_s, has_failed, reads = self._timing.fetch_turn_s, False, list[Read]()
         with self._lock:
             for reader in self._choice.readers:
@@ -182,7 +182,7 @@ class Assignment:
             return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
-        """Assign the missing chunks among these to storage, and post them under the lock. Return False without any."""
+        """Assign the missing chunks among these to storage, and post them under the lock. Return False if none is."""
         with self._lock:
             free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
             if self._is_closed or not len(free):
@@ -224,5 +224,5 @@ class Assignment:
         return reader.upstream.member in self._failed_since_progress
 
     def has_unreported_failure(self) -> bool:
-        """Return whether the hub does not know of an upstream that failed since the last verified byte."""
+        """Return whether an upstream failed since the last verified byte and its failure is unreported."""
         return bool(self._failed_since_progress - self._reported)

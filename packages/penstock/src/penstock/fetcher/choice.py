@@ -21,7 +21,7 @@ def _ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 
 
 class ChunkChoice:
-    """The upstreams of a fetch, and which chunks are present or being read. The owner's lock guards it."""
+    """The upstreams of a fetch, and the chunks that are present or being read. The owner's lock guards this object."""
 
     def __init__(self, have: Bools, flying: Bools) -> None:
         self.readers: list[UpstreamReader] = []
@@ -44,7 +44,7 @@ class ChunkChoice:
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Set the ranks of the readers. Readers without a rank come last."""
-        # With one order the last rank is a last resort. With trees, no other upstream waits for this one.
+        # With one order, a reader without a rank is a last resort. With trees, no other upstream waits for it.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)
@@ -65,12 +65,12 @@ class ChunkChoice:
         return others[-1:] if len(others) and reader.should_probe() else others[:0]
 
     def may_read(self, reader: UpstreamReader, tree: int) -> bool:
-        """Return True if no earlier upstream can provide a tree's chunks about as soon."""
+        """Return True if no earlier upstream can provide a tree's chunks equally soon."""
         return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
 
     def wants_news(self, reader: UpstreamReader) -> bool:
-        """Return True if few chunks are known that only this upstream should provide, so its log is read soon."""
-        # An upstream without a rank in a tree is asked for news only when all other upstreams stall.
+        """Return True if the upstream's log should be read early, because few chunks are known for it to provide."""
+        # The log of an upstream without a rank in a tree is read early only when all other upstreams stall.
         own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
 
@@ -86,8 +86,8 @@ class ChunkChoice:
         return wanted
 
     def pop_unneeded(self) -> list[UpstreamReader]:
-        """Remove and return upstreams without a purpose once every tree has a working parent."""
-        # With one order they stay as spares. With trees, they would use the reservations of the upstream's children.
+        """Remove and return upstreams that are not needed once every tree has a working parent."""
+        # With one order, all stay as spares. With trees, spares would take reservations from an upstream's children.
         if self.num_trees == 1 or not all(self._has_working_parent(tree) for tree in range(self.num_trees)):
             return []
         unneeded = [

@@ -32,7 +32,7 @@ ALONE_CHUNKS = 16
 
 @dataclass(eq=False)
 class ClaimLoop:
-    """Claims chunks and reads them from storage, until all are here or storage fails."""
+    """Claims chunks and reads them from storage, until all chunks are present or storage fails."""
 
     member: Member
     weights: LocalWeights
@@ -41,7 +41,7 @@ class ClaimLoop:
     storage: StorageReader
     reads: Executor
     ticket: RunState
-    """Fails with storage's error if there is no upstream."""
+    """Fails with the error from storage if there is no upstream."""
     provenance: Provenance
     starved: StallTimer
     """Measures the time in which nothing feeds the fetch. `run` updates it."""
@@ -53,7 +53,7 @@ class ClaimLoop:
     _wanted: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Claim and read until all chunks are here. This is the body of the thread."""
+        """Claim and read until all chunks are present. This is the body of the thread."""
         # The hub's first reply contains the first claim, which saves one request for each starting member.
         while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self._should_skip_claims()):
             pass
@@ -98,7 +98,7 @@ class ClaimLoop:
     def _read(self, ranges: Ranges) -> bool:
         if not self.assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
             return False
-        # No deadline is needed here, because storage has a deadline and its end sets the event.
+        # No deadline is needed here, because each storage read has a deadline, and its end sets the event.
         while not (self._wanted.wait(self.stall_s) or self._closing.is_set()):
             pass
         return True
@@ -110,7 +110,7 @@ class ClaimLoop:
 
     def _read_storage(self, chunks: I64) -> None:
         unread = set(chunks.tolist())
-        # Set `_wanted` once for each claim. A second time could end the wait for the next claim.
+        # Set `_wanted` once for each claim. Setting it again could end the wait for the next claim.
         is_near_end = threading.Event()
 
         def near_end() -> None:
@@ -136,7 +136,7 @@ class ClaimLoop:
             self._wanted.set()
 
     def fail(self, error: PenstockError, chunks: I64) -> None:
-        """Stop reading storage for good and free these chunks. The fetch fails if it has no upstream."""
+        """Stop reading storage permanently and release these chunks. The fetch fails if it has no upstream."""
         self.provenance.faults.append(f"storage: {error}")
         self.assignment.can_read_storage = False
         if not self.assignment.readers:

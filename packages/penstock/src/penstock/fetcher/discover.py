@@ -96,7 +96,7 @@ class FetchTarget:
             arenas += target.arenas
             make: Callable[[], list[torch.Tensor]] = partial(self._tensors_of, flat)
         else:
-            # One arena needs one registration. A thread touches its pages, because page faults would delay the reads.
+            # One arena needs one registration. A thread touches the pages, because page faults would delay reads.
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
             arena.warm(is_over)
@@ -121,7 +121,7 @@ class FetchTarget:
 
 
 class Discovery:
-    """Finds the tensors of one fetch. Fields of `identity` that the fallback or the fleet knows may be empty."""
+    """Finds the tensors of one fetch. Fields of `identity` that the fallback or the fleet can supply may be empty."""
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
         self._identity = identity
@@ -138,7 +138,7 @@ class Discovery:
         wait_s: float | None,
         stack: ExitStack,
     ) -> FetchTarget:
-        """Return the tensors to fetch. `stack` closes the session that this opens. See `Fleet.fetch` for the rest."""
+        """Return the tensors to fetch. `stack` closes the session that this call opens. See also `Fleet.fetch`."""
         has_tensors = isinstance(target, torch.nn.Module) or len(target) > 0
         tensors = targets_of(target, written=True) if has_tensors else {}
         if has_tensors and not tensors:
@@ -243,7 +243,7 @@ class Discovery:
         if best is not None:
             return best
         seen = "".join(f"; member {name} has {words}" for name, words in list(mismatches.items())[:4])
-        # The caller cannot find a mismatch of identities otherwise.
+        # List the differences, because the caller cannot find mismatching identities otherwise.
         message = f"no member holds {identity.model!r}{' with the same identity' if seen else ''}{since}{seen}"
         raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or pass fallback= to read storage")
 
@@ -296,7 +296,7 @@ class Discovery:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will probably read this member, and mapping can overlap the allocation.
+                        # The fetch will probably read from this member, and mapping can overlap the allocation.
                         with contextlib.suppress(PenstockError):
                             _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout

@@ -1,4 +1,4 @@
-"""The thread of a fetch that asks the hub for upstreams and keeps the state of the hub.
+"""The thread of a fetch that asks the hub for upstreams and tracks the state of the hub.
 
 Known upstreams stay in use while the hub is away, because running transfers do not need it.
 """
@@ -27,7 +27,7 @@ class HubState(Enum):
     ANSWERS = auto()
     AWAY = auto()
     REFUSES = auto()
-    """The hub refused this member for good, so storage will be read without claims."""
+    """The hub refused this member permanently, so storage will be read without claims."""
     UNUSED = auto()
     """Storage is read without claims, until the hub names upstreams again."""
 
@@ -35,7 +35,7 @@ class HubState(Enum):
 class HubPoller:
     """Asks for upstreams until it is closed. If `away` is set, storage is read without claims from the start.
 
-    The first reply, which contains the first claim, sets `answered`. Setting `wanted` sends the next request soon.
+    The first reply, which contains the first claim, sets `answered`. Setting `wanted` triggers the next request.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HubPoller:
             self.answered.set()
             self._closing.wait(self.rest_s)
             if full_s < wait_s:
-                # A refusing holder invalidates the grant too, so ask for a new grant.
+                # A holder that refuses a reader still uses up the grant, so request a new grant.
                 self.wanted.wait(full_s)
             elif not self.wanted.wait(rest_s := max(wait_s / 4, self._timing.hub_pause_s)):
                 self.wait_while_fed(wait_s - rest_s)
@@ -100,7 +100,7 @@ class HubPoller:
             if is_first:
                 self._first_claim = reply.claim
             self.become(HubState.ANSWERS)
-            # While other members make progress with storage, waiting for their chunks is no stall.
+            # While other members make progress with storage, waiting for their chunks is not a stall.
             is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
             valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
             self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
@@ -112,8 +112,8 @@ class HubPoller:
             return self._timing.hub_retry_s, math.inf
 
     def wait_while_fed(self, wait_s: float) -> None:
-        """Wait at most `wait_s` until the hub is wanted or no upstream has a chunk for this fetch."""
-        # Members that start at the same time know few others at first, and soon have all of their chunks.
+        """Wait at most `wait_s` until `wanted` is set or no upstream has a chunk for this fetch."""
+        # Members that start together know few upstreams at first, and soon have received all chunks of those upstreams.
         until = time.monotonic() + wait_s
         while not self._assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
             if self.wanted.wait(min(self._timing.fetch_turn_s, left_s)):
@@ -142,7 +142,7 @@ class HubPoller:
             reader.close()
 
     def do_others_read(self) -> bool:
-        """Return whether other members are reading the missing chunks from storage, by the hub's last reply."""
+        """Return whether other members are reading the missing chunks from storage, according to the hub."""
         return time.monotonic() < self._others_read_until
 
     def pop_first_claim(self) -> ClaimReply | None:

@@ -67,7 +67,7 @@ class Fleet:
         trace: str | os.PathLike[str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fill `target` from members that hold the model. Read from storage only what no member has or reads.
+        """Fill `target` from members that hold the model. Read from storage only chunks that no member has or reads.
 
         Args:
             target: a module or a dict of tensors that is filled in place. An empty dict receives new tensors at the
@@ -156,7 +156,7 @@ class Fleet:
         try:
             with running:
                 running.start()
-                # Overlap this with the connections to the hub and the upstreams. 1,800 tensors take 4 to 9 ms.
+                # Overlap this with connecting to the hub and the upstreams. Creating 1,800 tensors takes 4 to 9 ms.
                 if make_tensors is not None:
                     with paused_gc():
                         tensors = make_tensors()
@@ -178,7 +178,7 @@ class Fleet:
                 error.mutated = error.mutated or is_touched
             raise
         finally:
-            # torch does not notice writes by address. New tensors are not visible to the caller yet.
+            # Torch does not detect writes by address. New tensors are not visible to the caller yet.
             if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
                 note_written(weights.rows)
             journey.num_wrong = running.provenance.num_wrong
@@ -192,10 +192,10 @@ class Fleet:
 
         Args:
             tensors: contiguous tensors on one device. They must not change until `fence` or `leave`.
-            revision: name of the revision. None means the root of their digests.
+            revision: name of the revision. None means the root of the tensors' digests.
 
         Returns:
-            The key under which members find them.
+            The key under which members find the weights.
         """
         # Digest without a revision first, because the key depends on the revision, which is the root of the digests.
         layout, rows = layout_of_tensors(targets_of(tensors, whole=True))
@@ -238,7 +238,7 @@ class Fleet:
             raise
 
     def check(self) -> None:
-        """Raise IntegrityError if served weights changed in memory after they were verified. Costs microseconds.
+        """Raise IntegrityError if served weights changed in memory after they were verified. It takes microseconds.
 
         One chunk is digested again with every heartbeat. Weights that differ are no longer served. Fetch them again, or
         call `fence` before an intended change.
@@ -246,7 +246,7 @@ class Fleet:
         self.member.check()
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Grant no new leases, wait at most `drain_s` for readers, and sign off from the hub. Idempotent."""
+        """Grant no new leases, wait at most `drain_s` for readers, and leave the hub. Idempotent."""
         require_seconds("drain_s", drain_s)
         self._left.set()
         self.member.leave(drain_s)
@@ -393,8 +393,8 @@ def join_or_warn(
 ) -> Fleet | None:
     """Join a fleet. If its hub is not available, warn that `place` is read from storage instead, and return None.
 
-    Only an unavailable hub leads to storage. A hub that refuses the caller is an error. The other arguments are those
-    of `join`.
+    Only an unavailable hub causes a read from storage. A hub that refuses the caller is an error. The other arguments
+    are those of `join`.
     """
     try:
         return join(

@@ -93,7 +93,7 @@ class FetchReport(Summarised):
     storage_bytes: int
     """Bytes of weights that this process requested from storage."""
     header_bytes: int
-    """Bytes that this process requested from storage for names and shapes of the weights. 0 without a fallback.
+    """Bytes that this process requested from storage for the names and shapes of weights. 0 without a fallback.
 
     They include the index, the manifest, and at least 16 KiB of each file. Every member with a fallback reads them,
     because they determine which members have the same weights.
@@ -135,7 +135,7 @@ class FetchReport(Summarised):
 
 def outcome_of(report: FetchReport) -> Outcome:
     """Return the outcome of a fetch for metrics and spans."""
-    # Bytes from storage count as verified only if they could be compared with something.
+    # Bytes from storage count as verified only if a digest existed to compare them with.
     hashed = (
         0
         if report.verified
@@ -176,7 +176,7 @@ def report_of(
 def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
     if weights.has_manifest:
         return True, "the manifest's digests"
-    # All digests together had to yield this root. See `check_revision`.
+    # The root of all digests had to equal this revision. See `check_revision`.
     if weights.identity.revision.startswith("w1-"):
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"

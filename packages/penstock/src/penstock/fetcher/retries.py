@@ -8,7 +8,7 @@ from penstock.errors import PenstockError, SourceStalled
 from penstock.timing import Timing
 
 BUSY_TRIES = 10
-"""Number of refusals in a row after which a parent is full for good. The next member is then reported as parent."""
+"""Number of consecutive refusals after which a parent counts as full. The next member is then reported as parent."""
 
 
 class RetryTimes:
@@ -20,12 +20,12 @@ class RetryTimes:
         self._failed: dict[str, tuple[float, float]] = {}
         """For each failed member: when it may be retried, and the pause after its last failure."""
         self._full: dict[str, tuple[float, int]] = {}
-        """For each full member: when it may be retried, and how often it refused in a row."""
+        """For each full member: when it may be retried, and the number of its consecutive refusals."""
 
     def note_failure(
         self, member: str, error: PenstockError, now: float, *, can_read_storage: bool, is_too_slow: bool
     ) -> None:
-        """Note a failed member. A member that is too slow is not retried."""
+        """Record a failed member. A member that is too slow is not retried."""
         wait_s = min(2 * self._failed.get(member, (0.0, self._timing.failed_pause_s / 2))[1], self._stall_s)
         if isinstance(error, SourceStalled) and can_read_storage:
             # A pending read from a silent member blocks storage, and three silent members could block it forever.
@@ -33,11 +33,11 @@ class RetryTimes:
         self._failed[member] = (math.inf if is_too_slow else now + wait_s, wait_s)
 
     def note_full(self, member: str, now: float) -> None:
-        """Note that a member has no free slot for this reader."""
+        """Record that a member has no free slot for this reader."""
         self._full[member] = (now + self._timing.full_pause_s, self._full.get(member, (0.0, 0))[1] + 1)
 
     def note_place(self, member: str) -> None:
-        """Note that a member has reserved a slot for this reader."""
+        """Record that a member has reserved a slot for this reader."""
         self._full.pop(member, None)
 
     # The time is an argument, so that all members in one reply from the hub are judged at the same time.

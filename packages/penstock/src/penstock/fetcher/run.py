@@ -89,7 +89,7 @@ class FetchRun(Run):
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
         self._on_first = on_first
-        # The first clock pauses while something feeds the fetch. The second never pauses, and the hub gets it.
+        # The first timer pauses while something feeds the fetch. The second never pauses and is reported to the hub.
         self._starved = StallTimer()
         self._no_progress = StallTimer()
         self._assignment = Assignment(
@@ -158,7 +158,7 @@ class FetchRun(Run):
 
         Raises:
             SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or no source sent a byte.
-            IntegrityError: holders state different digests, or a verified chunk changed in our memory.
+            IntegrityError: holders state different digests, or a verified chunk changed in memory.
             PenstockError: storage's errors.
         """
         while not self.ticket.done:
@@ -191,7 +191,7 @@ class FetchRun(Run):
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        # On two cores, 64 starting processes delayed the hub by half a stall. Reads without a claim slowed it further.
+        # On 2 cores, 64 starting processes delayed the hub by half a stall deadline. Unclaimed reads slowed it more.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
@@ -230,7 +230,7 @@ class FetchRun(Run):
         return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
 
     def assign(self) -> float:
-        """Post reads for upstreams with a free slot and missing chunks. Return the seconds until the next round."""
+        """Post reads of missing chunks to upstreams with a free slot. Return the seconds until the next round."""
         pause_s, has_failed = self._assignment.next_reads(
             self._post_reads, is_storage_read=self._storage_reads.is_busy()
         )
@@ -245,7 +245,7 @@ class FetchRun(Run):
         self._peer_reads.post(*(ReadFromUpstream(self, reader, chunks) for reader, chunks in reads))
 
     def note_first_read(self) -> None:
-        """Call `on_first`, at the first call only, when a byte is about to be requested."""
+        """Call `on_first` before the first byte is requested. Later calls do nothing."""
         if self.state is FetchState.STARTED and self._become(FetchState.MOVING):
             self._on_first()
 
@@ -342,7 +342,7 @@ class FetchRun(Run):
         super().close()
         for thread in self._threads:
             thread.join(timeout=self._timing.fetch_end_s)
-        # Break a cycle that would keep the weights alive.
+        # Break a reference cycle that would keep the weights alive.
         self._claims = None
         for reader in readers:
             reader.close()

@@ -60,7 +60,7 @@ class InitializeReport(Summarised):
     """Sources that failed, with the reasons."""
 
     def summary(self) -> str:
-        """Return the size, the paths and the verification on a line, and a line for each fault."""
+        """Return one line with the size, the paths and the verification, and one line for each fault."""
         size = f"{self.num_files} files, {bytes_text(self.nbytes)} in {self.wall_s:.1f} s"
         total = max(1, sum(self.nbytes_by_path.values()))
         paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
@@ -97,7 +97,7 @@ def initialize(
     settings, connection = Settings.read(), resolve_connection(connection)
     target = OutputPlace.at(destination).path
     partial = target / PARTIAL
-    # A moving branch must not mix files from two commits.
+    # Pin the URI, because a branch may move while its files are copied.
     place = pinned(texts_of(uri)[0], settings=settings)
     with typed(target):
         require_apart([place], target, replace=True)
@@ -114,7 +114,7 @@ def initialize(
             if connection.hub is not None and weights:
                 fetched = _from_fleet(model_name(uri), place, partial, connection)
             if fetched is None:
-                # Check before the work. Files from a fleet may have other names, which are checked when they exist.
+                # Check before copying. Files from a fleet may have other names, which are checked when they exist.
                 _require_no_others(target, [name for name in files if _is_weights(name)])
             copied = [name for name in files if fetched is None or name not in weights]
             paths = {} if fetched is None else dict(fetched.nbytes_by_path)

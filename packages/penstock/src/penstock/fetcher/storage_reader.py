@@ -18,13 +18,13 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Minimum number of chunks passed on at once (64 MiB). Members read the first chunks from slow storage while the rest
-is still being read."""
+"""Minimum number of chunks passed on at once (64 MiB). If storage is slow, members receive the first chunks while the
+rest is still being read."""
 HAND_ON_S = 1.0
 """Chunks that waited this many seconds are passed on even if fewer than `AT_ONCE` are ready."""
 GATHER_S = 0.1
 """Minimum time between two batches, in seconds. Each batch costs Python time, which delays the reading threads. Two
-cold starters took 1.35 times a split read with this value, and 1.49 times with 25 ms. Source:
+cold starters took 1.35 times as long as a split read with this value, and 1.49 times with 25 ms. Source:
 benchmarks/results/h200x2_202611/fetch.md."""
 LITTLE = 0.5
 """Unread fraction of a claim at which the next claim begins, so that fast storage is never idle."""

@@ -31,7 +31,7 @@ from penstock.storage.write import typed
 from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
-"""Size limit of a shard in bytes. Only a single larger tensor exceeds it. Source: the default of transformers'
+"""Size limit of a shard in bytes. Only a shard with one larger tensor exceeds it. Source: the default of transformers'
 `save_pretrained`."""
 _TOKEN = "fetch-"
 _EXPLAIN_S = 2.0
@@ -60,11 +60,11 @@ def fetch_to_files(
         replace: replace an existing weight set at `to` once the new set is complete.
 
     Returns:
-        The fetch's report. With `to`, `phases` also has `write`.
+        The fetch's report. With `to`, `phases` includes `write`.
 
     Raises:
-        ConfigError: the directory exists and is not empty, contains the fallback, or has files that Penstock did not
-            write. Nothing was fetched.
+        ConfigError: the directory exists and is not empty, contains the fallback, or contains files that Penstock did
+            not write. Nothing was fetched.
         DiskFull, DestinationError: the directory cannot be written, or another process writes to it. Nothing remains.
         PenstockError: see `Fleet.fetch`.
     """
@@ -100,12 +100,12 @@ def fetch_model(
     timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
-    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub responds, read the fallback."""
+    """Join the fleet of a model and fetch the model as `fetch_to_files` does. If no hub responds, read the fallback."""
     before = None if to is None else _directory_at(OutputPlace.at(to).path)
     try:
         return _fetch_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:
-        # The interrupt may arrive after the fetch is published, during the wait for readers.
+        # The interrupt may arrive after the files are published, during the wait for readers.
         if to is not None and _directory_at(to) != before:
             interrupt.add_note(f"{to} is complete. Penstock only waited for readers of this process. To fetch again:")
         else:
@@ -133,7 +133,7 @@ def _fetch_model(
     device: str | int | torch.device,
     replace: bool,
 ) -> FetchReport:
-    # Without a fallback the hub is needed, and the error of `join` describes its problem best.
+    # Without a fallback the hub is required, and the error from `join` describes the hub's problem best.
     needs_hub = fallback is None
     with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
         report = fetch_to_files(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)

@@ -1,7 +1,7 @@
 """An upstream of a fetch. A thread follows its log, so that its available chunks are known.
 
-The thread records digests in the weights, sets `has`, then wakes the fetch, whose threads read both and note finished
-reads. A stale value changes the choice of a source but never the bytes.
+The thread records digests in the weights, sets `has`, and wakes the fetch. The fetch's threads read both and record
+finished reads. A stale value changes the choice of a source but never the bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from penstock.waits import start_thread
 UNNAMED = 1 << 16
 """Rank of an upstream in an order that does not contain it."""
 PATIENCE_S = 0.5
-"""After this many seconds without new chunks and without bytes, later upstreams no longer wait for an upstream."""
+"""If an upstream sends no new chunks and no bytes for this many seconds, later upstreams no longer wait for it."""
 STEP_S = 0.02
 """Target duration of a read in seconds: short compared with a stall, long compared with its cost (0.1 ms)."""
 MAPPED_STEP_CHUNKS = 32
 """Size of the first reads from mapped memory (512 MiB), which is `STEP_S` of PCIe. Growing from one chunk took 10 ms of
 Python."""
 MAX_STEP_CHUNKS = 128
-"""Maximum size of a read (2 GiB). A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source:
+"""Maximum size of a read (2 GiB). A read costs 1 to 2 ms of Python, in which NVLink moves 0.6 GB. Source:
 docs/design/fetch.md."""
 _FIRST_S = 5.0
 """Maximum wait in seconds for the first read under a rate limit, the time of a 16 MiB chunk at 3 MB/s. A slower reader
@@ -102,7 +102,7 @@ class UpstreamReader:
         self._read_s = 0.0
         self._read_until = 0.0
         self._followed_at = self._probed_at = time.monotonic()
-        # One value for each tree, because an upstream whose parent stalls in one tree still sends the other.
+        # One value for each tree, because an upstream whose parent stalls in one tree still sends the other's chunks.
         self._alive_at = [self._probed_at] * NUM_TREES
         self._recent_pace = _Pace(self._probed_at)
         self._silence = StallTimer()
@@ -126,17 +126,17 @@ class UpstreamReader:
 
     @property
     def is_parent(self) -> bool:
-        """Return whether it is the first choice for all chunks or for a tree of chunks."""
+        """Return whether this upstream is the first choice for all chunks or for a tree of chunks."""
         return 0 in self.ranks
 
     @property
     def is_measured(self) -> bool:
-        """Return whether it was read, or was connected long enough for a read."""
+        """Return whether this upstream was read from, or was connected long enough for a read."""
         return self.is_connected and (self.moved_bytes > 0 or time.monotonic() - self._followed_at >= PROBE_S)
 
     @property
     def is_connected(self) -> bool:
-        """Return whether it granted a lease and its memory can be read."""
+        """Return whether this upstream granted a lease and its memory can be read."""
         return self._generation >= 0
 
     def holds_back(self, tree: int) -> bool:
@@ -148,14 +148,14 @@ class UpstreamReader:
 
     @property
     def pace(self) -> float:
-        """Return bytes per second of reading, or 0 if not known yet."""
+        """Return the rate of reading in bytes per second, or 0 if it is not known yet."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
         return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
         """Return True if the earlier upstream `other` is so much slower that waiting for it wastes time."""
         now = time.monotonic()
-        # The first chunks of a tree may be some hops away.
+        # The first chunks of a tree may still be several hops away.
         is_new = now - other._followed_at < PROBE_S
         return not is_new and self.pace > MUCH_FASTER * other._recent_pace.value(now)
 
@@ -168,7 +168,7 @@ class UpstreamReader:
         return True
 
     def note_transport_used(self, transport: Transport, source: Descriptor) -> None:
-        """Record a finished read's transport, which knows only now whether it compressed the bytes."""
+        """Record the transport of a finished read. Only now does it know whether it compressed the bytes."""
         if isinstance(transport, Coding):
             name, why = transport.way(source)
             self._set_path(name, "; ".join(filter(None, (self._why_no_nearer, why))))
