@@ -32,7 +32,7 @@ prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:
-    """Encode the values for a check. Raise ConfigError for values that msgpack cannot encode, or too many bytes."""
+    """Encode the values for a check. Raise ConfigError for values that msgpack cannot encode, or for too many bytes."""
     encoded = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -102,7 +102,7 @@ class StagedVersion:
     expected: Mapping[str, Any]
     """Values that the trainer published for the check. May be empty."""
     unknown: frozenset[str] = frozenset()
-    """Parameters that are missing in `tensors`, because the model's loader fills them when the version goes live."""
+    """Parameters that `tensors` lacks, because the model's loader fills them when the version goes live."""
     model: torch.nn.Module | None = None
     """The live module. None if the target is not a module."""
     _staged: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -112,7 +112,7 @@ class StagedVersion:
         """Run the module's forward pass with the staged weights, and return its result.
 
         The live weights do not change. The forward pass may write to buffers, which are copies. A write to a parameter
-        refuses the version. No other thread may use the module during the call.
+        makes the check fail. No other thread may use the module during the call.
 
         Raises:
             PlanError: the target is not a module, or some of its parameters are `unknown`.
@@ -141,7 +141,7 @@ Returns None, True or "" to accept it."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check. Return the reason to refuse the version, or an empty text, and the error that caused it."""
+    """Run a check. Return the reason to refuse the version, or an empty string, and the error that caused it."""
     try:
         result = check(staged.version, staged)
     except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version

@@ -84,14 +84,14 @@ class Ballot:
         return replace(self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)})
 
     def without(self, member: str) -> Ballot:
-        """Return the ballot after a subscriber left the sync. Its refusal stays."""
+        """Return the ballot after a subscriber left the sync. A refusal by the subscriber still counts."""
         previous = self.votes.get(member)
         if previous is None or previous.standing == "refused":
             return self
         return replace(self, votes={name: vote for name, vote in self.votes.items() if name != member})
 
     def decide(self, *, is_due: bool) -> Verdict | None:
-        """Return the verdict, or None while reports are missing. `is_due` tells whether the deadline has passed."""
+        """Return the verdict, or None while reports are missing. `is_due` is True once the deadline has passed."""
         for member, why in self._named("refused").items():
             return self._verdict(why=why, by=member)
         lacking = {**self._named("failed"), **self._named("gone"), **self._named("late")}

@@ -70,7 +70,7 @@ def _strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Byte
 
 
 class MemoryCopy:
-    """A repeatable copy between equal memories. Each pair of regions is on one device, or one region is pinned."""
+    """A repeatable copy between memories of equal sizes. Each pair of regions is on one device, or one is pinned."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy behind the device's current stream and return the seconds. Raise DestinationError if a device fails."""
+        """Copy after the current streams' work, and return the seconds. Raise DestinationError if a device fails."""
         begun = time.perf_counter()
         events = self.queue()
         meanwhile()
@@ -107,7 +107,7 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies behind the device's current stream, and return an event after each region."""
+        """Queue the copies after the work on each device's current stream, and return an event after each region."""
         events = []
         for name, stream in self._streams.items():
             # Without this wait the copies could read weights that an optimizer step is still writing.
@@ -182,9 +182,9 @@ REST_SHARE = 0.25
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return second addresses of the same memory, or None if some memory cannot be exchanged, as host memory cannot."""
+    """Return second addresses of the same memory, or None if some memory, such as host memory, cannot be exchanged."""
     found = [memory_of(memory.address) for memory in memories]
-    # A flip exchanges all memory at an address, so the region must be all of it.
+    # A flip exchanges the whole allocation at an address, so the region must cover all of it.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
         return None
     arenas = [Arena.over(one.alias()) for one in found if one is not None]
@@ -207,9 +207,9 @@ class StagingCopy(Closeable):
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
-        """Make the strips that the part filled live, while no process uses the live memory.
+        """Make the strips filled by the part live, while no process uses the live memory.
 
-        Return whether the memory was exchanged. DestinationError has `mutated` if the live memory mixes two versions.
+        Return whether the memory was exchanged. A DestinationError has `mutated` if two versions are mixed.
         """
         rest = None
         if self._served is not None:
@@ -277,7 +277,7 @@ def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
     if int(gapped.num_rows.sum()) > MAX_RUNS:
         return None
     runs = _one_by_one(gapped, 0)
-    # Region edges are empty runs, because a strip must not cross them.
+    # Add empty runs at region edges, because a strip must not cross an edge.
     begin = np.concatenate([filled.at[whole], runs.dst, first])
     stop = np.concatenate([filled.stop[whole], runs.dst + runs.nbytes, first])
     order = np.argsort(begin, kind="stable")

@@ -32,7 +32,7 @@ class Digester:
 
     def __init__(self, device: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = torch.device(device)
-        # Launches share the scratch memory and the tables.
+        # Kernel launches share the scratch memory and the tables.
         self._lock = threading.Lock()
         self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
         self._num_leaves = 0
@@ -79,7 +79,7 @@ class Digester:
         name = key.digest()
         table = self._tables.get(name)
         if table is None:
-            # One scratch memory suffices, because all digests of a device run in order on one stream.
+            # One scratch buffer suffices, because all digests of a device run in order on one stream.
             if self._scratch is None and not strips.is_packed().all():
                 self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
             scratch = torch.empty(0, device=self._device) if self._scratch is None else self._scratch
@@ -113,7 +113,7 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 def digests_of(memories: Sequence[Memory]) -> U64:
-    """Return one digest for each memory. Raise DeviceOutOfMemory without memory for tables of 0.02 % and 64 MiB."""
+    """Return one digest per memory. Raise DeviceOutOfMemory if a device lacks 64 MiB plus 0.02 % for tables."""
     out = np.empty(len(memories), np.uint64)
     # A table per device is fast. With a table for each of 300 parameters, most of the time was spent in Python.
     for device in {memory.device for memory in memories}:
@@ -150,7 +150,7 @@ class PrecomputedDigests:
         self._known: dict[bytes, int] = {}
 
     def look(self, stall_s: float) -> None:
-        """Digest the strips requested since the last call on the device, before the live bytes change."""
+        """On the device, digest the strips requested since the last call, before the live bytes change."""
         with self._lock:
             requested = sorted(self._requested)
             self._requested = set()

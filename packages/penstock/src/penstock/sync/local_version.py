@@ -180,7 +180,7 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
     """Metadata that the trainer published with the version."""
     address: str = ""
-    """Registration of the memory (`Layout.address`). Plans for a different registration have other offsets."""
+    """Registration of the memory (`Layout.address`). Plans for a different registration have different offsets."""
     pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """Maximum number of bytes in short runs that one request packs (`LocalVersion.pack`). 0 means no packing."""
 
@@ -295,7 +295,7 @@ class LocalVersion:
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        # A running sum tells with one subtraction whether a span contains a row that is not ready.
+        # With a running sum, one subtraction shows whether a span contains a row that is not ready.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
@@ -447,7 +447,7 @@ class _RowSpans:
 
 
 class VersionStatus:
-    """The newest version of a member, which exists before its `LocalVersion`. Thread-safe."""
+    """The status of a member's newest version. It exists before the member's `LocalVersion`. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

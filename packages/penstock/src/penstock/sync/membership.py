@@ -50,7 +50,7 @@ Whereabouts = Literal["there", "left", "gone"]
 def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
     """Join the fleet. Return the member, which leaves when the stack closes, and its stall deadline in seconds."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
-    # A third of the stall deadline leaves time for the peers after a hub that hangs.
+    # Use a third of the stall deadline, to leave time for the peers if the hub hangs.
     client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
     member = Member.join(client, connection, stall_s=stall_s)
     stack.callback(member.leave, 0.0)
@@ -371,13 +371,13 @@ class SyncClient(PeerClient):
         try:
             return super()._send(verb, path, body)
         except PeerLost:
-            # The server closes idle connections. Requests are idempotent, except that `pack` takes a second buffer.
+            # The server closes idle connections. A repeated request is harmless, although `pack` uses a second buffer.
             if not was_open:
                 raise
             return super()._send(verb, path, body)
 
     def close(self) -> None:
-        """Close the connection. The member ends the session after a time without requests. Idempotent."""
+        """Close the connection. The member ends the session after some time without requests. Idempotent."""
         # Do not acquire `_requesting`, because a close must also interrupt a request that waits for its reply.
         with self._ending:
             self._is_ending = True

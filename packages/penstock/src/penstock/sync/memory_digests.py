@@ -48,7 +48,7 @@ class MemoryDigests:
             )
             if memory.nbytes:
                 by_address.setdefault(memory.address, memory)
-        # The order is that of the tensors, because an engine may restore the bytes at different addresses.
+        # Keep the order of the tensors, because an engine may restore the bytes at different addresses.
         digests: list[int] = digests_of(list(by_address.values())).tolist()
         return digests
 

@@ -1,6 +1,6 @@
 """Messages between the members of a sync, encoded with msgpack. Unknown fields are ignored.
 
-Layouts and parts are encoded by `plan.layout`. `hub.messages` has the version of the protocol.
+Layouts and parts are encoded by `plan.layout`. `hub.messages` defines the protocol version.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of seconds until the fleet's decision. None means that the version may go live at once."""
     refused: FleetDecision | None = None
     withdrawn: FleetDecision | None = None
-    """The decision by which a later version was withdrawn, so that this version is the newest."""
+    """The decision that withdrew a later version. If it is set, this version is the newest."""
     check: bytes = b""
     """The trainer's values for a check of the version. See `sync.check`."""
 
@@ -72,7 +72,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     is_open: bool
     withdrawn: FleetDecision | None = None
-    """The decision by which a later version was withdrawn."""
+    """The decision that withdrew a later version."""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,5 +160,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     fleet: FleetDecision | None = None
 
 
-# Prepare all messages before there are threads.
+# Prepare all messages before threads start.
 prepare(*structs_among(list(globals().values())))

@@ -46,7 +46,7 @@ class _Buffer:
 @dataclass(slots=True, eq=False)
 class _DeviceBuffers:
     most: int
-    """Maximum number of buffers. An allocation that fails reduces it until the next fence."""
+    """Maximum number of buffers. A failed allocation reduces it until the next fence."""
     num_begun: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Packer(Closeable):
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return a buffer without a lease for filling, or None if no buffer was free within `wait_s` seconds."""
+        """Return an unleased buffer to fill, or None if no buffer was free within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             pool = self._pools.setdefault(device, _DeviceBuffers(NUM_BUFFERS))
@@ -118,7 +118,7 @@ class Packer(Closeable):
     def _allocate(self, device: str) -> _Buffer:
         arena = Arena.allocate(self.buffer_bytes, device)
         memory = Memory(address=arena.address, nbytes=self.buffer_bytes, device=arena.device, owner=arena)
-        # Readers on this host read strips at their origin, without a request for each run.
+        # Readers on this host read strips directly, without a request for each run.
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:

@@ -15,7 +15,7 @@ class LayoutNeeded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotYet:
-    """There is no part yet, so the receiver asks again."""
+    """There is no part yet, so the receiver must repeat its request."""
 
     why: str
     epoch: str = ""

@@ -1,6 +1,6 @@
 """The tensors that a caller passed to a sync, to detect that a tensor was moved or replaced.
 
-A trainer or an engine may move a parameter at any time, so every verb compares before it uses an address.
+A trainer or an engine may move a parameter at any time, so every call compares the tensors before it uses an address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Source = torch.nn.Module | Mapping[str, Declarable]
 
 
 class Placed:
-    """The tensors of a module or a mapping, with views that keep their storages alive. `later` replaces the source."""
+    """The tensors of a module or a mapping, with views that keep their storages alive. Later checks use `later`."""
 
     def __init__(self, source: _Source, later: _Source | None = None) -> None:
         self._source = source

@@ -62,7 +62,7 @@ class Planner:
         # Learn the layout before anything that may fail, so that the receiver need not send it again.
         if not self._learn(asker, request):
             return LayoutNeeded()
-        # A source that registers its memory again first reports its new layout.
+        # A source that registers its memory again reports its new layout first.
         members = self.membership.look(max_age_s=0.0 if request.is_outdated else self.membership.timing.member_list_s)
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
@@ -74,7 +74,7 @@ class Planner:
             return NotYet(why="no version is published yet")
         for version in versions:
             terms = self.terms(asker, request, epoch, version)
-            # The list may contain a version that was withdrawn since.
+            # The list may contain a version that was withdrawn in the meantime.
             if not isinstance(terms, Withdrawn):
                 break
         if not isinstance(terms, Granted):
@@ -92,7 +92,7 @@ class Planner:
         except PlanError as error:
             if not _missing(sources) and sources[0].state.side == "publisher":
                 raise
-            # Receivers serve only the tensors that they received, so this receiver's request may be right.
+            # Receivers serve only the tensors that they received, so this receiver's request may be valid.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
         # The part is several megabytes and is the same for every version of a plan.
@@ -185,7 +185,7 @@ class Planner:
             with self._lock:
                 is_unlisted = any(member not in there for member in self._wants)
             if is_unlisted:
-                # A receiver that has just joined may be missing in the list.
+                # A receiver that has just joined may be missing from the list.
                 there |= {member.member for member in self.membership.look() if member.state.side == "subscriber"}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
@@ -212,7 +212,7 @@ class Planner:
             try:
                 plan = self._plan(layouts, wanted)
             except PlanError:
-                # A receiver that does not match must not block the other receivers.
+                # A receiver with mismatching tensors must not block the other receivers.
                 plan = self._plan(layouts, [layout for layout in wanted if self._fits(layouts, layout)])
             cached = self._plans[token] = _EncodedPlan(plan)
         with self._lock:
@@ -220,7 +220,7 @@ class Planner:
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         if asker not in cached.plan.receivers:
-            # The requester does not match, so planning for it alone raises the error.
+            # The requester's tensors do not match, so planning for it alone raises the error.
             return _EncodedPlan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
@@ -288,7 +288,7 @@ def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    # Receivers are not ranks. Planning checks whether they have all elements.
+    # Receivers are not publisher ranks. Planning checks whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

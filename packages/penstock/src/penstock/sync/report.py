@@ -31,9 +31,9 @@ class PublishReport(Summarised):
     """Size of this rank's tensors in bytes."""
     wall_s: float
     copy_s: float = 0.0
-    """For a snapshot, the seconds of the copy."""
+    """For a snapshot, the duration of the copy in seconds."""
     wait_s: float = 0.0
-    """For a live version, the seconds until all expected subscribers were done."""
+    """For a live version, the seconds until all expected subscribers had finished."""
     transform_s: float = 0.0
     """For tensors with tags, the seconds for quantising and for reading blocks from other ranks."""
     transformed_bytes: int = 0
@@ -99,7 +99,7 @@ class UpdateReport(Summarised):
     version_bytes: int = 0
     """Size of the version for this rank in bytes. It exceeds `nbytes` if this rank had some bytes already."""
     delta: str = ""
-    """How much of the version was read, and why not less."""
+    """How much of the version was read, and why it was not less."""
     attempts: int = 1
     """Number of attempts, above 1 if a source failed or a newer version arrived during the update."""
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class UpdateReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in decimal GB per second of reading and verifying."""
+        """Return the rate of reading and verifying in decimal GB per second."""
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:

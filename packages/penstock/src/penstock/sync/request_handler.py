@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.sync.publish.rank_group import FirstVersions, SubscriberProgress
 
 SESSION_S = 600.0
-"""Seconds after which an unused session ends. A training step is shorter, so steps need no hub."""
+"""Seconds after which an unused session ends. A training step is shorter, so the session outlives it."""
 MAX_MESSAGE_BYTES = 256 << 20
 """Maximum size of a request in a session, such as a layout with four million rows."""
 MAX_STRIPS = 4 << 20
@@ -214,7 +214,7 @@ class SyncHandler:
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         with self._lock:
             self._strips[request.strips] = strips
-            # The newest strips are about to be used, however many they are.
+            # Keep the newest strips regardless of their number, because they are about to be used.
             while sum(map(len, self._strips.values())) > MAX_STRIPS and len(self._strips) > 1:
                 self._strips.popitem(last=False)
         return strips

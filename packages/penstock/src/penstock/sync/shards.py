@@ -58,7 +58,7 @@ _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shard
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardRow, ...]:
     """Return the rows of all tensors on a rank, which view the live memory and keep it alive.
 
-    Call it between steps for FSDP2, because it reshards the module, as `state_dict` does.
+    With FSDP2, call it between steps, because it reshards the module, as `state_dict` does.
 
     Args:
         params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name:
@@ -80,7 +80,7 @@ def row_of(
 ) -> ShardRow:
     """Return the row for a tensor that is the shard at `offset`. Raise PlanError if the tensor cannot be declared."""
     tensor = tensor.detach()
-    # Quantised, nested and sparse tensors have several memories, or memory that does not contain the values.
+    # Quantised, nested and sparse tensors have several buffers, or memory that does not contain the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise PlanError(
             f"a {type(tensor).__name__} is not one plain tensor in memory", tensor=name, hint="declare its parts"
@@ -189,7 +189,7 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict(keep_vars=True)
-    # A module may contain wrappers, as a trainer's actor and critic do. Inner wrappers come last.
+    # A module may contain wrapped modules, such as an actor and a critic. Inner wrappers come last.
     wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]
     for path in reversed(wrappers):
         outer = f"{path}." if path else ""

@@ -87,7 +87,7 @@ class BoundaryPlanner:
             ranks = self._ranks
             if all(rank.member != member for rank in ranks):
                 raise StaleDescriptor("this process was replaced by a newer process of the same rank")
-        # Without the requirements of all ranks the plan would have to be made again.
+        # Wait for all ranks' requirements, because an earlier plan would have to be made again.
         if lacking := self.lacking():
             return NotYet(why=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:

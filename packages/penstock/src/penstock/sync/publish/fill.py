@@ -28,7 +28,7 @@ class Batch(Protocol):
 def fill(
     batches: Iterable[Batch], ready: Callable[[I64], None], *, stall_s: float, work: str, num_ahead: int = 2
 ) -> None:
-    """Execute the batches in order, `num_ahead` ahead. Call `ready` with the rows that the devices have written."""
+    """Queue batches in order, `num_ahead` in advance. Call `ready` with the rows that the devices have written."""
     queued: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
 
     def finish() -> None:

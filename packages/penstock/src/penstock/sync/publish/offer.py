@@ -65,7 +65,7 @@ class Offer:
         self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
-        # Quantising runs on the device, so a host snapshot copies the tagged rows after they were filled there.
+        # Quantising runs on the device, so a host snapshot copies the tagged rows after the device has filled them.
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
@@ -124,7 +124,7 @@ class Offer:
 
 
 COPY_BYTES = GIB
-"""Number of bytes of one copy on a device, which takes half a millisecond at 2 TB/s."""
+"""Maximum size of one copy on a device in bytes. At 2 TB/s it takes half a millisecond."""
 GAP_BYTES = 256 << 10
 """Shorter gaps between rows are copied, because another copy would take as long. Source: `copy_plan.SHORT_BYTES`."""
 MOST_PRECOMPUTED = 64

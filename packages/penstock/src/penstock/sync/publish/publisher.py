@@ -54,8 +54,8 @@ class Publisher(Closeable):
     """A rank that publishes, created by `publisher`. It is a context manager. Only one thread at a time may publish.
 
     Attributes:
-        latest: the highest version before this group, or for a restarted rank the group's newest version. Later
-            versions must be above it.
+        latest: the highest version that earlier groups published, or for a restarted rank, its group's newest version.
+            Later versions must be above it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Publisher(Closeable):
         self.member.syncs.append(self._sync_state)
         if self.rank == 0:
             self._announcements.epoch = self.member.id
-            # Two groups that start together must see each other, so report before the claim.
+            # Two groups that start together must detect each other, so report before the claim.
             self.member.report_now()
             rank_group.claim(membership)
             # Versions of this epoch do not count, because another rank may be ahead.
@@ -203,7 +203,7 @@ class Publisher(Closeable):
         check: Mapping[str, object] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
-        """Publish a version, which is the current parameters on every rank.
+        """Publish the current parameters of every rank as a version.
 
         All ranks call this with the same arguments, except that only rank 0's `check` counts. Parameters that were
         moved, cast back or replaced in the module since the previous version are registered again.
@@ -482,7 +482,7 @@ def publisher(
             the tensors that the object contains at that time. The tensors of a `state_dict()` do not follow their
             module.
         connection: see `join`.
-        mode: with `snapshot`, receivers read a copy, which needs the size of the parameters again, and `publish` waits
+        mode: with `snapshot`, receivers read a copy, which needs as much memory as the parameters, and `publish` waits
             only for the copy. With `live`, receivers read the parameters, and `publish` waits for them. A live version
             is lost if no subscriber has it when `publish` returns.
         transforms: additional formats for tensors: a tag (`fp8-block128`, `cast:BF16`, ..., see `transform.formats`)

@@ -1,4 +1,4 @@
-"""The agreement between a trainer's ranks. One epoch publishes a name at a time, and its rank 0 decides on versions.
+"""The agreement between a trainer's ranks. Only one epoch publishes a name at a time. Its rank 0 decides on versions.
 
 The epoch is the member id of its rank 0.
 """
@@ -51,7 +51,7 @@ def _pause(membership: Membership) -> None:
 
 def check_alone(membership: Membership) -> None:
     """Raise ConfigError if an earlier live group publishes the name. If the hub is away, do nothing."""
-    # Two groups that could not see each other at the start must not both continue.
+    # Two groups that could not detect each other at the start must not both continue.
     for other in _earlier(membership, membership.look()):
         raise _taken(membership.name, other)
 
@@ -64,7 +64,7 @@ def _taken(name: str, other: SyncMember) -> ConfigError:
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
     """As another rank, return the epoch `now` while its rank 0 is alive, or else the newest epoch without this rank.
 
-    Raise ConfigError if every epoch has a process of this rank, or SourceStalled if no rank 0 joined.
+    Raise ConfigError if every epoch already has this rank, or SourceStalled if no rank 0 joined.
     """
     stall_s = membership.stall_s
     deadline = time.monotonic() + stall_s
@@ -212,7 +212,7 @@ class CommitTerms:
 
 @dataclass(slots=True)
 class _VersionProgress:
-    """The subscribers' progress on a version. `cancelled` says why it is withdrawn. `fleet` is the decision."""
+    """The subscribers' progress on a version. `cancelled` is the reason for a withdrawal. `fleet` is the decision."""
 
     expected: dict[str, _Expected]
     ballot: Ballot | None = None
@@ -299,7 +299,7 @@ class SubscriberProgress:
                 state.failed.pop(member, None)
                 if member not in state.committed:
                     state.committed.append(member)
-            # Without new bytes a report is no progress. The receiver's source may hang.
+            # A report without new bytes is not progress, because the receiver's source may hang.
             elif expected is not None and progress.moved_bytes != expected.moved_bytes:
                 expected.moved_bytes, expected.progressed = progress.moved_bytes, time.monotonic()
             if progress.outcome:
@@ -338,7 +338,7 @@ class SubscriberProgress:
                 with self._changed:
                     if place == "there" or state.expected.pop(member, None) is None:
                         continue
-                    # A subscriber that left no longer votes. A subscriber whose process died did not prepare.
+                    # A subscriber that left no longer votes. A dead subscriber counts as not prepared.
                     if place == "left":
                         state.ballot = state.ballot.without(member)
                     else:

@@ -58,7 +58,7 @@ class _Registration:
 
 
 def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declarable]) -> None:
-    """Log a warning if the tensors come from `state_dict()`, because they keep their memory if the module's moves."""
+    """Log a warning if the tensors come from `state_dict()`, because they do not follow the module to new memory."""
     # Torch marks a state dict with `_metadata`. With `keep_vars=True` it contains the parameters themselves.
     if isinstance(params, torch.nn.Module) or not hasattr(params, "_metadata"):
         return

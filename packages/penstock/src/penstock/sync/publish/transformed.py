@@ -110,7 +110,7 @@ class Transformed:
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
             for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
-        # A row may be chosen in several formats, so the row's name is no key.
+        # A row may be chosen in several formats, so the row's name is not a unique key.
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))

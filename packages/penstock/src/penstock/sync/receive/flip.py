@@ -58,9 +58,9 @@ class FlipOrder:
     paused_at: float | None = None
 
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
-        """Make a version live, whose bytes `move_bytes` moves to the target.
+        """Make a version live. `move_bytes` moves its bytes to the target.
 
-        `move_bytes` calls its argument before it writes. `mutated` of its PenstockError tells whether it wrote.
+        `move_bytes` calls its argument before it writes. A PenstockError with `mutated` means that it wrote.
         """
         self.previous, self.paused_at = self.states.now, None
         try:
@@ -117,7 +117,7 @@ class FlipOrder:
 
     def _give_up(self, error: BaseException) -> None:
         known = error if isinstance(error, PenstockError) else None
-        # An interrupt or a foreign error does not tell whether bytes were written.
+        # An interrupt or a foreign error does not show whether bytes were written.
         if self.states.now is S.FLIPPING and (known is None or known.mutated):
             self.states.enter(S.WRITING)
         if self.states.now is S.WRITING:

@@ -36,7 +36,7 @@ class Hooks:
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
         """Call a callback, if it is set. Its errors get a note, as in `noted`.
 
-        `live` is the version in the target, or -1. `is_dirty` tells whether the target has parts of several versions.
+        `live` is the version in the target, or -1. `is_dirty` means that the target has parts of several versions.
         """
         hook: Callable[[int], object] | None = getattr(self, name)
         if hook is not None:

@@ -81,7 +81,7 @@ class Participant:
     def await_commit(self, staged: Staged, decide_by: float) -> None:
         """Wait until the fleet has decided to commit a version.
 
-        Raise VersionRefused if withdrawn, StaleDescriptor if later versions are decided, or SourceStalled to retry.
+        Raise VersionRefused if it was withdrawn, StaleDescriptor if later versions are decided, or SourceStalled.
         """
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
@@ -137,7 +137,7 @@ class Participant:
         return DecisionReply(at=time.monotonic(), decision=reply.decision, kind="past" if reply.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
-        """Return the terms of a version for which this subscriber plans for another receiver. See `Planner`."""
+        """Return the terms of a version when this subscriber plans for another receiver. See `Planner`."""
         known = self.update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)

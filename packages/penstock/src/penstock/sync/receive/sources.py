@@ -107,7 +107,7 @@ class PeerLink:
 class SourceFailed(Exception):
     """The failure of one source. The caller can continue without it. `error` is the reason."""
 
-    # This is no PenstockError, because the update raises `error` instead when no source remains.
+    # This is not a PenstockError, because the update raises `error` instead when no source remains.
 
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
@@ -325,7 +325,7 @@ class SourceRead:
             except PlanError as error:
                 self._note_unpacked(error.message)
                 release.append(reply.lease)
-        # 64 MiB are 262,144 runs of 256 bytes, so avoid a segment for each run.
+        # 64 MiB can be 262,144 runs of 256 bytes, so avoid one segment per run.
         segments = packed_segments(batch) if lease else batch.segments()
         if lease:
             leases.add(link, lease)
@@ -358,7 +358,7 @@ class SourceRead:
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply
-            # If other readers have the buffers, their use counts as progress.
+            # If other readers hold the buffers, their use counts as progress.
             if reply.progress != seen:
                 seen, moved = reply.progress, time.monotonic()
             elif time.monotonic() - moved > stall_s and reply.is_full:

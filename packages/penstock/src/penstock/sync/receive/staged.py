@@ -67,5 +67,5 @@ class UpdateOptions:
 
 
 def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
-    """Return the live version, from which no byte was read."""
+    """Return the live version, for which no byte was read."""
     return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

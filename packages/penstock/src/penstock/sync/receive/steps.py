@@ -129,7 +129,7 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
 
 
 def some_of(step: Step, which: I64) -> Step:
-    """Return a step with only the selected strips. `which` has their numbers in ascending order."""
+    """Return a step with only the selected strips. `which` lists their numbers in ascending order."""
     is_taken = np.zeros(len(step.ours), bool)
     is_taken[which] = True
     number = np.cumsum(is_taken) - 1

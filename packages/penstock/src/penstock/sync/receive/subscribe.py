@@ -56,7 +56,7 @@ def subscriber(
         transforms: tags under which tensors are received if they are offered (`fp8-block128`). None means the tag for
             which the module has codes and scales, or plain tensors.
         rank: rank and number of ranks of the engine, such as `(0, 8)`, which only `penstock status` shows. None means
-            those of torch.distributed if it is initialised, and otherwise `(0, 1)`.
+            the values of torch.distributed if it is initialised, and otherwise `(0, 1)`.
         hooks: the engine's callbacks around a commit.
         settings: limit of the buffers, an arena for the target, and whether it serves other receivers
             (`sync.SubscriberSettings`).

@@ -96,7 +96,7 @@ class Subscriber(Closeable):
         )
 
     def open(self) -> Self:
-        """Join the sync: answer other members, and be listed by the hub."""
+        """Join the sync. Other members can then send requests, and the hub lists this subscriber."""
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             self.member.check_grant,
@@ -138,7 +138,7 @@ class Subscriber(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the live version, or an empty text. Equal revisions mean equal bytes."""
+        """Return the publishers' epoch and the live version, or an empty string. Equal revisions mean equal bytes."""
         return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
@@ -158,7 +158,7 @@ class Subscriber(Closeable):
             version=self.version,
             state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
-            # The path names every source, and the field has a limit.
+            # The path names every source, and the field has a length limit.
             path=live.path[:1024],
             took_s=live.took_s,
             pause_s=live.pause_s,
@@ -259,7 +259,7 @@ class Subscriber(Closeable):
                 publisher that does not reply also takes up to the stall deadline.
 
         Returns:
-            Whether all of it is done. If False, the publisher was not there in time, and the first update does the
+            Whether all the work is done. If False, the publisher did not join in time, and the first update does the
             rest.
 
         Raises:
@@ -564,7 +564,7 @@ class Subscriber(Closeable):
         if self._states.now is S.CLOSED:
             return
         self._states.enter(S.CLOSED)
-        # Its owner may free the memory after this call, and no peer may read it then.
+        # The owner of the target may free its memory after this call, so no peer may read it any more.
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()

@@ -53,7 +53,7 @@ def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster. 0 is an unknown rate."""
+    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster. A rate of 0 is unknown."""
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
@@ -119,7 +119,7 @@ class ChangedRanges:
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
-        """Record the figures of a completed run. Only with `were_ready` does its time measure digests."""
+        """Record the figures of a completed run, and with `were_ready` the duration of its digest requests."""
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
         if report.moved_bytes and report.wire_s > 0:
@@ -192,8 +192,8 @@ class Transfer:
         return report
 
     def note_exchange(self) -> None:
-        """Record that `into` has different memory since the last run, and that this memory was in it before."""
-        # The exchanged memory contains the version before the last one.
+        """Record that a flip exchanged the memory of `into` for the memory that the run before the last one filled."""
+        # That memory contains the version before the last one.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 
@@ -213,7 +213,7 @@ class Transfer:
             raise PlanError(f"the sources for {self.part.receiver} have different versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
         if self._windows is None or sizes != self._sizes:
-            # Sizes come from other processes. A part that reaches beyond a region must not become a wild read.
+            # Sizes come from other processes. A part that extends beyond a region must not cause an out-of-bounds read.
             self.part.check(src_nbytes=[sum(regions) for regions in sizes], dst_nbytes=self.into.nbytes)
             first = [np.cumsum([0, *regions], dtype=np.int64) for regions in sizes]
             self._windows = cut(

@@ -75,7 +75,7 @@ class UpdateLoop:
 
     Attributes:
         buffers: memory that receives versions. None before `prepare` and the first update.
-        requirements: requirements of the target, which outlive `buffers`. None also after the target moved.
+        requirements: requirements of the target, which outlive `buffers`. None until known and after the target moved.
     """
 
     membership: Membership
@@ -257,7 +257,7 @@ class UpdateLoop:
         try:
             return self._attempts(version, pause, begun)
         except NotFound:
-            # The caller waits and calls again, so this is no failure of the version.
+            # The caller waits and calls again, so this does not count as a failure of the version.
             raise
         except BaseException as error:
             report_failed(self.membership, self._request, error)

@@ -1,4 +1,4 @@
-"""The recorded copies of a loader as values, and their use.
+"""Data types for the recorded copies of a loader, and functions that apply the copies.
 
 A `Recording` lists the required boxes of each checkpoint tensor. `fill` applies the records and is the reference for
 every transfer. `checkpoint_shards` declares a trainer's parameters as `Shard`s of checkpoint tensors, for example a
@@ -28,7 +28,7 @@ Step = tuple[Literal["cast", "view"], DType]
 """A conversion of each element: a cast of the value, or a view of the bits as another dtype of the same width."""
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's `load_weights`, which takes tensors by their checkpoint names and fills the model."""
+"""A model's `load_weights`, which accepts tensors by their checkpoint names and fills the model."""
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class Recording:
     unfilled: Mapping[str, int]
     """Number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
     touched: frozenset[str] = frozenset()
-    """Live tensors that the loader writes to when it gets only the unrecorded tensors. Install records into these
+    """Live tensors that the loader writes to when it receives only the unrecorded tensors. Install records into these
     tensors after the loader has run."""
     fillable: frozenset[str] | None = None
     """Live tensors that the unrecorded tensors may fill. None means any, because the loader decides by values."""
@@ -117,7 +117,7 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and buffers under all names, detached. Raise PlanError for a lazy tensor."""
-    # A loader may fill a tied weight by either name, and buffers that no state dict has.
+    # A loader may fill a tied weight under either name, and buffers that are in no state dict.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         require_initialised(name, tensor)

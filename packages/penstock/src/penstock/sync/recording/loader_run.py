@@ -88,7 +88,7 @@ def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: 
 def own_loader(model: torch.nn.Module) -> Load:
     """Return the model's own loader, which is `load_weights` or else `load_state_dict`."""
     model = unwrapped(model)
-    # vLLM and SGLang define `load_weights`, which takes the checkpoint's own names.
+    # vLLM and SGLang define `load_weights`, which accepts the checkpoint's own names.
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -120,7 +120,7 @@ class _Pass:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
-        # A tensor that replaced a parameter has the parameter's values.
+        # If the loader replaced a parameter, the new tensor contains the values to record.
         for group, saved in self._saved:
             for name, old in saved.items():
                 new = group.get(name)

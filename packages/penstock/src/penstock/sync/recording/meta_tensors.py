@@ -55,7 +55,7 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Pass the operator to the recorder. Threads without a watch only use this method."""
+        """Pass the operator to the recorder. In threads without a watch, this is the only path to the recorder."""
         tensor = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
         return tensor._recorder.dispatch(func, args, kwargs or {})
 
@@ -130,7 +130,7 @@ class LoadRecorder:
         return Recorded(meta, self, self.device, buffer)
 
     def live_pieces(self) -> Iterator[tuple[str, list[BufferPiece]]]:
-        """Yield the name and the pieces of each live tensor. Tied tensors have their first name."""
+        """Yield the name and the pieces of each live tensor. Tied tensors appear under their first name."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
@@ -256,7 +256,7 @@ class LoadRecorder:
         to, view = self._view_of(buffer, target), self._view(expanded)
         if view is None:
             return
-        # A conversion of the values may have a view of a buffer's bits as another dtype on either side.
+        # A view of a buffer's bits as another dtype may precede or follow a conversion of the values.
         steps: list[Step] = []
         if view.dtype != view.buffer.dtype:
             steps.append(("view", dtype_of(view.dtype)))
@@ -302,7 +302,7 @@ class LoadRecorder:
                 return tree_map(lambda meta: Recorded(meta, self, whole.device, whole._buffer), out)
             if packet in MAKE:
                 return make(self, func, args, kwargs)
-            # Most writes of a loader are `copy_`, so skip the examination of all arguments.
+            # Most writes of a loader are `copy_`, so do not examine all arguments.
             if packet is _aten.copy_ and len(args) > 1 and (self.is_tracked(args[1]) or self._buffer(args[0])):
                 return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""A receiver's requirements from a checkpoint. `record` runs the model's own loader once, and `wanted` derives rows.
+"""The checkpoint data that a receiver needs. `record` runs the model's loader once, and `wanted` derives rows.
 
 A record whose target has the same order, dtype and contiguous runs gets a row in the parameter itself, and other
 records get rows in scratch. `install` permutes, casts and copies them. `finish` passes unrecorded tensors through the
@@ -53,7 +53,7 @@ def record(
     Args:
         model: live, on any device, including "meta". Copies into its parameters and buffers are recorded.
         table: the checkpoint's tensors, from its manifest or its publisher.
-        load: takes the tensors as pairs (name, tensor). None means `model.load_weights`, or else
+        load: receives the tensors as pairs (name, tensor). None means `model.load_weights`, or else
             `model.load_state_dict`.
         device: the device that the recording tensors report.
 
@@ -67,7 +67,7 @@ def record(
         try:
             specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
         except PlanError as error:
-            # No loader gets a tensor whose dtype torch does not support. The model may not use it either.
+            # A tensor whose dtype torch does not support cannot be passed to a loader, and the model may not use it.
             left_out[name] = error.message
     device, unheld = torch.device(device), dict(left_out)
     try:
@@ -168,7 +168,7 @@ def _repeated(
         targets.setdefault(entry.source, set()).add(entry.target)
     repeated = {}
     for home, replaced in recorder.replaced():
-        # In a parameter with one name, the loader intends the last tensor.
+        # If a parameter has only one name, the loader overwrites it intentionally.
         for name in replaced if num_names[home] > 1 else ():
             last = name
             # A loader may copy two tensors alternately, which makes a cycle, so bound the iterations.
@@ -233,7 +233,7 @@ class Requirements:
         """Return these requirements with rows for more names of memory that is already received.
 
         Args:
-            others: for each further name, the name whose rows have the memory.
+            others: for each further name, the name whose rows share its memory.
         """
         rows, tied = list(self.rows), []
         for other, name in others.items():
@@ -344,7 +344,7 @@ class Requirements:
         return whole
 
     def finish(self) -> None:
-        """Run the loader on unrecorded tensors, and set constants, after `install`. Its PlanError is `mutated`."""
+        """Run the loader on unrecorded tensors, and set constants, after `install`. A PlanError has `mutated` set."""
         with self._writing():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
@@ -374,7 +374,7 @@ def wanted(
     """Return a model's requirements from the recorded checkpoint. Rows keep live memory and scratch alive.
 
     Raises:
-        PlanError: the recording is from another table, the model has no memory, or torch lacks a dtype.
+        PlanError: the recording belongs to another table, the model has no memory, or torch lacks a dtype.
         DestinationError: there is not enough memory for the scratch.
     """
     if recording.layout != layout_digest(table):

@@ -287,7 +287,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
     if not extents:
         yield []
         return
-    # As with decimal numbers, there are numbers up to a whole step of the outer digit, whole steps, and a remainder.
+    # As with decimal numbers, a range consists of a start up to a whole outer step, whole steps, and a remainder.
     below = math.prod(extents[1:])
     edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
     for low, high in itertools.pairwise(sorted(edges)):
