@@ -211,17 +211,17 @@ def attach(
         device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any.
         revision: a revision or a unique prefix of a revision. None means the only cached revision.
         verify: compare every mapped chunk with its digest. On a device this takes 25 ms for 60 GB. On the host it reads
-            all of the memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every chunk on
+            the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every chunk on
             arrival.
         timeout_s: seconds to wait for a cache that is absent or still loading. The wait continues while the cache
             brings the model back from a lower tier.
 
     Returns:
-        Tensors by name. Do not write to them. A write on a device is visible in every engine. A write on the host is
-        visible only in this process and uses extra memory.
+        Tensors by name. Do not write to the tensors. A write on a device is visible in every engine. A write on the
+        host is visible only in this process and uses extra memory.
 
     Raises:
-        NotFound: no cache on this host has the model after `timeout_s`.
+        NotFound: no cache on this host holds the model after `timeout_s`.
         ConfigError: several revisions are cached, or the weights are on another device, or the cache runs in another
             container and its device memory has no file descriptors.
         IntegrityError: the mapped bytes or the digests are wrong. If the cache's own bytes are corrupt, it reloads the

@@ -64,7 +64,7 @@ class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOverHandler:
-    """Keeps parameters from engines in the executor's single thread by calling `keep`, and reports the progress."""
+    """Stores parameters from engines by calling `keep` in the executor's single thread, and reports the progress."""
 
     def __init__(self, keep: Callable[[HandOver], None], executor: Executor) -> None:
         self._keep = keep
@@ -106,7 +106,7 @@ def cache_parameters(
 ) -> Attached:
     """Pass a module's parameters to the cache on this host, and bind the module to the cached memory.
 
-    The next process with the same module calls `attach(model)` and `attach_into(module)`, and needs no checkpoint. The
+    The next process with the same module calls `attach(model)` and `attach_into(module)`, without a checkpoint. The
     cache copies the bytes once. Until the module is bound, the host holds two copies.
 
     Args:
@@ -121,7 +121,7 @@ def cache_parameters(
 
     Raises:
         NotFound: no cache on this host accepts parameters for this device. Start `penstock cache --accept`.
-        PlanError: a tensor has a special class, as quantised tensors do, or is not contiguous.
+        PlanError: a tensor is of a special class, such as a quantised tensor, or is not contiguous.
         BudgetTooSmall: the parameters do not fit in the cache's `memory_bytes`.
         OperationFailed: the cache could not keep the parameters.
         PenstockError: see `join` and `attach`. The module is unchanged.

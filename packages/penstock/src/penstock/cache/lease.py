@@ -82,4 +82,4 @@ class LeaseRenewal:
 
 
 class LeaseOwner:
-    """A token to which the mapped memory refers. The lease is released with the last reference."""
+    """A token that the mapped memory references. The lease is released when the last reference is dropped."""

@@ -247,10 +247,10 @@ class WeightCache:
         storage_options: Mapping[str, str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fetch a model from members that hold it, and the remaining bytes from storage. Then serve it until `drop`.
+        """Fetch a model from members that hold it, and the missing bytes from storage. Then serve it until `drop`.
 
         Args:
-            model: the name with which engines attach.
+            model: the name that engines pass to `attach`.
             uri, storage_options: see `load`.
             progress: called with the number of verified bytes. See `load`.
 
@@ -356,7 +356,7 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back and pin it. Raise NotFound if it was lost, or SourceUnavailable without space."""
+        """Bring a model back and pin it. Raise NotFound if it was lost, or SourceUnavailable if no memory is free."""
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
@@ -365,10 +365,10 @@ class WeightCache:
             yield f"{resident.why}, and it is being loaded again"
             return
         if resident.state is ResidentState.LOST:
-            # Readers that wait for a busy member would wait forever, so raise an error instead.
+            # Do not report this member as busy, because its readers would then wait forever.
             raise NotFound(resident.why, hint="start the weight cache again, or drop the model")
         try:
-            # The lease request must get a response before its reader considers this member stalled.
+            # The lease request must be answered before its reader considers this member stalled.
             self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
         except TimeoutError:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
