@@ -72,7 +72,7 @@ class PeerClient(Closeable):
             elif address.path and not self._same_host:
                 why.append(f"{url} is on another host")
             elif address.path and (fault := private_socket_fault(address.path)):
-                # Containers on one host may have separate /tmp directories, and another user may own the socket.
+                # Containers on one host may have separate /tmp directories, or another user may own the socket.
                 why.append(f"{url}: {fault}")
             else:
                 self._address = address
@@ -162,7 +162,7 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", messages.LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Ask the peer to digest a chunk that differs here. Raise SourceBusy if the peer's chunk is corrupt too."""
+        """Ask the peer to digest a chunk that arrived wrong. Raise SourceBusy if the peer's chunk is corrupt too."""
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
             raise refusal_of(self._uri(), code, raw)

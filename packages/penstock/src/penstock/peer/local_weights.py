@@ -156,7 +156,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
         require_stored(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
-        # Torch packs two F4 elements into one element, but safetensors counts both.
+        # Torch counts two packed F4 elements as one element, but safetensors counts two.
         if dtype is DType.F4:
             shape = (*shape[:-1], shape[-1] * 2)
         names.append(name)
@@ -223,7 +223,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
-    """Decode little-endian integers from a peer. Raise FormatError unless `raw` has a multiple of their size."""
+    """Decode little-endian integers from a peer. Raise FormatError if `raw` ends within an integer."""
     return _column(raw, kind).astype(np.int64)
 
 

@@ -137,7 +137,7 @@ class Member:
             hub: client of the hub. The member closes it, and so does a failing `join`.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
             join_s: timeout for the hub in seconds. None means the client's timeout.
-            needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins it.
+            needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins the hub.
 
         Raises:
             ConfigError: the address or the port cannot be used.
@@ -266,7 +266,7 @@ class Member:
             self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
-        """Report weights in a lower tier to the hub. The server brings them back when a reader requests a lease."""
+        """Report weights in a lower tier to the hub. The server restores the weights when a reader requests a lease."""
         with self._lock:
             self._weights[weights.key] = weights
         self.beat_now()
@@ -289,7 +289,7 @@ class Member:
             return list(self._weights.values())
 
     def beat_now(self) -> None:
-        """Send the next heartbeat now, without waiting for it."""
+        """Trigger the next heartbeat now, without waiting for its response."""
         self._beat_now.set()
 
     def report_now(self) -> None:
