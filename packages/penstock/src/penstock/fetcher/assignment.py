@@ -110,7 +110,7 @@ class Assignment:
         return [name for name in firsts if name is not None]
 
     def pop_unneeded(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that other members need more."""
+        """Remove and return upstreams whose capacity other members need more."""
         with self._lock:
             return self._choice.pop_unneeded()
 

@@ -55,7 +55,7 @@ class ChunkChoice:
         return not (self._flying.any() or any((reader.has & ~self._have).any() for reader in self.readers))
 
     def next_chunks(self, reader: UpstreamReader) -> I64:
-        """Return the chunks to read from an upstream now. No earlier upstream will provide them."""
+        """Return the chunks to read from an upstream now, which no earlier upstream will provide."""
         free = {tree for tree in range(self.num_trees) if self.may_read(reader, tree)}
         chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
         # The pace of a parent is known from its own tree, so it is not probed.

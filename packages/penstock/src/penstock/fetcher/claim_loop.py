@@ -1,4 +1,4 @@
-"""The thread of a fetch that claims chunks at the hub and has them read from storage.
+"""The thread of a fetch that claims chunks at the hub and starts their reads from storage.
 
 Without the hub, chunks are read without a claim after the fetch has received nothing for some time.
 """

@@ -191,10 +191,10 @@ class Discovery:
                     raise IntegrityError(f"storage has revision {revision}, not {requested}", uri=session.weights.uri)
                 # The request may be a prefix, but members compare complete revisions.
                 requested = ""
-            # With tied targets this process has fewer tensors, and so a different root.
+            # With tied targets this process has fewer tensors and therefore a different root.
             if len(layout.table) < len(manifest.tensors):
                 revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
-        # Without a manifest the root is known only after all files were read, unless members have read them.
+        # Without a manifest, the root is unknown until all files have been read, unless members have read the files.
         elif requested.startswith("w1-") and self._have_read(layout, revision, requested):
             requested = ""
         flat = None
@@ -256,7 +256,7 @@ class Discovery:
         return False
 
     def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-        """Call `ask` with the remaining seconds until it returns. Raise errors of these kinds only after `wait_s`."""
+        """Call `ask` with the remaining seconds until it succeeds. Raise errors of these kinds only after `wait_s`."""
         begun = time.monotonic()
         is_logged = False
         while True:

@@ -1,6 +1,6 @@
 """The thread of a fetch that asks the hub for upstreams and tracks the state of the hub.
 
-Known upstreams stay in use while the hub is away, because running transfers do not need it.
+Known upstreams stay in use while the hub is away, because running transfers do not need the hub.
 """
 
 from __future__ import annotations

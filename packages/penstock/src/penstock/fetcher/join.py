@@ -173,7 +173,7 @@ class Fleet:
             # Readers must not wait for chunks that will never arrive.
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and make_tensors is None:
-                # Storage writes to the target before it passes on chunks.
+                # The storage reader writes to the target before it passes on chunks.
                 is_touched = running.is_touched or (storage is not None and storage.is_touched)
                 error.mutated = error.mutated or is_touched
             raise
@@ -257,7 +257,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Leave at once after an error. Readers find other sources, and the caller waits for the error.
+        # Leave at once after an error. Readers find other sources, and the caller is waiting for the error.
         self.leave(10.0 if kind is None else 0.0)
 
 
@@ -304,7 +304,7 @@ class Variant:
         return str(blake3(ordered).hexdigest(length=16))
 
     def identity(self, model: str, revision: str) -> Identity:
-        """Return the identity by which the hub compares members, without a layout."""
+        """Return the identity that the hub compares between members, without a layout."""
         return Identity(
             model=model,
             revision=revision,

@@ -23,7 +23,7 @@ def why_command(model: str) -> str:
 
 @dataclass(slots=True)
 class Provenance:
-    """The sources of one fetch's bytes, and its faults."""
+    """The sources of one fetch's bytes, and the faults of the fetch."""
 
     model: str
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class FetchReport(Summarised):
     verified: bool
     """Whether every byte was compared with a digest that existed before this process read the byte."""
     verified_against: str
-    """Source of the digests for the comparison, or why there were none."""
+    """Source of the digests for the comparison, or why there were no digests."""
 
     @property
     def gb_per_s(self) -> float:

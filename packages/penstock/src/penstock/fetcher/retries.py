@@ -12,7 +12,7 @@ BUSY_TRIES = 10
 
 
 class RetryTimes:
-    """Members that failed or were full, by their ids. The caller holds the lock of the fetch."""
+    """Members that failed or were full, by member id. The caller holds the lock of the fetch."""
 
     def __init__(self, stall_s: float, timing: Timing) -> None:
         self._stall_s = stall_s

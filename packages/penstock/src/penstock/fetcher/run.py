@@ -1,4 +1,4 @@
-"""A running fetch: reads chunks from upstreams and from storage, verifies them, and serves them to others.
+"""A running fetch: reads chunks from upstreams and from storage, verifies them, and serves them to other members.
 
 The hub chooses upstreams, and `assignment` chooses the chunks to read from each. The caller's thread assigns missing
 chunks every `Timing.fetch_turn_s`, because the end of a pause (a limit, a probe) wakes no thread.
@@ -48,7 +48,7 @@ NUM_VERIFYING = 2
 
 
 class FetchState(Enum):
-    """The state of a fetch, in order. Its ticket says whether it succeeded."""
+    """The state of a fetch, in order. The fetch's ticket shows whether it succeeded."""
 
     NEW = auto()
     STARTED = auto()
@@ -60,7 +60,7 @@ class FetchRun(Run):
     """A running fetch. As a context manager it stops every thread on exit. Nothing writes to the weights afterwards.
 
     Args:
-        storage: reads chunks that no member has. None means to read from peers only.
+        storage: reads chunks that no member holds. None means to read only from peers.
         away: why the member has not joined. If set, storage is read without claims from the start.
     """
 
@@ -144,7 +144,7 @@ class FetchRun(Run):
             return True
 
     def start(self) -> None:
-        """Start to ask the hub for upstreams, connect to them, and read."""
+        """Start requesting upstreams from the hub, connecting to them, and reading."""
         if not self._become(FetchState.STARTED):
             raise RuntimeError("a fetch can be started only once")
         if self._weights.is_whole:
@@ -254,7 +254,7 @@ class FetchRun(Run):
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
     def stated_digests(self, chunks: I64) -> U64:
-        """Return the leaf digests of chunks that an upstream has. All sources state the same digests."""
+        """Return the leaf digests of chunks that an upstream holds. All sources state the same digests."""
         digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
         return digests
 
@@ -283,7 +283,7 @@ class FetchRun(Run):
         self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
-        """Verify a batch of received chunks and let others read them. Return the number of verified bytes."""
+        """Verify a batch of received chunks and let other members read them. Return the number of verified bytes."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
         # An earlier work item may have verified all waiting chunks in its batch.

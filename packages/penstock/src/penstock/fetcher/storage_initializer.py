@@ -85,8 +85,8 @@ def initialize(
         connection: the hub, or its address. See `penstock.join`.
 
     Raises:
-        ConfigError: the destination has weights of a different model, or is the source. Nothing was changed.
-        IntegrityError: weights differ from the manifest. The destination has none of the files.
+        ConfigError: the destination contains weights of a different model, or is the source. Nothing was changed.
+        IntegrityError: weights differ from the manifest. The destination contains none of the files.
         DiskFull, DestinationError: the destination cannot be written, or another process writes to it.
         SourceError, FormatError: the storage failed, or the weights are malformed.
     """
@@ -237,7 +237,7 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
 
     if not weights:
         return False, "there are no safetensors files"
-    # A single file has a manifest for itself. A directory has one manifest for all files.
+    # A single file has a separate manifest. A directory has one manifest for all files.
     own = [name for name in weights if f"{name}.{SIDECAR}" in weights]
     verdict = verify(str(directory / own[0] if own else directory))
     shards = {name for name in weights if name.endswith(SUFFIX)}

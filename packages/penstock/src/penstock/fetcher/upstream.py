@@ -41,8 +41,8 @@ PATIENCE_S = 0.5
 STEP_S = 0.02
 """Target duration of a read in seconds: short compared with a stall, long compared with its cost (0.1 ms)."""
 MAPPED_STEP_CHUNKS = 32
-"""Size of the first reads from mapped memory (512 MiB), which is `STEP_S` of PCIe. Growing from one chunk took 10 ms of
-Python."""
+"""Size of the first reads from mapped memory (512 MiB), which is `STEP_S` of PCIe. Growing from one chunk costs 10 ms
+of Python."""
 MAX_STEP_CHUNKS = 128
 """Maximum size of a read (2 GiB). A read costs 1 to 2 ms of Python, in which NVLink moves 0.6 GB. Source:
 docs/design/fetch.md."""
@@ -140,7 +140,7 @@ class UpstreamReader:
         return self._generation >= 0
 
     def holds_back(self, tree: int) -> bool:
-        """Return whether later upstreams should wait because this upstream has or will have a tree's chunks."""
+        """Return whether later upstreams should wait because this upstream holds or will receive a tree's chunks."""
         if self.error is not None or self.ranks[tree] == UNNAMED:
             return False
         alive_at = self._alive_at[tree] if len(self.ranks) > 1 else max(self._alive_at)
@@ -328,7 +328,7 @@ class UpstreamReader:
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
-        # Set `_generation` last, because another thread reads the time once it sees that this upstream is connected.
+        # Set `_generation` last, because another thread reads the time once this upstream counts as connected.
         self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 
@@ -372,7 +372,7 @@ class UpstreamReader:
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
-        # Keep this last, because another thread reads the digests of chunks that it sees in `has`.
+        # Keep this last, because another thread reads the digests of all chunks in `has`.
         self.has[chunks] = True
         self._ticket.wake()
 
