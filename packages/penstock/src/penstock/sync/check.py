@@ -1,4 +1,4 @@
-"""Checks of a version before it goes live, which cannot change the version."""
+"""Checks of a version before it goes live. A check cannot change the version."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class StagedVersion:
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
             raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
-        # Both names of a tied tensor must get the same object.
+        # Both names of a tied tensor must refer to the same object.
         made: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():

@@ -9,7 +9,7 @@ They use no clocks, messages or threads.
 5. If the coordinator is gone or silent, a subscriber proposes a withdrawal to the hub, which returns the recorded
    decision. A subscriber without a decision keeps its version.
 
-A commit cannot be undone after step 3, and no subscriber goes live before step 3. Therefore all subscribers act alike.
+A commit cannot be undone after step 3, and no subscriber goes live before step 3. Therefore all make the same choice.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def allocate_like(memories: Sequence[Memory], *, is_remappable: bool = False) ->
     """Allocate arenas with the same sizes on the same devices."""
     copies = []
     for memory in memories:
-        # An empty region gets one byte, because its registration needs an address.
+        # Allocate one byte for an empty region, because its registration needs an address.
         arena = Arena.allocate(max(memory.nbytes, 1), memory.device, is_remappable=is_remappable)
         copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
     return copies
@@ -271,7 +271,7 @@ def _map_memory(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the unfilled strips within the regions that start at `first`, or None if they are too many to copy."""
+    """Return the unfilled strips within the regions that start at `first`, or None if there are too many to copy."""
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:

@@ -1,7 +1,7 @@
 """The memory that one rank serves: its registrations, its layout, its version, and the rows that are ready.
 
-The owner calls `fence` before bytes change, then `begin`, and `ready` for filled rows. A reader gets a map and digests,
-and reads. If the generation is unchanged afterwards, the bytes belong to the map's version.
+The owner calls `fence` before bytes change, then `begin`, and `ready` for filled rows. A reader requests a map and
+digests, and then reads. If the generation is unchanged afterwards, the bytes belong to the map's version.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class VersionRegions(Closeable):
 
     def exchange(self, other: VersionRegions) -> None:
         """Exchange memory and registrations with fenced regions of the same sizes that no transfer uses."""
-        # One assignment keeps each memory with its registrations during an interrupt.
+        # Use one assignment, so that an interrupt cannot separate a memory from its registrations.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
             (self.memories, self._handles, self._into),
@@ -131,7 +131,7 @@ class VersionRegions(Closeable):
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Return the region of each span of bytes. Raise PlanError if a span is not inside one region."""
+    """Return the region that contains each span of bytes. Raise PlanError if a span is not inside one region."""
     # "right" skips empty regions, whose end equals their start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
     wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
@@ -474,7 +474,7 @@ class VersionStatus:
             return self._now
 
     def is_past(self, version: int) -> bool:
-        """Return whether this version or a later one was begun or withdrawn."""
+        """Return whether this version or a later version has begun or was withdrawn."""
         return self._newest() >= version
 
     def _newest(self) -> int:

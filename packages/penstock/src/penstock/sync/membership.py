@@ -277,7 +277,7 @@ class SyncClient(PeerClient):
         return layout
 
     def checkpoint(self) -> messages.TableReply:
-        """Return the names, dtypes and shapes of the tensors of all publishers together."""
+        """Return the names, dtypes and shapes of the tensors that all publishers offer in total."""
         return self._ask("GET", f"{self._session_path}/table", messages.TableReply)
 
     def part(self, request: messages.PartRequest) -> messages.PartReply:
@@ -335,7 +335,7 @@ class SyncClient(PeerClient):
         return self._ask("GET", f"{self._session_path}/decision?{query}", messages.Decision)
 
     def begins_after(self, rank: int, wait_s: float) -> int:
-        """Return the version above which a rank begins. Raise NotFound if rank 0 does not own the name yet."""
+        """Return the version above which a rank publishes. Raise NotFound if rank 0 does not own the name yet."""
         query = f"rank={rank}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/begins_after?{query}", messages.BeginsAfter).version
 

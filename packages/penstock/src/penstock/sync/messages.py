@@ -56,7 +56,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint of all publishers together."""
+    """The checkpoint that all publishers offer in total."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -109,7 +109,7 @@ class PackRequest(DigestRequest, frozen=True, kw_only=True):
 
 
 class PackReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors of the buffer with the ranges, by transport. None while there is no buffer or no bytes."""
+    """Descriptors of the buffer with the ranges, by transport. None until a buffer is filled."""
 
     regions: dict[str, bytes] | None = None
     lease: str = ""
@@ -131,7 +131,7 @@ class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginsAfter(msgspec.Struct, frozen=True, kw_only=True):
-    """The version above which a rank of the trainer begins."""
+    """The version above which a rank of the trainer begins to publish."""
 
     version: Version
 

@@ -27,7 +27,7 @@ from penstock.transport.protocol import Handle, Memory, encode
 LEASE_S = 3.0
 """Seconds without a request after which a lease expires. Readers send requests four times as often."""
 FILL_S = 30.0
-"""Deadline in seconds for packing on a device, which takes a millisecond."""
+"""Deadline in seconds for packing on a device. Packing takes a millisecond."""
 
 
 @dataclass(slots=True, eq=False)

@@ -49,7 +49,7 @@ class Planner:
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        # Planning takes seconds. `_lock` guards only the tables, so other receivers get replies during planning.
+        # Planning takes seconds. `_lock` guards only the tables, so other receivers receive replies in the meantime.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Layouts of sources by their digest, and each receiver's layout with its digest.
@@ -269,7 +269,7 @@ def layout_in(request: PartRequest, asker: str) -> Layout:
     """Return the layout from a receiver's request. Raise PlanError if it is invalid or belongs to another member."""
     assert request.layout is not None
     layout = decode(request.layout, Layout)
-    # A layout with another member's id would give that member a wrong part.
+    # A layout with another member's id would lead to a wrong part for that member.
     if layout.member != asker or layout.digest() != request.digest:
         raise PlanError(
             f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"

@@ -37,7 +37,7 @@ SESSION_S = 600.0
 MAX_MESSAGE_BYTES = 256 << 20
 """Maximum size of a request in a session, such as a layout with four million rows."""
 MAX_STRIPS = 4 << 20
-"""Maximum number of strips stored by name for all peers together, which take 128 MiB."""
+"""Maximum number of strips stored by name for all peers in total. They take 128 MiB."""
 
 
 class Plans(Protocol):

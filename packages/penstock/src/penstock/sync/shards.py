@@ -110,7 +110,7 @@ def _form_of(
     strides: tuple[int, ...],
     tag: str = "",
 ) -> Form:
-    """Return the form of a torch tensor's memory. Raise PlanError if the memory has no form."""
+    """Return the form of a torch tensor's memory. Raise PlanError if no form describes the memory."""
     dtype = dtype_of(kind)
     if dtype is DType.F4:
         if not shape or (shape[-1] > 1 and strides[-1] != 1):

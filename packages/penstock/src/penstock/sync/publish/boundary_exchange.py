@@ -33,7 +33,7 @@ HANDLER = "boundary"
 
 
 class BoundaryPlanner:
-    """The planner on rank 0. It plans when all ranks have reported their requirements, and again after a change."""
+    """The planner on rank 0. It plans once all ranks have reported their requirements, and again after a change."""
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
         self._membership = membership

@@ -102,7 +102,7 @@ class Offer:
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, sync: Membership, *, rank: int, world_size: int) -> None:
-        """Join the ranks' boundary exchange if a format has blocks. Call this before any `fill`."""
+        """Join the ranks' boundary exchange if a format quantises in blocks. Call this before any `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
                 sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size

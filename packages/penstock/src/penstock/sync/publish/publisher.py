@@ -1,7 +1,7 @@
 """A trainer rank as a publisher. It declares its tensors once and then publishes version after version.
 
-In live mode receivers read the parameters, and training waits for them. In snapshot mode receivers read a copy. With
-`commit="all"` rank 0 decides after the receivers' reports.
+In live mode receivers read the parameters, and training waits for the receivers. In snapshot mode receivers read a
+copy. With `commit="all"` rank 0 decides after the receivers' reports.
 """
 
 from __future__ import annotations
@@ -483,8 +483,8 @@ def publisher(
             module.
         connection: see `join`.
         mode: with `snapshot`, receivers read a copy, which needs as much memory as the parameters, and `publish` waits
-            only for the copy. With `live`, receivers read the parameters, and `publish` waits for them. A live version
-            is lost if no subscriber has it when `publish` returns.
+            only for the copy. With `live`, receivers read the parameters, and `publish` waits for the receivers. A live
+            version is lost if no subscriber has it when `publish` returns.
         transforms: additional formats for tensors: a tag (`fp8-block128`, `cast:BF16`, ..., see `transform.formats`)
             for the weights that checkpoints store in that format, or tags with patterns of names. The same on all
             ranks.

@@ -94,7 +94,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """As another rank, request the version above which this rank begins. See `FirstVersions`."""
+    """As another rank, request the version above which this rank publishes. See `FirstVersions`."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
     while True:
@@ -108,7 +108,7 @@ def begins_after(membership: Membership, epoch: str, rank: int) -> int:
 
 
 class FirstVersions:
-    """The version above which each rank begins, held by rank 0 so that all ranks begin alike. Thread-safe."""
+    """The version above which each rank publishes, held by rank 0 so that all ranks begin consistently. Thread-safe."""
 
     def __init__(self, newest: Callable[[], int]) -> None:
         self._newest = newest
@@ -123,7 +123,7 @@ class FirstVersions:
             self._changed.notify_all()
 
     def of(self, rank: int, member: str, wait_s: float) -> int:
-        """Return the version above which a process begins. Raise NotFound if rank 0 does not own the name yet."""
+        """Return the version above which a process publishes. Raise NotFound if rank 0 does not own the name yet."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
                 raise NotFound("rank 0 does not own the name yet")
@@ -289,7 +289,7 @@ class SubscriberProgress:
                 return
             expected = state.expected.get(member)
             if state.ballot is not None and progress.outcome:
-                # Subscribers of old releases report `committed`, but get no version before the decision.
+                # Subscribers of old releases report `committed`, but receive no version before the decision.
                 standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
                 state.ballot = state.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
             elif progress.outcome == "failed":
@@ -345,7 +345,7 @@ class SubscriberProgress:
                         state.ballot = state.ballot.reported(member, "gone", "its process is gone")
 
     def _silent_after(self, state: _VersionProgress, wait_s: float) -> list[str]:
-        """Wait for a change. Return subscribers without progress for a while, which are probed without the lock."""
+        """Wait for a change. Return subscribers without recent progress. The caller probes them without the lock."""
         self._changed.wait(wait_s)
         silent_since = time.monotonic() - self._probe_s
         return [name for name, expected in state.expected.items() if expected.progressed < silent_since]

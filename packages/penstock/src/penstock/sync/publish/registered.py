@@ -1,4 +1,4 @@
-"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`, repeated when tensors moved."""
+"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`, created again when tensors moved."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declara
 
 
 class Registered(Closeable):
-    """The tensors of one rank, registered for receivers. `follow` registers them again after they moved."""
+    """The tensors of one rank, registered for receivers. `follow` registers the tensors again after they moved."""
 
     layout: Layout
     digest: str
@@ -117,7 +117,7 @@ class Registered(Closeable):
 
     @property
     def snapshot(self) -> VersionSnapshot | None:
-        """Return the copy that receivers read, or None if they read the parameters."""
+        """Return the copy that receivers read, or None if receivers read the parameters."""
         return self._registered().snapshot
 
     def _registered(self) -> _Registration:
@@ -125,7 +125,7 @@ class Registered(Closeable):
         return self._registration
 
     def connect(self, sync: Membership, *, rank: int) -> None:
-        """Join the ranks' exchange if a format has blocks. Call this before the first version."""
+        """Join the ranks' exchange if a format quantises in blocks. Call this before the first version."""
         world_size = self._options.world_size
         self._connect = lambda offer: offer.connect(sync, rank=rank, world_size=world_size)
         self._connect(self.offer)
@@ -146,7 +146,7 @@ class Registered(Closeable):
         require_same(self._rows, rows)
         regions_of(rows)  # raises for tensors without memory
         if is_there and _are_in_place(self._rows, rows):
-            # The objects are new but their memory is the same, as after FSDP2 sharded the parameters again.
+            # The objects are new but their memory is the same, for example after FSDP2 has resharded the parameters.
             self._placed.refresh()
             return False
         if registration is not None:

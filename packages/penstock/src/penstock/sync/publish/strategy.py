@@ -35,7 +35,7 @@ class TrainerRank:
 
     def subscribers(self) -> list[str]:
         """Return the subscribers to wait for. Call this before the version is announced."""
-        # A receiver may report as soon as the version is announced, so list the subscribers before.
+        # A receiver may report as soon as the version is announced, so list the subscribers first.
         members = self.membership.look(max_age_s=self.membership.timing.group_list_s)
         return [other.member for other in members if other.state.side == "subscriber"]
 

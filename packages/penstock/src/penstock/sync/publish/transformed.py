@@ -32,7 +32,7 @@ Transforms = str | Mapping[str, Sequence[str]]
 """A tag for the weights that checkpoints store in that format, or patterns of tensor names for each tag."""
 
 BATCH_BYTES = 512 * MIB
-"""Number of bytes of codes in a batch. A batch takes 0.6 ms at 1.9 TB/s of source, which hides the tenths of a
+"""Size of a batch's codes in bytes. A batch takes 0.6 ms at 1.9 TB/s of source, which hides the tenths of a
 millisecond of Python. Source: benchmarks/results/h200_202611/transform.md."""
 
 

@@ -1,7 +1,7 @@
 """The flip: the steps that make a version live. Their order is the same for staged, direct and restored versions.
 
 1. Wait until the leases end. New readers wait.
-2. Call the hook `before_pause`. If it raises an error, the engine continues.
+2. Call the hook `before_pause`. If the hook raises an error, the engine continues.
 3. Withdraw the live version, because peers must not read bytes that are about to change.
 4. Check that the tensors are in place, because the hook may restore offloaded weights.
 5. Move the bytes from the staging copy, from the sources, or from a stored version.
@@ -103,7 +103,7 @@ class FlipOrder:
             took_s=now - staged.begun,
             pause_s=now - begun,
         )
-        # An engine may restore weights from before the first version.
+        # An engine may restore the weights that it had before the first version.
         self.states.enter(S.LIVE if staged.version >= 0 else S.IDLE, live)
         if staged.origin == "sync":
             self.update_loop.note_live()

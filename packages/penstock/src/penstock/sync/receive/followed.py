@@ -37,7 +37,7 @@ class FollowedTarget:
         if isinstance(self.target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
             self._tensors, self._checkpoint = tensors_of(self.target, table), checkpoint
         requirements = requirements_for(self._tensors, table, self.load, strict=self.strict, tags=tags)
-        # An empty dict gets its tensors later, and the user may replace them there.
+        # An empty dict receives its tensors later, and the user may replace them in the dict.
         self._placed = Placed(self._tensors, self.target if isinstance(self.target, Mapping) else None)
         filled = requirements.storages()
         self._unfilled = {

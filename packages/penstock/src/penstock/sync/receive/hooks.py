@@ -25,7 +25,7 @@ class Hooks:
     before_pause: Callable[[int], object] | None = None
     """Called before the weights change. After it returns, no request may use the weights."""
     at_commit: Callable[[int], object] | None = None
-    """Called when the target has the version. Drop the prefix cache, or change its key."""
+    """Called when the target contains the version. Drop the prefix cache, or change its key."""
     after_resume: Callable[[int], object] | None = None
     """Called after the flip. Requests may continue."""
     check: Check | None = None
@@ -34,7 +34,7 @@ class Hooks:
     it."""
 
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
-        """Call a callback, if it is set. Its errors get a note, as in `noted`.
+        """Call a callback, if it is set. Add a note to its errors, see `noted`.
 
         `live` is the version in the target, or -1. `is_dirty` means that the target has parts of several versions.
         """

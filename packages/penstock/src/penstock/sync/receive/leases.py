@@ -1,6 +1,6 @@
 """Leases on the live version. A flip waits while a reader holds a lease.
 
-A reader sees one version from the start to the end of its lease, or raises an error.
+A reader uses one version from the start to the end of its lease, or raises an error.
 """
 
 from __future__ import annotations

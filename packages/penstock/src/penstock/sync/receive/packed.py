@@ -34,7 +34,7 @@ class ShortRuns:
     """The short runs from one source that the rule in `plan.packing` selects for packing."""
 
     packed_bytes: int = 0
-    num_runs: int = 0  # in the packed bytes
+    num_runs: int = 0  # runs in the packed bytes
     num_reads: int = 0  # of buffers
     why: str = ""
 

@@ -24,7 +24,7 @@ from penstock.timing import Timing
 
 @dataclass(eq=False)
 class Participant:
-    """A subscriber as a participant in its fleet's commits. `check_open` raises Cancelled after it was closed."""
+    """A subscriber as a participant in its fleet's commits. `check_open` raises Cancelled once it is closed."""
 
     membership: Membership
     update_loop: UpdateLoop

@@ -75,7 +75,7 @@ class PeerLink:
     same_host: bool
 
     def __post_init__(self) -> None:
-        self._channels: list[str] = []  # that no thread is using
+        self._channels: list[str] = []  # channels that no thread uses
         self._num_channels = itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
@@ -223,7 +223,7 @@ class SourceRead:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the source had all rows when it sent its map."""
+        """Return whether all rows of the source were ready when it sent its map."""
         return self.link.map.is_ready
 
     def near_device(self, step: Step) -> str | None:
@@ -450,7 +450,7 @@ class TransferReport:
 
 @dataclass(slots=True)
 class _OccupiedTime:
-    """The time during which at least one thread is inside. Overlapping reads count once."""
+    """The time during which at least one thread is reading. Overlapping reads count once."""
 
     inside: int = 0
     since: float = 0.0

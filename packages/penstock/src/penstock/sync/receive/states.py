@@ -1,4 +1,4 @@
-"""The states of a subscriber, and the only function that changes them.
+"""The states of a subscriber, and the only function that changes the state.
 
 A busy subscriber returns to its last state at rest if it gives up before `writing`. After `writing` began, only a
 complete version makes the target usable again.
@@ -89,7 +89,7 @@ class SubscriberStates:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the target has all bytes of the live version and nothing else."""
+        """Return whether the target contains all bytes of the live version and no other bytes."""
         return self.at_rest is S.LIVE and self.now is not S.WRITING
 
     @property

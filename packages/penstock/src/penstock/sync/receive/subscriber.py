@@ -251,8 +251,8 @@ class Subscriber(Closeable):
         """Do the one-time work of the first update before a version is published: record, allocate, register and plan.
 
         Call it when the engine is idle, because the first update takes seconds longer for tens of thousands of tensors.
-        The target does not change. It has no effect if a version is live. One thread at a time may call this or update,
-        and no other thread may use a module whose loader is recorded.
+        The target does not change. The call has no effect if a version is live. One thread at a time may call this or
+        update, and no other thread may use a module whose loader is recorded.
 
         Args:
             timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. Each request to a
@@ -290,8 +290,8 @@ class Subscriber(Closeable):
         """Receive a version and make it live.
 
         Args:
-            version: the exact version to receive. None means the newest.
-            timeout_s: seconds to wait for a version that can be read. None means the stall deadline if none is
+            version: exactly this version. None means the newest.
+            timeout_s: seconds to wait for a version that can be read. None means the stall deadline if no version is
                 published yet, and no wait if the version is past.
             progress: see `load`. It counts verified bytes.
 
@@ -340,9 +340,8 @@ class Subscriber(Closeable):
         at a time may call this or update.
 
         Args:
-            free: free the memory of the tensors that a version fills. They have different addresses afterwards. If
-                False, the engine frees it with its own allocator after this call, and allocates it again before
-                `restore`.
+            free: free the memory of the tensors that a version fills. Their addresses change. If False, the engine
+                frees the memory with its own allocator after this call, and allocates it again before `restore`.
             returns: with `free=False`, the engine also restores the bytes itself. Digest them now, for
                 `restore(in_place=True)`.
 
@@ -432,8 +431,8 @@ class Subscriber(Closeable):
 
         Raises:
             ConfigError: no version is staged.
-            DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. With `mutated` the
-                target is dirty. Otherwise the previous version is live and the new one still staged.
+            DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. If `mutated` is set,
+                the target is dirty. Otherwise the previous version is live and the new one still staged.
             VersionRefused: the fleet withdrew the version. The previous version is still live.
             SourceStalled: the decision could not be learned. The new version stays staged. Call this again.
             StaleDescriptor: later versions are already decided. The previous version is still live.

@@ -122,7 +122,7 @@ def requirements_for(
     strict: bool,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return the requirements of a result of `tensors_of`. `tags` maps names to tags under which they are read."""
+    """Return the requirements for a result of `tensors_of`. `tags` maps names to tags under which they are read."""
     if not len(table):
         raise PlanError("the publishers have no tensors")
     if isinstance(target, torch.nn.Module):
@@ -130,7 +130,7 @@ def requirements_for(
             raise _no_tensors()
         # Loaders compare devices, so the recording tensors must report the model's device.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
-        # This creates many small objects that stay, which would trigger full garbage collections again and again.
+        # This creates many small, long-lived objects, which would trigger repeated full garbage collections.
         with paused_gc():
             recording = record(target, table, load=load, device=device)
             if strict:
@@ -245,12 +245,12 @@ class ReceiveBuffers:
             raise
 
     def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
-        """Return whether strips of the target's memory have these digests now."""
+        """Return whether strips of the target's memory match these digests now."""
         with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
-        """Return the names of tensors in the staging copy whose bytes no longer have these digests."""
+        """Return the names of tensors in the staging copy whose bytes no longer match these digests."""
         # A check may have used other streams.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]

@@ -1,4 +1,4 @@
-"""Rows of a receiver that share memory under several names. Their sources must have equal bytes, and are read once."""
+"""Rows of a receiver that share memory under several names. Their sources must have equal bytes. One is read."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ class _TransferRun(Run):
 
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
-        # A step that waits for its source's rows must not occupy the link, so acquire the turn after that.
+        # A step that waits for its source's rows must not occupy the link, so acquire the turn only afterwards.
         turns = self._queues[self._key_of(step)].turns
         if turns is None:
             yield
@@ -458,7 +458,7 @@ class _TransferRun(Run):
         self.ticket.wake()
 
     def _note_lost(self, member: str, error: PenstockError) -> None:
-        # After the first error the remaining reads are cancelled, and their errors do not concern their sources.
+        # After the first error the remaining reads are cancelled, so their errors are not the fault of their sources.
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
             self._transfer.lost = member
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()

@@ -60,7 +60,7 @@ from penstock.types import U64
 log = log_named("penstock")
 
 TRIES = 8
-"""Maximum number of attempts in an update. Each excludes one more source, or reads a newer version."""
+"""Maximum number of attempts in an update. Each attempt excludes one more source, or reads a newer version."""
 _KEPT_DECISIONS = 64
 """Number of stored decisions. A withdrawn version is past long before its decision is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
@@ -120,7 +120,7 @@ class UpdateLoop:
         return None if self.buffers is None else self.buffers.local_version
 
     def serve(self) -> None:
-        """Serve the live version to others, if this subscriber is a source."""
+        """Serve the live version to other members, if this subscriber is a source."""
         live, local_version = self.states.live, self.local_version()
         # In direct mode the memory is registered even if it is not served.
         if local_version is None or not self.options.serve or not live.epoch:
@@ -158,7 +158,7 @@ class UpdateLoop:
             self.membership.member.beat_now()
 
     def note_decision(self, decision: FleetDecision) -> None:
-        """Store a decision. Heartbeats report the newest, and a withdrawn version is not read again."""
+        """Store a decision. Heartbeats report the newest decision, and a withdrawn version is not read again."""
         self.decisions.setdefault((decision.epoch, decision.version), decision)
         while len(self.decisions) > _KEPT_DECISIONS:
             self.decisions.pop(next(iter(self.decisions)))
@@ -283,7 +283,7 @@ class UpdateLoop:
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # The error is about the planner, or about a member that the planner could not reach or do without.
+                # The error concerns the planner, or a member that the planner could not reach or do without.
                 about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
                 is_other = failed.uri != about and about not in lost
                 member, error = about if is_other else planner.member, failed
@@ -335,7 +335,7 @@ class UpdateLoop:
             and member.state.state == "open"
             and member.member != self.membership.member.id
         ]
-        # All receivers use the same order, so that one planner spreads them over the sources.
+        # All receivers use the same order, so that one planner spreads all receivers over the sources.
         return zeros + sorted(receivers, key=lambda receiver: (-receiver.state.version, receiver.member))
 
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
@@ -376,7 +376,7 @@ class UpdateLoop:
         return select_tensors(checkpoint, self.options.transforms, model)
 
     def follow(self) -> list[str]:
-        """If tensors moved, drop the data that was made for them. Return the names of replaced tensors."""
+        """If tensors moved, drop the data that depends on their memory. Return the names of replaced tensors."""
         moved = [] if self.requirements is None else self._followed.moved()
         if moved:
             self.requirements = None
@@ -491,7 +491,7 @@ class UpdateLoop:
         part, requested = transfer.part, time.monotonic()
         with reporting_progress(self.membership, planner.member, granted.version, transfer, self._threads):
             links = requests.take(tied.sources, granted.version)
-            # If the check below fails, the next request must get a new plan.
+            # If the check below fails, the next request must lead to a new plan.
             self._is_outdated = True
             try:
                 require_planned(part, links.values())
@@ -591,7 +591,7 @@ class UpdateLoop:
         """Copy or exchange the staging copy into the target. Raises the errors of `StagingCopy.flip`."""
         assert self.buffers is not None and self.buffers.staging_copy is not None and staged.part is not None
         if self.buffers.staging_copy.flip(staged.part, stall_s=self._stall_s) and self._transfer is not None:
-            # The staging copy has the memory and the bytes of the previous version.
+            # The staging copy now holds the memory and the bytes of the previous version.
             self._transfer.note_exchange()
 
     def close(self) -> None:

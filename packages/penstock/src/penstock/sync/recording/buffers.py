@@ -156,7 +156,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         """Yield this view's pieces as pieces of `target`'s buffer. Both views have the same shape. Raise NotBoxes."""
         mine = self.buffer
         for part in boxes(between(self.strided, target.strided, self.shape)):
-            # The usual source is a whole checkpoint tensor, whose single piece needs no intersection.
+            # The source is usually a whole checkpoint tensor. Its single piece needs no intersection.
             if mine.untouched:
                 yield replace(mine.pieces[0], map=part)
                 continue

@@ -35,7 +35,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A copy from one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), after
-    `steps`. Boxes count elements as torch does, which counts two F4 elements as one.
+    `steps`. Boxes count elements like torch, which counts two F4 elements as one.
     """
 
     source: str

@@ -88,7 +88,7 @@ class _OperatorWatch(TorchDispatchMode):
 
 
 class _HiddenWatch(_OperatorWatch):
-    """The same watch hidden from Dynamo, for processes that have imported Dynamo."""
+    """The same dispatch mode, hidden from Dynamo, for processes that have imported Dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

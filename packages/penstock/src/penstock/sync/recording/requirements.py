@@ -46,9 +46,9 @@ def record(
     """Record a model's loader as copies of boxes. The model is bit-identical afterwards.
 
     If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
-    through the loader at each update. If it fails without that tensor, all tensors pass through it. Effects of the
-    loader on anything but the model's tensors remain. The tensors need no memory. Each operator of the loader takes
-    about 50 us of Python. Nothing else may use the model during the call.
+    through the loader at each update. If the loader fails without that tensor, all tensors pass through the loader.
+    Effects of the loader on anything but the model's tensors remain. The tensors need no memory. Each operator of the
+    loader takes about 50 us of Python. Nothing else may use the model during the call.
 
     Args:
         model: live, on any device, including "meta". Copies into its parameters and buffers are recorded.
@@ -141,7 +141,7 @@ def _recording(
             )
     used = {entry.source for entry in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
-    # Tied parameters, and parameters inside another's memory, are recorded under the other's name.
+    # Tied parameters, and parameters inside another parameter's memory, are recorded under the other's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
     # Values that the loader read, or that went to an unknown place, may decide which tensors it fills.
@@ -230,7 +230,7 @@ class Requirements:
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
 
     def with_tied(self, others: Mapping[str, str]) -> Requirements:
-        """Return these requirements with rows for more names of memory that is already received.
+        """Return these requirements with extra rows for further names of memory that is already received.
 
         Args:
             others: for each further name, the name whose rows share its memory.
@@ -283,7 +283,7 @@ class Requirements:
         Live memory does not change.
 
         Args:
-            moved: returns a tensor's counterpart in the copy, or None if the copy does not have its memory.
+            moved: returns a tensor's counterpart in the copy, or None if the copy does not cover its memory.
 
         Returns:
             The filled tensors by name, and the names of tensors that the loader itself fills, whose values are unknown.
@@ -352,7 +352,7 @@ class Requirements:
                 with user_code(f"the loader, given {names_text(list(self._whole))},", mutated=True):
                     self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
-                    # Registrations and rows refer to the old memory, so the engine would not get the next version.
+                    # Registrations and rows refer to the old memory, so the engine would miss the next version.
                     hint = "use a loader that copies into the parameters"
                     message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
@@ -425,7 +425,7 @@ class _BoxPlace:
 
 
 class _Destinations:
-    """The destinations of all required boxes. Scratch is allocated when all of them are known."""
+    """The destinations of all required boxes. Scratch is allocated when all destinations are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
         self._model = model
@@ -440,7 +440,7 @@ class _Destinations:
 
     def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
         mine: list[_BoxPlace] = []
-        # The loader gets the unsliced tensor from scratch. Records of the same tensor are copied from there too.
+        # The loader receives the unsliced tensor from scratch. Records of this tensor are also copied from scratch.
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
             self._rows.append((mine[0], mine[0].box))
@@ -449,7 +449,7 @@ class _Destinations:
         # Process larger boxes first, because a box inside an earlier box needs no row. Of equal boxes, prefer a direct
         # read.
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
-        # A layer's experts have hundreds of boxes. If one dim separates them all, skip the pairwise comparison.
+        # A layer's experts have hundreds of boxes. If one dim separates all boxes, skip the pairwise comparison.
         apart = not whole and _apart([entry.source_box for entry in records])
         for entry, view in views:
             overlapping = [] if apart else [(p, m) for p in mine if (m := common_box(p.box, entry.source_box))]
@@ -457,7 +457,7 @@ class _Destinations:
                 self._moves.append((inside, entry))
                 continue
             place = self._add(source, entry.source_box, self._live[entry.target].device, view)
-            # Copy elements that another place already receives, so that no element is transferred twice.
+            # Copy elements that another destination already receives, so that no element is transferred twice.
             missing = [place.box]
             for other, _ in overlapping:
                 for common in filter(None, [common_box(rest, other.box) for rest in missing]):

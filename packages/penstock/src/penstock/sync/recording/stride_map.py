@@ -258,7 +258,7 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 
 
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
-    """Return the maps that write into `box`. There are several if the box cuts a digit above other digits."""
+    """Return the maps that write into `box`. There are several maps if the box cuts a digit above other digits."""
     parts = [whole]
     for dim in range(len(box.start)):
         at, stop = box.start[dim], box.stop[dim]
