@@ -290,7 +290,7 @@ class Subscriber(Closeable):
         """Receive a version and make it live.
 
         Args:
-            version: exactly this version. None means the newest.
+            version: the exact version to receive. None means the newest.
             timeout_s: seconds to wait for a version that can be read. None means the stall deadline if no version is
                 published yet, and no wait if the version is past.
             progress: see `load`. It counts verified bytes.
