@@ -94,7 +94,7 @@ def is_remote(uri: str) -> bool:
     """Return whether `uri` names a registered storage and not a local path.
 
     Raises:
-        ConfigError: no storage has this scheme, or see `text_of`.
+        ConfigError: no storage has this scheme, or `text_of` rejects the value.
     """
     return _scheme_of(text_of(uri)) is not None
 
@@ -120,7 +120,7 @@ def _scheme_of(uri: str) -> str | None:
     return scheme
 
 
-# Import a storage at its first use, because obstore takes 100 ms and loads of local files need no storage.
+# Import a storage at its first use, because importing obstore takes 100 ms and local files do not need it.
 @functools.cache
 def _first_use(module: str, name: str) -> Callable[[], Storage]:
     def make() -> Storage:
@@ -143,7 +143,7 @@ for _scheme, _module, _class in (
 
 
 def local_path(uri: str) -> str:
-    """Return the path of a local `uri`, which is plain or begins with `file://`."""
+    """Return the path of a local `uri`, which is a plain path or begins with `file://`."""
     return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
 
 
@@ -168,7 +168,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
     """Pin `uri` to its current content. Return it unchanged if its storage has no revisions.
 
-    Raises as `open_source`.
+    Raises the same errors as `open_source`.
     """
     storage = _storage_of(uri)
     if not isinstance(storage, PinningStorage):
@@ -177,7 +177,7 @@ def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] |
 
 
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the sorted files in a directory or prefix, the matches of a glob, or one file.
+    """Return the sorted URIs of one file, of the files in a directory or prefix, or of the matches of a glob.
 
     Broken symlinks, FIFOs and devices are included, so that opening them raises an error.
 
@@ -218,7 +218,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """Return a small file or object (an index, a manifest), or None if it is absent.
+    """Return the content of a small file or object (an index, a manifest), or None if it is absent.
 
     Raises:
         NotFound: the file is a broken symlink.
@@ -232,7 +232,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     try:
         return read_bounded(path, MAX_SMALL_BYTES)
     except NotFound as error:
-        # A broken symlink is not reported as absent, because the weights would be loaded without the file.
+        # Do not report a broken symlink as absent, because the weights would then load without the file.
         if os.path.lexists(path):
             raise NotFound("this is a link to a file that does not exist", uri=uri) from error
         return None

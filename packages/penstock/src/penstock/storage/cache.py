@@ -1,7 +1,7 @@
 """A read-through cache of remote objects on a local disk, in verified chunk files that processes share.
 
-The directory of an object's chunks is named by URI, identity and size, so chunks never become stale. The trailer of a
-chunk file has a digest of its bytes, object and offset, so corrupt and misplaced files are never used. If the cache
+An object's chunk directory is named after URI, identity and size, so chunks never become stale. The trailer of a chunk
+file contains a digest of its bytes, object and offset, so corrupt and misplaced files are never used. If the cache
 cannot be read or written, the source is read instead.
 """
 
@@ -33,13 +33,13 @@ from penstock.types import MIB
 logger = log_named(__name__)
 
 CACHE_CHUNK_BYTES = 8 * MIB
-"""Bytes of an object in one chunk file. A miss is one ranged request of this size. Source:
+"""Number of object bytes in one chunk file. A miss costs one ranged request of this size. Source:
 benchmarks/results/cpu2_202611/objects.md."""
 
 # Trailer of a chunk file: magic, number of bytes before it, XXH3-64 of these bytes and their position.
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"PSCHUNK2"
-# Longest wait for chunks of another process, as a fraction of `stall_s`. The other process may be stopped.
+# Longest wait for chunks from another process, as a fraction of `stall_s`. The other process may be suspended.
 _OTHERS_SHARE = 0.5
 
 
@@ -79,7 +79,7 @@ def open_cached(source: Source, *, settings: Settings) -> Source:
 
 
 class CachedSource(HashedReads):
-    """A `Source` that caches another `Source`. Use `open_cached`. `why` is None while the cache is used and written."""
+    """A `Source` that caches another `Source`. Use `open_cached`. `why` is the reason that the cache is not used."""
 
     def __init__(self, source: Source, directory: CacheDirectory, *, settings: Settings) -> None:
         self.uri = source.uri
@@ -131,7 +131,7 @@ class CachedSource(HashedReads):
 
     @property
     def shared_as(self) -> str:
-        """A name for the cache that all processes using it compute, see `CacheDirectory.name`."""
+        """A name for the cache, the same in all processes that use it. See `CacheDirectory.name`."""
         return "" if self._is_refused else self._directory.name
 
     def cached_chunks(self) -> frozenset[int]:
@@ -139,7 +139,7 @@ class CachedSource(HashedReads):
         return frozenset() if self._is_refused else self._directory.chunks(self._place)
 
     def forget(self, offset: int, nbytes: int) -> bool:
-        """Remove chunks with corrupt bytes from the source. Return False if no such chunk is cached."""
+        """Remove cached chunks whose bytes from the source were corrupt. Return False if no such chunk is cached."""
         starts = range(offset - offset % CACHE_CHUNK_BYTES, offset + nbytes, CACHE_CHUNK_BYTES)
         removed = [self._directory.remove(self._file(start)) for start in starts]
         return any(removed)
@@ -165,7 +165,7 @@ class CachedSource(HashedReads):
         spare.append(scratch)
 
     def _chunk(self, start: int, views: list[memoryview], until: float) -> str | None:
-        """Fill `views`, which span one chunk. Return None for a hit, otherwise the source's path."""
+        """Fill `views`, which span one chunk. Return None for a cache hit, otherwise the path of the source's read."""
         file = self._file(start)
         if self._hit(file, start, views):
             return None
@@ -219,12 +219,12 @@ class CachedSource(HashedReads):
         try:
             is_whole = _fill(descriptor, 0, views) == nbytes and os.preadv(descriptor, [trailer], nbytes)
         except OSError:
-            # An I/O error of a bad disk counts as corruption, because the source still has the bytes.
+            # An I/O error from a bad disk counts as corruption, because the source still has the bytes.
             return False
         return bool(is_whole) and trailer == self._trailer(start, views, nbytes)
 
     def _trailer(self, start: int, views: list[memoryview], nbytes: int) -> bytes:
-        # XXH3 detects corruption at the speed of memory. The mode of the directory prevents forged chunks.
+        # XXH3 detects corruption at memory speed. The directory's mode protects against forged chunks.
         digest = xxhash.xxh3_64()
         for view in views:
             digest.update(view)

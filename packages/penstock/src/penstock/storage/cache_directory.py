@@ -37,7 +37,7 @@ _FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR,
 _EVICT_TO = 0.9
 # The directory is measured again after writing 1/32 of `cache_bytes`, because other processes write too.
 _SCAN_SHARE = 32
-# A temporary file of this age in seconds has no writer, because writing a chunk takes milliseconds.
+# A temporary file older than this many seconds is abandoned, because writing a chunk takes milliseconds.
 _ABANDONED_S = 3600.0
 # Seconds between checks for a chunk that another process fetches.
 _POLL_S = 0.01
@@ -65,7 +65,7 @@ class CacheDirectory:
 
     @property
     def name(self) -> str:
-        """A name for the directory that only processes sharing it compute. Empty if it cannot be created."""
+        """A name for the directory, the same in all processes that share it. Empty if it cannot be created."""
         try:
             self._make()
             state, boot = os.stat(self.path), _boot()
@@ -94,13 +94,13 @@ class CacheDirectory:
 
     def _make(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # With a separate chmod, another user could open the directory first.
+        # If the mode were set later by chmod, another user could open the directory first.
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, _MODE)
 
     @contextlib.contextmanager
     def _folder(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Open a directory level by level, without following symlinks. Raises FileNotFoundError for a foreign level."""
+        """Open a directory level by level, without following symlinks. Raises FileNotFoundError for foreign levels."""
         if make:
             self._make()
         descriptor = os.open(self.path, _FOLDER_FLAGS)
@@ -117,7 +117,7 @@ class CacheDirectory:
             os.close(descriptor)
 
     def open_chunk(self, file: Path, nbytes: int) -> int | None:
-        """Return a descriptor of a chunk file, or None if it is foreign or has another size. Raises OSError."""
+        """Return a descriptor of a chunk file, or None if it is foreign or has a different size. Raises OSError."""
         with self._folder(file.parent) as folder:
             try:
                 descriptor = os.open(file.name, _FILE_FLAGS, dir_fd=folder)
@@ -152,10 +152,10 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def single_fetch(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
-        """Let one thread on this host at a time fetch `file`.
+        """Let only one thread on this host fetch `file` at a time.
 
-        Waiting stops after `wait_s` seconds for a thread, and at time `until` for a process. The chunk is then fetched
-        twice.
+        Waiting for a thread stops after `wait_s` seconds, and waiting for another process stops at time `until`. The
+        chunk is then fetched twice.
         """
         with self._lock:
             lock, users = self._fetches.get(file, (threading.Lock(), 0))
@@ -197,12 +197,12 @@ class CacheDirectory:
             # ENOENT means that another process removed the directory. The second attempt creates it again.
             if error.errno != errno.ENOENT:
                 with self._lock:
-                    # The disk is full below the limit, so shrink the cache from its current size.
+                    # The disk filled up before the cache reached its limit, so shrink the cache.
                     self._evict(int(self._measure()[0] * _EVICT_TO) - nbytes)
             self._publish(file, views)
 
     def _publish(self, file: Path, views: list[memoryview]) -> None:
-        # Hosts that share the directory over a network may have equal pids.
+        # Processes on hosts that share the directory over a network may have equal PIDs.
         temporary = f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}"
         with self._folder(file.parent, make=True) as folder:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -253,7 +253,7 @@ class CacheDirectory:
     def _evict(self, target_bytes: int) -> int:
         """Remove the least recently used chunks down to `target_bytes`. Return the remaining bytes."""
         total, files = self._measure()
-        # A hit updates mtime. With relatime mounts, atime does not follow reads.
+        # A hit updates mtime. On relatime mounts, not every read updates atime.
         for _, nbytes, path in sorted(files):
             if total <= max(target_bytes, 0):
                 break
@@ -292,7 +292,7 @@ def _set_aside(folder: int, name: str) -> None:
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 
 
-# A forked child closes these sockets, so that their names become free.
+# A forked child closes these sockets, so that their names are released.
 _lock_sockets = release_after_fork(socket.socket.close)
 
 
@@ -315,7 +315,7 @@ def _host_lock(name: str, deadline: float) -> Iterator[None]:
                 lock_socket.bind(f"\0penstock-chunk-{claim}")
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    # No system call waits until a socket name is free, so poll.
+                    # Poll, because no system call can wait until a socket name is free.
                     time.sleep(_POLL_S)
                     continue
             break

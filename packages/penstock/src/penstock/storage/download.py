@@ -19,7 +19,7 @@ from penstock.types import MIB
 from penstock.waits import Threads
 
 _PIECE_BYTES = 8 * MIB
-# Concurrent reads hide the latency of an object store. Their buffers have 128 MiB in total.
+# Concurrent reads hide the latency of an object store. Their buffers take 128 MiB in total.
 _THREADS = 16
 
 
@@ -29,11 +29,11 @@ class Downloaded:
 
     nbytes: int
     compared: frozenset[str]
-    """URIs of the files whose content was checked against the digest from their storage."""
+    """URIs of the files whose content was checked against the storage's digest."""
 
 
 def inside(directory: Path, name: str, *, uri: str) -> Path:
-    """Return the path of `name` below a directory. Raises PlanError for a path outside, for example because of `..`."""
+    """Return the path of `name` below a directory. Raises PlanError for a path outside it, for example through `..`."""
     root = directory.resolve()
     path = (root / name.lstrip("/")).resolve()
     if not path.is_relative_to(root) or path == root:
@@ -60,7 +60,7 @@ def download(
 
     Raises:
         DiskFull, DestinationError: a path cannot be written.
-        IntegrityError: a file differs from the digest of its storage, or the digest could not be checked in time.
+        IntegrityError: a file does not match the storage's digest, or the digest could not be checked in time.
         SourceError: the storage failed, or a file changed while it was read.
     """
 
@@ -89,7 +89,7 @@ def download(
     with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
-            # Check the space first, because a large download takes an hour.
+            # Check the space first, because a large download may take an hour.
             if files:
                 require_space(next(iter(files.values())), sum(source.nbytes for source in sources))
             ranges = [
@@ -112,5 +112,5 @@ def download(
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file without following symlinks, which could only come from another user."""
+    """Open a file without following symlinks, which only another user can have created."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

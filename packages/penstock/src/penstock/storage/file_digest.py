@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from penstock.errors import IntegrityError
 from penstock.types import MIB
 
-# Maximum number of bytes kept for later hashing.
+# Maximum number of bytes held for later hashing.
 _MAX_AHEAD_BYTES = 256 * MIB
 
 
@@ -20,7 +20,7 @@ class FileDigest:
 
     Attributes:
         is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest
-            of the file may not be read.
+            of the file may never be read.
         is_equal: whether the whole file was hashed and has the expected digest.
     """
 
@@ -54,7 +54,7 @@ class FileDigest:
             if offset > self._next or self._is_busy:
                 if not self.is_wanted:
                     return
-                # Wait, so that one slow range does not bring the rest of the file into memory.
+                # Wait, so that the rest of the file does not pile up in memory behind one slow range.
                 if not self._changed.wait_for(lambda: self._may_keep(offset), self._stall_s):
                     self.abandon()
                 if self._is_over:

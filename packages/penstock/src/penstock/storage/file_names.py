@@ -24,7 +24,7 @@ def is_safe_stem(stem: str) -> bool:
 
 
 def stem_of(names: Iterable[str]) -> str:
-    """Return the common stem of file names, including the variant, or `model` if there is none."""
+    """Return the common stem of file names, including the variant, or `model` if they share no stem."""
     stems = set()
     for name in names:
         base = name.rpartition("/")[2]
@@ -51,7 +51,7 @@ def index_name(stem: str = STEM) -> str:
 
 
 def names_of(groups: Sequence[str], stem: str = STEM) -> list[str]:
-    """Return file names by the group of each file. A group is a directory, or a name with a star for the number."""
+    """Return a file name for each group in `groups`. A group is a directory, or a name with a star for the number."""
     seen: dict[str, list[str]] = {}
     for group in dict.fromkeys(groups):
         count = groups.count(group)

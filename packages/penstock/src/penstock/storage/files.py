@@ -1,7 +1,7 @@
-"""Local files as a `Source`: cached ranges are copied, and absent ranges are read by direct I/O.
+"""Local files as a `Source`: cached ranges are copied, and absent ranges are read with direct I/O.
 
 The source remembers for each window of 64 MiB whether it is in the page cache. A stale entry costs time but never
-returns wrong bytes, because each read reports how much it read.
+causes wrong bytes, because each read reports how much it read.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from penstock.storage.local import (
 from penstock.storage.source import take
 from penstock.types import MIB
 
-# Window of 64 MiB for one call of cachestat, which costs about as much as copying 30 KiB.
+# Each cachestat call covers a window of 64 MiB and costs about as much as copying 30 KiB.
 _WINDOW_SHIFT = 26
-# Unit for splitting a partly cached request. In smaller units, a seek costs more than the saved copy.
+# Unit for splitting a partly cached request. With smaller units, a seek costs more than the saved copy.
 _GRANULE_BYTES = MIB
-# Shorter absent ranges are read buffered, because reading head and tail would cost more than the middle.
+# Shorter absent ranges are read with buffered I/O. The unaligned head and tail would cost more than the middle.
 _DIRECT_MIN_BYTES = 64 << 10
-# Used if statx does not state an alignment (before Linux 6.1). All current devices accept this one.
+# Used if statx does not state an alignment (before Linux 6.1). All current devices accept this alignment.
 _DIRECT_ALIGNMENT = (4096, 4096)
-# Bytes of a direct read. 12 to 16 in flight read 3.4-4.1 GB/s from a disk that reached 3.0-3.7 with 8 MiB. Source:
+# Bytes per direct read. A disk delivered 3.4-4.1 GB/s with 12 to 16 in flight, but 3.0-3.7 with 8 MiB reads. Source:
 # benchmarks/results/h200x1_202611/load-history.md, row c.
 _DIRECT_STEP_BYTES = MIB
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Errors of a file system without direct I/O for this alignment.
+# Errors from a file system that does not support direct I/O at this alignment.
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 
 
 class FileSource(LocalFile):
-    """A local file as a `Source`. Raises as `LocalFile`.
+    """A local file as a `Source`. Raises the same errors as `LocalFile`.
 
-    Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only head and tail of the
+    Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only the head and tail of the
     request are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast
     as 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
 
     Attributes:
-        why: why some absent bytes were not read by direct I/O. "" if all were.
+        why: the reason that some absent bytes were not read with direct I/O. "" if all were.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
@@ -78,7 +78,7 @@ class FileSource(LocalFile):
         source = super().open(path)
         if is_in_memory(source._fd):
             source._nowait = 0
-            # cachestat counts the pages of files in memory one by one, 0.24 ms for each window.
+            # cachestat would count the pages of a file in memory one by one, 0.24 ms per window.
             source._windows = bytearray([_RESIDENT]) * len(source._windows)
         if not source._refused:
             # Disable readahead. It would read bytes that direct I/O reads again.
@@ -89,7 +89,7 @@ class FileSource(LocalFile):
         """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
 
         Raises SourceChanged if the file was written to before the read ended. All successful reads, from any thread,
-        return bytes from one state of the file. A read that hangs in the kernel (a dead NFS server) cannot be
+        return bytes from the same file state. A read that hangs in the kernel (a dead NFS server) cannot be
         interrupted.
         """
         # This hot path nearly always has one buffer, so it does not use `span`.
@@ -104,7 +104,7 @@ class FileSource(LocalFile):
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                # Some file systems lack RWF_NOWAIT. Other errors recur below and get a type there.
+                # Some file systems lack RWF_NOWAIT. Other errors recur below and are typed there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             self.received_bytes += max(0, nbytes_read)
@@ -118,7 +118,7 @@ class FileSource(LocalFile):
         return path
 
     def read_through(self, offset: int, buffer: memoryview) -> str:
-        """Fill a buffer through the page cache, for a range that `read_ahead` has requested. Raises as `readv`.
+        """Fill a buffer through the page cache, for a range that `read_ahead` has requested. Raises like `readv`.
 
         Returns:
             `page-cache` if the range was cached when it was first checked, otherwise `buffered`.
@@ -258,7 +258,7 @@ class FileSource(LocalFile):
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        """Read by direct I/O and return the offset reached. The rest stays in `buffers`."""
+        """Read with direct I/O and return the offset reached. The rest stays in `buffers`."""
         # A short read may end anywhere, but direct I/O needs an aligned offset.
         while buffers and offset % self._alignment[1] == 0:
             try:
@@ -318,7 +318,7 @@ class FileSource(LocalFile):
 def _align(
     offset: int, buffers: list[memoryview], alignment: tuple[int, int]
 ) -> list[tuple[int, bool, list[memoryview]]]:
-    """Divide the request into `(offset, fit for direct I/O, buffers)`, and merge neighbours of the same kind."""
+    """Split the request into `(offset, whether direct I/O fits, buffers)`, and merge neighbours of the same kind."""
     address_step, offset_step = alignment
     runs: list[tuple[int, bool, list[memoryview]]] = []
     for buffer in buffers:

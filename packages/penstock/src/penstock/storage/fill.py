@@ -33,13 +33,13 @@ _OTHER_WEIGHTS = (SUFFIX, ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", 
 logger = log_named(__name__)
 
 Copy = Callable[[Mapping[str, Path], Callable[[str], None]], None]
-"""Copies files by name to paths. Calls the function with each name whose file is complete and verified."""
+"""Copies files, given by name, to local paths. Calls the function with the name of each complete, verified file."""
 
 # Maximum number of open lock files. A data set may have a hundred thousand files.
 _AT_ONCE = 64
 # Seconds for one attempt to lock. Files that another process has locked are fetched last.
 _NO_WAIT_S = 0.01
-# Seconds after which the writer of an incomplete blob has failed.
+# Age in seconds from which an incomplete blob counts as abandoned by its writer.
 _ABANDONED_S = 3600.0
 _GIT = "git:"
 
@@ -105,7 +105,7 @@ def fill_weights(
 ) -> FillReport:
     """Fill the cache with the files that a load of `uri` reads, and the small files next to them.
 
-    Raises as `fill`. Weights in other formats and subdirectories are omitted, because engines do not need them.
+    Raises like `fill`. Weights in other formats and subdirectories are omitted, because engines do not need them.
     """
     text = texts_of(uri)[0]
     _storage(text)
@@ -224,7 +224,7 @@ class _HubCache:
             if not is_current:
                 with new_file(path) as file:
                     file.write(commit.encode())
-        # Without symlinks the bytes are in the snapshot.
+        # Without symlinks the snapshot itself holds the bytes.
         blobs = {etag: self._blob(etag) for etag in new}
         return [
             blobs[etag] if blobs[etag].exists() else self.snapshot / name
@@ -249,7 +249,7 @@ class _HubCache:
                 held[name] = lock
                 if self._blob(etag).exists():
                     continue
-                # Locks may be stale, so age decides.
+                # Locks may be stale, so remove incomplete blobs by their age.
                 for path in self._incomplete(etag):
                     with contextlib.suppress(OSError):
                         if time.time() - path.stat().st_mtime > _ABANDONED_S:
@@ -288,7 +288,7 @@ class _HubCache:
                 try:
                     lock.enter_context(self._hub.utils.WeakFileLock(path, timeout=wait_s))
                     return True
-                # Timeout is an OSError, but not an error of the file system.
+                # Timeout is an OSError, but does not mean that the file system failed.
                 except Timeout:
                     if not wait:
                         return False
@@ -329,7 +329,7 @@ class _HubCache:
                 try:
                     if has_links:
                         new.symlink_to(os.path.relpath(blob, target.parent))
-                    # The library also copies an existing blob and moves a new one.
+                    # Like the library, copy an existing blob and move a new one.
                     elif etag in written and last[etag] == name:
                         os.replace(blob, new)
                     else:

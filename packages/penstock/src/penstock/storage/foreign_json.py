@@ -1,4 +1,4 @@
-"""JSON objects in files of other programs, such as `Infinity` in Mamba 2's `config.json` or a byte order mark."""
+"""JSON objects in other programs' files, which may contain `Infinity` (Mamba 2's config) or a byte order mark."""
 
 from __future__ import annotations
 

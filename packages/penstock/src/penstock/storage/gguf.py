@@ -1,7 +1,7 @@
 """The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
-Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table with the file's
-blocks, whose last dim is the bytes of a row. The metadata key `GGUF.types` states its type.
+Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 tensor that holds
+the file's blocks, with the bytes of a row as its last dim. The metadata key `GGUF.types` states its type.
 
 The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
 memory.
@@ -43,7 +43,7 @@ _MAX_NAME_BYTES = 65_535
 _MAX_DIMS = 4
 # Skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
 _MAX_STRINGS = 1 << 21
-# The manifest's metadata only describes longer values, because a tokenizer has megabytes.
+# The manifest's metadata only describes longer values, because a tokenizer takes megabytes.
 _MAX_TEXT_BYTES = 64 << 10
 _MAX_LIST = 64
 
@@ -76,7 +76,7 @@ _INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """A quantised type, which stores each `elements` values of a row in `nbytes` bytes."""
+    """A quantised type that stores every `elements` consecutive values of a row in `nbytes` bytes."""
 
     name: str
     elements: int
@@ -209,8 +209,8 @@ class _Reader:
             raise FormatError(f"{what} is not UTF-8: {error.reason} at byte {error.start}", uri=self.uri) from error
 
     def skip_strings(self, count: int) -> None:
-        # Local names are faster. Tokenizers have half a million strings, and this loop is most of the time to open a
-        # file.
+        # Local names are faster. Tokenizers have half a million strings, and this loop takes most of the time to
+        # open a file.
         at, data, here, unpack = self.at, self.data, len(self.data), _U64.unpack_from
         for _ in range(count):
             if at + 8 > here:
@@ -226,7 +226,7 @@ class _Reader:
 
 
 def read_header(source: Source, first: bytearray) -> GgufHeader:
-    """Read and check a header, whose first bytes were read. Raises FormatError or SourceTruncated."""
+    """Read and check a header, whose first bytes are in `first`. Raises FormatError or SourceTruncated."""
     reader = _Reader(source, first)
     uri = source.uri
     if reader.take(4) != MAGIC:
@@ -428,7 +428,7 @@ def _table(
 
 
 def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
-    """Raise FormatError unless a split model has each of its parts exactly once, and all tensors."""
+    """Raise FormatError unless a split model has each of its parts exactly once, and all of its tensors."""
     parts = [(name, header) for name, header in headers if isinstance(header, GgufHeader)]
     counts = {_part(header, "split.count", name, uri) for name, header in parts}
     if not counts or counts == {0} or (counts == {1} and len(parts) == 1):

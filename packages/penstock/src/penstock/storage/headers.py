@@ -27,7 +27,7 @@ _CONVERT = (
 
 
 def gguf_header(source: Source) -> gguf.GgufHeader | None:
-    """Return the header of a GGUF file, or None for another format. Raises as `read_header`."""
+    """Return the header of a GGUF file, or None for another format. Raises the same errors as `read_header`."""
     header = read_header(source)
     return header if isinstance(header, gguf.GgufHeader) else None
 
@@ -38,7 +38,7 @@ def read_header(source: Source) -> Header:
     first = bytearray(min(gguf.GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
     if first:
         source.readv(0, [memoryview(first)])
-    # Files in a cache have no suffix. As the length of a safetensors header, these bytes would be too large.
+    # Files in a cache have no suffix. Read as the length of a safetensors header, these bytes exceed the limit.
     if first.startswith(gguf.MAGIC):
         return gguf.read_header(source, first)
     if is_named:
@@ -50,7 +50,7 @@ def read_header(source: Source) -> Header:
 
 
 def is_pickled_name(name: str) -> bool:
-    """Return whether a file name is usual for pickled weights."""
+    """Return whether this is a usual file name for pickled weights."""
     last = name.partition("?")[0].rpartition("/")[2]
     return last.endswith(_SUFFIXES) and not last.startswith(_OTHERS)
 

@@ -188,7 +188,7 @@ class HttpSource:
                             del left[0]
                 patience.progress()
             except RequestFailed as failed:
-                # Bytes arrived, so this is a new failure with all retries and another renewal.
+                # Bytes arrived, so treat this as a new failure: allow all retries and another renewal.
                 if offset > before:
                     patience.progress()
                     renewed = False
@@ -217,12 +217,12 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
 
 
 def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, settings: Settings) -> S:
-    """Probe the object at `origin`, and return the source that `make` creates for it. Raises as `open_http`."""
+    """Probe the object at `origin`, and return the source that `make` creates for it. Raises like `open_http`."""
     pool, patience, renewed = _hold_pool(settings, bundles(settings)), Patience(uri, settings), False
     try:
         while True:
             try:
-                # Signed URLs often allow no HEAD, so get the first byte.
+                # Signed URLs often do not allow HEAD, so request the first byte.
                 with RangeExchange(uri, origin, pool, byte_range=(0, 1), seen=None) as exchange:
                     if not renewed and exchange.refused():
                         renewed = True
@@ -240,7 +240,7 @@ def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, se
 
 
 def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
-    """Return status, headers and body of a response that is not an object, such as a hub's listing.
+    """Request something other than an object, such as a hub's listing. Return the status, headers and body.
 
     The body of a refusal is empty. The request is retried after temporary refusals. Raises FormatError if the response
     is compressed or longer than `limit` bytes, and SourceUnavailable or SourceStalled.

@@ -73,9 +73,9 @@ class HuggingFaceStorage(RepositoryStorage):
             return commit, files
         token = _token(options)
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
-        # The key has the token, because another user may see more repositories.
+        # The key includes the token, because another user may see more repositories.
         key = (api.endpoint, where.kind, where.name, token or "")
-        # Other revisions move and are not cached.
+        # Other revisions may move, so their listings are not cached.
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
@@ -126,7 +126,7 @@ class HuggingFaceStorage(RepositoryStorage):
         return Path(library().constants.HF_HOME)
 
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Raise NotFound if the hub is offline and the local cache has an incomplete model."""
+        """Raise NotFound if the hub is offline and the local cache holds an incomplete model."""
         if not library().constants.HF_HUB_OFFLINE:
             return
         # Without an index, the present shards would be loaded as the whole model.
@@ -139,7 +139,7 @@ class HuggingFaceStorage(RepositoryStorage):
 
 
 def typed_error(error: BaseException) -> PenstockError | None:
-    """Return Penstock's error for an error of huggingface_hub that names a URL, otherwise None."""
+    """Return Penstock's error for an error from huggingface_hub that names a URL, otherwise None."""
     errors = library().errors
     if not isinstance(error, errors.HfHubHTTPError):
         return None
@@ -186,7 +186,7 @@ def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, Reposit
     files = {}
     for path in root.rglob("*"):
         if path.is_file():
-            # The cache names files by the hub's digests.
+            # The cache names files after the hub's digests.
             blob = path.resolve().name
             sha = blob if re.fullmatch("[0-9a-f]{64}", blob) else None
             files[str(path.relative_to(root))] = RepositoryFile(

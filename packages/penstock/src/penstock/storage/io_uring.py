@@ -1,4 +1,4 @@
-"""io_uring by system calls: many concurrent reads without a Python thread for each.
+"""io_uring through system calls: many concurrent reads without a Python thread for each.
 
 A dozen Python threads that read from the page cache spend a third of their time waiting for the GIL. Layouts and
 numbers are from include/uapi/linux/io_uring.h.
@@ -27,14 +27,14 @@ _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
 # Size of struct io_uring_params, and the offsets of its fields features, sq_off and cq_off.
 _PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
-# MAX_RW_COUNT, to which the kernel shortens larger reads. Source: include/linux/fs.h.
+# MAX_RW_COUNT, to which the kernel truncates larger reads. Source: include/linux/fs.h.
 _MAX_READ_BYTES = 0x7FFFF000
 _SQE = struct.Struct("<BBHiQQIIQQQQ")
 _CQE = struct.Struct("<QiI")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-# This call keeps the GIL, which is slow to get back from a busy thread.
+# This call keeps the GIL, because reacquiring it from a busy thread is slow.
 _libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
 _libc_holding_gil.syscall.restype = ctypes.c_long
 
@@ -91,7 +91,7 @@ class Uring:
             features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
             if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
                 raise OSError(errno.ENOSYS, "this kernel's io_uring is older than 5.11")
-            # Reads of files use the first of two kinds of workers. 0 keeps the number of the second.
+            # File reads use the first of two kinds of workers. 0 leaves the number of the second kind unchanged.
             limits = (ctypes.c_uint32 * 2)(num_workers, 0)
             limits_workers = not _libc.syscall(_SYS_REGISTER, fd, _REGISTER_MAX_WORKERS, limits, 2)
             num_sq, num_cq = struct.unpack_from("<II", params, 0)
@@ -107,7 +107,7 @@ class Uring:
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
         """Queue a read from a file to memory, which `wait` submits. At most `entries` may be in flight.
 
-        Memory and descriptor must stay valid until `wait` has returned the token. The read may be short.
+        The memory and the descriptor must stay valid until `wait` has returned the token. The read may be short.
         """
         index = self._tail & self._sq_mask
         nbytes = min(nbytes, _MAX_READ_BYTES)
@@ -157,7 +157,7 @@ class Uring:
         """Free the ring. Idempotent. No read may be in flight."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            # An mmap with a view cannot be closed.
+            # An mmap cannot be closed while it has a view.
             self._words.release()
             self._rings.close()
             self._sqes.close()

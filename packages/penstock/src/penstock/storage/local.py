@@ -39,7 +39,7 @@ MAX_BUFFERS = 1024
 
 # The kernel's clock for file times. Source: clock_gettime(2).
 _COARSE_CLOCK = getattr(time, "CLOCK_REALTIME_COARSE", 5)
-# The kernel's step of forced readahead. Source: mm/readahead.c.
+# The kernel's step size for forced readahead. Source: mm/readahead.c.
 _WILLNEED_BYTES = 2 * MIB
 # Maximum seconds to wait for writes to finish.
 _SETTLE_S = 1.0
@@ -50,7 +50,7 @@ _HINT = "load it when no process writes to it; to replace a file, write a new fi
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The parts of fstat(2) that identify one content of a file."""
+    """The fields of fstat(2) that identify one version of a file's content."""
 
     dev: int
     inode: int
@@ -84,7 +84,7 @@ class LocalFile:
     Raises:
         NotFound, PermissionDenied: there is no such file, or it may not be read.
         SourceUnavailable: it is a directory, FIFO, socket or device, or it cannot be opened.
-        SourceChanged: it was written to for `_SETTLE_S`.
+        SourceChanged: it was still being written to after `_SETTLE_S` seconds.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
@@ -98,12 +98,12 @@ class LocalFile:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Open a regular file. Raises as the class describes."""
+        """Open a regular file. Raises the errors of the class."""
         fd, state = _open_regular(path)
         return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
-        """Raise SourceChanged or SourceTruncated if the open file was modified. Its path may name another file."""
+        """Raise SourceChanged or SourceTruncated if the open file was modified. Its path may name another file now."""
         # This runs after every read, so compare three fields first.
         try:
             now = os.fstat(self._fd)
@@ -150,7 +150,7 @@ class LocalFile:
 
     def __del__(self) -> None:
         if self._fd >= 0:
-            # Python ignores exceptions of a finalizer, so Ctrl-C would be lost.
+            # Python ignores exceptions in a finalizer, so Ctrl-C would be lost.
             with interrupts.defer_in_finalizer():
                 self.close()
 
@@ -242,7 +242,7 @@ def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) ->
 
 
 _LINUX = sys.platform == "linux"
-# The number is the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
+# This call number is the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
 _SYS_CACHESTAT = 451
 # STATX_DIOALIGN, and the offset of dio_mem_align and dio_offset_align. Source: include/uapi/linux/stat.h, Linux 6.1.
 _STATX_DIOALIGN = 0x2000
@@ -347,7 +347,7 @@ _RENAME_EXCHANGE = 2
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two names in a file system atomically. OSError EINVAL if the file system lacks this operation."""
+    """Exchange two names atomically. Raises OSError (EINVAL) if the file system lacks this operation."""
     if not _LINUX or not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):

@@ -117,9 +117,9 @@ class Location:
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set, without reading them.
 
-    A directory's files are the shards that `model.safetensors.index.json` or its only other index lists. Without an
-    index they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
-    Subdirectories do not count. A directory without safetensors may have one GGUF model. Any part of a split GGUF model
+    A directory's files are the shards listed in `model.safetensors.index.json` or its only other index. Without index,
+    they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
+    Subdirectories are ignored. A directory without safetensors may have one GGUF model. Any part of a split GGUF model
     stands for all its parts.
 
     Raises:
@@ -186,7 +186,7 @@ def _explains_name(uri: Uris) -> Iterator[None]:
 def format_hint(
     hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
 ) -> Iterator[None]:
-    """Set this hint on a FormatError without a hint that is raised in the block."""
+    """Add this hint to a FormatError from the block, unless the error has a hint."""
     try:
         yield
     except FormatError as error:
@@ -223,7 +223,7 @@ def _locate_directory(place: str, prefix: str, settings: Settings, options: Mapp
     except PermissionDenied:
         if not is_remote(place):
             raise
-        # Public buckets often allow reads and forbid listing.
+        # Public buckets often allow reads but forbid listing.
         return _locate_published(place, prefix, settings, options)
     except NotFound as error:
         if not is_remote(place):
@@ -259,7 +259,7 @@ def _locate_published(place: str, prefix: str, settings: Settings, options: Mapp
     try:
         raw = read_small(index, settings=settings, storage_options=options)
     except PermissionDenied:
-        # Stores reply 403 for an absent object if the user may not list.
+        # Stores reply 403 for an absent object if the user may not list the bucket.
         raw = None
     if raw is not None:
         return _locate_index(place, index, raw, prefix)
@@ -282,7 +282,7 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         try:
             open_source(f"{prefix}{name}", settings=settings, storage_options=storage_options).close()
         except (NotFound, PermissionDenied):
-            # Stores reply 403 for an absent object if the user may not list.
+            # Stores reply 403 for an absent object if the user may not list the bucket.
             return False
         return True
 
@@ -316,14 +316,14 @@ def display(uri: str) -> str:
     """Return `uri` without the user and query of a URL, which may hold secrets."""
     if not _is_http(uri):
         return uri
-    # Loads of local files need no HTTP.
+    # Import HTTP only here, because local files do not need it.
     from penstock.storage.http import clean
 
     return clean(uri)
 
 
 def texts_of(uri: Uris) -> list[str]:
-    """Return each path or URI as text, without `file://`. Raises as `text_of`."""
+    """Return each path or URI as text, without `file://`. Raises the same errors as `text_of`."""
     several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
     return [_text(entry) for entry in several]
 
@@ -433,7 +433,7 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
             raise pickle_refusal(unsafe, display(place))
         raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} found", uri=display(place), hint=_USE_WEIGHT_FILES)
     models = {tuple(_parts(file)) for file in files}
-    # A repository may hold one model in several types, and no rule chooses between them.
+    # A repository may hold one model in several quantised types, and no rule chooses between them.
     if prefix is not None and len(models) > 1:
         names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
         message = f"there are {len(models)} GGUF models: {names}{', ...' if len(models) > 8 else ''}"
@@ -505,7 +505,7 @@ def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
-    """Return the weight files or indexes that belong together, and log the rest. `also` has more names to consider."""
+    """Return the weight files or indexes that belong together, and log the rest. `also` lists more names."""
     kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
     names = [_last_segment(file) for file in (*kept, *also)]
     if any(not _ADAPTER.fullmatch(name) and not name.startswith(".") for name in names):

@@ -1,4 +1,4 @@
-"""Manifests as bytes, next to the weights, and their Ed25519 signatures. Decoding checks all of the content."""
+"""Encode, decode and sign (Ed25519) manifests, which are stored next to the weights. Decoding checks all content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAGIC = b"penstock manifest 1\n"
 # names.
 _NUM_BLOCKS = 6
 _DTYPES = {dtype.value.encode(): dtype for dtype in DType}
-# Revision of a manifest without digests, which covers the headers alone.
+# Revision of a manifest without digests, which covers only the headers.
 _HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
@@ -53,7 +53,7 @@ _SIDECAR = msgspec.msgpack.Decoder(Sidecar)
 def encode(manifest: Manifest) -> bytes:
     """Encode a manifest. Equal manifests have equal bytes."""
     table = manifest.tensors
-    # Sort by name, so that a copy in other shards has the same revision.
+    # Sort by name, so that a copy with different shards has the same revision.
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
     leaves = leaves_of(manifest, order)
@@ -73,7 +73,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
-    """Decode a manifest, and check its types, leaf size and revision, but not its rows. Raises as `decode`."""
+    """Decode a manifest, and check its types, leaf size and revision, but not its rows. Raises like `decode`."""
     if not raw.startswith(MAGIC):
         raise FormatError("the file is not a penstock manifest", uri=uri)
     try:
@@ -83,7 +83,7 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
         raise FormatError(f"malformed manifest: {error}", uri=uri) from error
     except RecursionError as error:
         raise FormatError("the manifest is nested too deep", uri=uri) from error
-    # Each reader allocates the memory of a leaf.
+    # Each reader allocates memory for one leaf.
     if not 1 <= sidecar.leaf_bytes <= GIB:
         raise FormatError(f"the manifest has leaves of {sidecar.leaf_bytes} bytes", uri=uri)
     if sidecar.leaves is None:
@@ -105,7 +105,7 @@ def decode(raw: bytes, *, uri: str) -> Manifest:
 
 
 def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
-    """Return the manifest of a sidecar after checking its rows. Raises as `decode`."""
+    """Return the manifest of a sidecar after checking its rows. Raises the same errors as `decode`."""
     names, dtypes, shapes = _parse_body(sidecar.body, uri)
     # Sizes follow from dtype and shape, so a manifest cannot state false sizes.
     nbytes = table_nbytes(dtypes, shapes)
@@ -214,7 +214,7 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
 
 
 def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
-    """Raise IntegrityError unless the signature matches a manifest and key, and ConfigError for a wrong key."""
+    """Raise IntegrityError unless the signature matches the manifest and the key, and ConfigError for a wrong key."""
     hint = "export the public key with: openssl pkey -in KEY -pubout"
     try:
         key = load_pem_public_key(public_key_pem)

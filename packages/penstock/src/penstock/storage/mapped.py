@@ -44,7 +44,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class MappedFile(LocalFile):
     """A local file whose ranges are mapped instead of read, for zero-copy use on the CPU.
 
-    The mappings are private, so the caller's writes never reach the file, and they outlive `close`. Bytes changed in
+    The mappings outlive `close`. They are private, so the caller's writes never reach the file. Bytes changed in
     place are visible in pages that the caller has not written. Touching a page that a truncation removed kills the
     process with SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
 
@@ -56,7 +56,7 @@ class MappedFile(LocalFile):
     def __init__(self, path: str, fd: int, state: FileState) -> None:
         super().__init__(path, fd, state)
         self._lock = threading.Lock()
-        # One mapping of the whole file serves every view with its 2 MiB pages.
+        # One mapping of the whole file, with pages of 2 MiB, serves all views.
         self._whole: weakref.ref[Mapping] | None = None
         # Views of the whole mapping. They never overlap, so all three lists are in file order.
         self._starts: list[int] = []
@@ -121,7 +121,7 @@ class MappedFile(LocalFile):
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
             return
-        # Keep this state, because pages count as cached before readahead has filled them.
+        # Once cold, stay cold, because pages count as cached before readahead has filled them.
         cold = self._cold = self._cold or not self._is_cached(offset, stop)
         parts = self._live(offset, stop)
         if cold and not parts:
@@ -216,7 +216,7 @@ class Mapping:
         return cls(reserved, address, nbytes)
 
     def pages(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Return address and length of the complete pages in a range."""
+        """Return the address and length of the complete pages in a range."""
         first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
         return first, max(0, (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first)
 

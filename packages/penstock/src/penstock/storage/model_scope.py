@@ -1,8 +1,8 @@
 """The ModelScope hub as storage: `ms://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
 Tokens, endpoints and the cache are those of the modelscope library. The library does not return the commit of a branch,
-so a pinned revision is the branch and a digest of its listing, `master~3f2a...`. The listing has the SHA-256 of every
-file. A changed listing raises SourceChanged.
+so a pinned revision is the branch and a digest of its listing, `master~3f2a...`. The listing has each file's SHA-256.
+A changed listing raises SourceChanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelScopeStorage(RepositoryStorage):
         uri = where.at(revision, "")
         with _mapped(uri, where):
             hub = _hub(where, options)
-            # The key has the token, because another user may see more repositories.
+            # The key includes the token, because another user may see more repositories.
             key = (hub.legacy.endpoint, where.kind, where.name, hub.legacy.token or "")
             if where.revision is not None and (found := self.listed(*key, where.revision)):
                 return where.revision, found
@@ -85,7 +85,7 @@ class ModelScopeStorage(RepositoryStorage):
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`.
 
-        The cache names branches and not contents, so each file is compared once per process with the SHA-256 in the
+        The cache identifies branches, not contents, so each file is compared once per process with the SHA-256 in the
         listing.
         """
         name = revision.partition(_MARK)[0]
@@ -149,7 +149,7 @@ class _Answer(msgspec.Struct):
 # Maximum number of files of a model in one response, which does not say that it is incomplete. Source: modelscope_hub,
 # `REPO_FILES_TRUNCATION_LIMIT`.
 _MAX_FILES = 3000
-# Files of a data set in one response. Source: modelscope_hub, `list_dataset_files_paginated`.
+# Number of a data set's files in one response. Source: modelscope_hub, `list_dataset_files_paginated`.
 _PAGE = 200
 # Maximum number of requests for one listing, which allows 200,000 files in a data set.
 _MAX_REQUESTS = 1000
@@ -176,7 +176,7 @@ class _Listing:
         while True:
             page = self._ask(Recursive="True", PageNumber=str(len(found) // _PAGE + 1), PageSize=str(_PAGE))
             found += page
-            # A longer page also ends the loop, because such page numbers would never end.
+            # A page longer than requested also ends the loop, which might otherwise never end.
             if len(page) != _PAGE:
                 return found
 

@@ -1,4 +1,4 @@
-"""Files on network file systems (NFS, SMB, FUSE), read by large reads.
+"""Files on network file systems (NFS, SMB, FUSE), read in large requests.
 
 Page faults of a mapped file become requests of 4 to 128 KiB, each with a round trip to the server. A `NetworkFile` asks
 the kernel to start a whole read before it waits for the first bytes.
@@ -51,7 +51,7 @@ def network_file_system(path: str) -> str:
 
 
 class NetworkFile(LocalFile):
-    """A file on a network file system as a `Source`. Raises as `LocalFile`."""
+    """A file on a network file system as a `Source`. Raises the same errors as `LocalFile`."""
 
     received_bytes = 0
 
@@ -65,7 +65,7 @@ class NetworkFile(LocalFile):
         start = offset
         try:
             if stop - start > _WILLNEED_BYTES:
-                # A file system may refuse the advice, and the read still works.
+                # A file system may reject the advice, but the read still works.
                 with contextlib.suppress(OSError):
                     for at in range(start, stop, _WILLNEED_BYTES):
                         os.posix_fadvise(self._fd, at, _WILLNEED_BYTES, os.POSIX_FADV_WILLNEED)

@@ -46,9 +46,9 @@ Store = S3Store | GCSStore | AzureStore
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 _STORES = 32
-# Addresses of instance metadata, the last source of credentials. An error that names them means no credentials.
+# Instance metadata is the last source of credentials. An error with such an address means that there are none.
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
-# Text of a failed TLS handshake. Source: rustls, `Error::InvalidCertificate`.
+# Error text of a failed TLS handshake. Source: rustls, `Error::InvalidCertificate`.
 _CERTIFICATE = "InvalidCertificate("
 # Deadline of a whole short response, as a multiple of `stall_s`.
 _WHOLE_ANSWER = 2
@@ -149,7 +149,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
 
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
-        options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
+        options: options under the store's own names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
             `profile` for s3. They take precedence over the environment.
     """
     check_process()
@@ -217,7 +217,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
 
 
 def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
-    """Return a store that signs with fake credentials. Without their query, its URLs are those for anonymous reads."""
+    """Return a store that signs with fake credentials. Without the query, its URLs allow anonymous reads."""
     environ = ecosystem("AWS_")
     options = _with_profile(read_profile(options.get("profile"), environ), options, environ)
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
@@ -229,7 +229,7 @@ def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Ma
 
 
 _IN_HEADERS = ("access_key_id", "session_token", "security_token", "token", "region")
-"""Endings of the names of options that obstore sends in headers."""
+"""Suffixes of the names of options that obstore sends in headers."""
 
 
 def _check_values(named: Iterable[tuple[str, str]]) -> None:
@@ -275,8 +275,8 @@ def _store(
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        # A large object may take hours, and `read_timeout` limits its silence. That limit alone would let a page of a
-        # listing arrive byte by byte.
+        # A large object may take hours, and `read_timeout` limits only pauses. That limit alone would let a page of
+        # a listing arrive byte by byte.
         "timeout": timedelta(days=1) if is_streaming else timedelta(seconds=_WHOLE_ANSWER * stall_s),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
@@ -352,7 +352,7 @@ def _proxy(prefix: str, bucket: str, options: Mapping[str, str], environ: Mappin
     endpoint = next((named[name] for name in endpoints if name in named), f"https://{host}")
     if (proxy := proxy_of(urlsplit(endpoint))) is not None:
         return proxy.url, exclusions()
-    # Without a proxy obstore would read the environment, and its rules differ from ours.
+    # Without a proxy option, obstore would read the environment, and its rules differ from ours.
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
 
 

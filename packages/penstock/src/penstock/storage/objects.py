@@ -1,7 +1,7 @@
 """Objects in S3, Google Cloud Storage and Azure: open, list, read and write them.
 
-Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. For URLs that cannot be signed,
-obstore reads with one copy. `object_stores` handles credentials and options.
+Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. If URLs cannot be signed,
+obstore reads with one extra copy. `object_stores` handles credentials and options.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 _PIECE_BYTES = MIB
 
 MAX_SEEN_KEYS = 10_000_000
-"""Maximum number of keys that a listing inspects. S3 lists some 10,000 a second."""
+"""Maximum number of keys that a listing inspects. S3 lists about 10,000 keys per second."""
 MAX_LISTED_KEYS = 1_000_000
-"""Maximum number of keys that a listing returns. The largest checkpoints have some thousand files."""
+"""Maximum number of keys that a listing returns. The largest checkpoints have a few thousand files."""
 MAX_LISTED_BYTES = 256 * MIB
 """Maximum total length of these keys. An S3 key has at most 1,024 bytes."""
 
@@ -78,7 +78,7 @@ class SignedOrigin:
 
     def url(self) -> SplitResult:
         """See `Origin.url`."""
-        # URL and time are one attribute, because another thread may renew them.
+        # Store URL and time in one attribute, because another thread may renew them.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
             signed = _signed(self._place.uri, self._place.store, self._place.key)
@@ -86,7 +86,7 @@ class SignedOrigin:
         return current[0]
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Origin.headers`. The URL contains everything."""
+        """See `Origin.headers`. A signed URL needs no headers."""
         return {}
 
     def is_redirected(self, url: SplitResult) -> bool:
@@ -133,7 +133,7 @@ class AnonymousOrigin:
 
 
 class StoreSource:
-    """A `Source` that reads through obstore with one copy. `why` says why URLs cannot be signed."""
+    """A `Source` that reads through obstore with one extra copy. `why` says why URLs cannot be signed."""
 
     def __init__(self, place: ObjectKey, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
         self.uri = place.uri
@@ -163,8 +163,8 @@ class StoreSource:
                             at += buffer.nbytes
                 patience.progress()
             except (SourceUnavailable, SourceStalled) as error:
-                # obstore has retried. If the response ends inside a large piece, the bytes of that piece are lost. With
-                # small pieces, every byte that arrives counts as progress.
+                # obstore has already retried. A response that ends inside a large piece loses the bytes of that piece.
+                # With small pieces, every byte that arrives counts as progress.
                 piece_bytes = 1
                 if offset > before:
                     patience.progress()
@@ -307,14 +307,14 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Write a small object (a manifest, a signature) atomically. Raises as `open_object`."""
+    """Write a small object (a manifest, a signature) atomically. Raises the same errors as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
     # A single PUT is atomic. An interrupted multipart upload leaves parts that cost money but are not listed.
     _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
 
 
 def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Remove an object, if it exists. Raises as `open_object`."""
+    """Remove an object, if it exists. Raises the same errors as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
     with contextlib.suppress(NotFound), mapped(uri):
         obstore.delete(place.store, place.key)
@@ -323,7 +323,7 @@ def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str,
 def upload_file(
     uri: str, path: str | os.PathLike[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> None:
-    """Upload a local file of any size in parts. Raises as `open_object`."""
+    """Upload a local file of any size in parts. Raises the same errors as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
 
     def put() -> None:

@@ -40,7 +40,7 @@ Content = bytes | Callable[[], bytes]
 GGUF_FILE = "model.gguf"
 """File name of a result in GGUF format."""
 
-# A symlink in place of an output file would lead elsewhere.
+# A symlink in place of an output file would redirect its bytes.
 _OWN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 DISK_WRITE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class OutputSet:
 
     Args:
         directory: the staging directory, made by `create`.
-        table: `file_index` and `offset` give the position of each tensor. Offsets count from the file's first body.
+        table: `file_index` and `offset` locate each tensor. Offsets count from the file's first body.
         body_nbytes: size of the bodies in each file.
         groups: group of each file, if the output holds several sets. `table` then prefixes names with group and slash.
         gguf_header: header of the only file, which is then GGUF. None writes safetensors.
@@ -190,7 +190,7 @@ class OutputSet:
                 at, data = at + done, data[done:]
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Read bytes back from an offset as in `write`. Raises DestinationError if the file is too short."""
+        """Read bytes back from an offset, counted as in `write`. Raises DestinationError if the file is too short."""
         at = self.data_offset[file] + offset
         with typed(self.directory / self.names[file]):
             while into.nbytes:
@@ -267,7 +267,7 @@ class OutputSet:
         With `replace`, a weight set at `into` is replaced and then removed. Raises ConfigError if other files are at
         `into`. After DiskFull or DestinationError nothing was published or removed.
         """
-        # Sync bytes before names, so that after a crash no name leads to an incomplete file.
+        # Sync bytes before names, so that after a crash no name refers to an incomplete file.
         self.sync()
         with typed(self.directory):
             folders = {self.directory, *((self.directory / name).parent for name in self.names)}
@@ -353,7 +353,7 @@ def publish_remote(
 ) -> None:
     """Upload a set, its index and manifest last, and remove the local files.
 
-    `small` has small files by name, including the manifest. Raises ConfigError if a weight set or other files are
+    `small` holds small files by name, including the manifest. Raises ConfigError if a weight set or other files are
     already under the prefix. After another error the set has no manifest, and the next upload may overwrite its files.
     """
     from penstock.storage.objects import remove_object, upload_file, write_small
@@ -386,7 +386,7 @@ def publish_remote(
 
 
 def _rank(name: str) -> int:
-    """Return when a file is moved into a directory that must stay, see `place.fill`."""
+    """Return the rank at which a file is moved into a directory that must stay, see `place.fill`."""
     if name == SIDECAR or name.endswith(INDEX_SUFFIX):
         return 0
     # The stamp moves last, because it marks the result as complete.

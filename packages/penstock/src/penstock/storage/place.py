@@ -77,9 +77,9 @@ class OutputPlace:
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise ConfigError unless the place is free, or has only a weight set that `replace` allows to be replaced.
+        """Raise ConfigError unless the place is free, or has only a weight set and `replace` is true.
 
-        No local source of `sources` may be in the place.
+        No local path in `sources` may lie in the place.
         """
         with typed(self.path):
             require_apart(sources, self.path, replace=replace)
@@ -265,7 +265,7 @@ class DestinationClaim(Closeable):
 
         Args:
             staging: the directory from `place.staging`, or any directory for results that are uploaded.
-            is_shared: allow concurrent writers of the place. The last to publish decides.
+            is_shared: allow concurrent writers of the place. The last one to publish wins.
         """
         where = staging.parent
         with typed(place):
@@ -394,7 +394,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def clear(staging: Path) -> None:
-    """Remove all files of an earlier writer from a staging directory. The caller holds its lock."""
+    """Remove all files that an earlier writer left in a staging directory. The caller holds its lock."""
     for path in list(staging.iterdir()):
         if path.name == _LOCK:
             continue
@@ -412,7 +412,7 @@ def unlock(staging: Path) -> None:
 def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
     """Move all files of a complete staging directory into a place that must stay, and remove the directory.
 
-    If the process is killed midway, the next call moves the files back by the list in the staging directory.
+    If the process is killed midway, the next call uses the staging directory's list to move the files back.
 
     Args:
         order: returns the rank of a name. Low ranks move first. Manifest and index move first, so that a reader detects

@@ -35,7 +35,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 """A revision that never moves."""
 # %2F is a slash in a revision, except in the hub's references to pull requests and conversions.
 _REVISION = re.compile(r"(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+)(?:/(?P<path>.*))?")
-# Number of cached listings, each with a few hundred bytes a file.
+# Number of cached listings, each with a few hundred bytes per file.
 _LISTINGS = 64
 # Files that are written to the user's cache instead of the hub.
 _KEPT_LOCALLY = ("penstock.manifest", "penstock.manifest.sig")
@@ -121,7 +121,7 @@ def ask_hub(
 ) -> tuple[int, Mapping[str, str], A | None]:
     """Send a request to a hub. Return status, headers, and the response, which is None after a refusal.
 
-    Token and cookie are sent only to the host of `url`. Raises as `http.ask`, and FormatError for a malformed response.
+    Token and cookie go only to the host of `url`. Raises like `http.ask`, and FormatError for a malformed response.
     """
     origin = PlainOrigin(url, {"bearer_token": token} if token else {}, cookie=cookie)
     status, headers, raw = ask(uri, origin, limit=MAX_LISTING_BYTES, settings=settings)
@@ -180,7 +180,7 @@ class RepositoryStorage(ABC):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """Return a fixed revision and its files, with at most one request. Raises SourceError or MissingExtra.
 
-        If offline, `is_new` reads the local cache again, because another process may have filled it.
+        If offline, `is_new` rereads the local cache, because another process may have filled it.
         """
 
     @abstractmethod
@@ -202,7 +202,7 @@ class RepositoryStorage(ABC):
         """Raise NotFound if the listing of a directory may lack files of a model."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
-        """See `PinningStorage.pin`. Raises as `list_revision`."""
+        """See `PinningStorage.pin`. Raises the same errors as `list_revision`."""
         where = parse(uri, self.scheme)
         revision, _ = self._listing(where, settings, storage_options, is_new=True)
         return where.at(revision, where.path)
@@ -238,7 +238,7 @@ class RepositoryStorage(ABC):
         return source
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
-        """Return the files that a URI names now, with subdirectories. `default` replaces a missing revision."""
+        """Return the files that a URI names now, including subdirectories. `default` replaces a missing revision."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options, is_new=True)
         named = {path: files[path] for path in paths_of(where, files, below=True)}

@@ -65,7 +65,7 @@ class Header:
     """Bytes that were read from the source for this header."""
 
 
-# A header has 60,000 of these structs, and they form no cycles.
+# A header may have 60,000 of these structs, and they form no cycles.
 class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
@@ -193,7 +193,7 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
     except RecursionError as error:
         raise FormatError("JSON nested too deep", uri=uri) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec does not say which key failed, so decode a bad header again by entries.
+        # msgspec does not say which key failed, so decode a bad header again, entry by entry.
         _raise_for_entry(rest, error, uri)
     has_metadata = entries.pop(_METADATA, entries) is None
     # Each tensor has five strings: its name, three keys and its dtype.
@@ -241,12 +241,12 @@ def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> 
 
 
 def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
-    # numpy checks columns, because a Python loop over 60,000 entries would take longer than decoding.
+    # Check columns with numpy, because a Python loop over 60,000 entries would take longer than decoding.
     names = tuple(entries)
     try:
         dtypes = [entry.dtype for entry in entries.values()]
     except AttributeError:
-        # A null entry has no dtype. Catching the error avoids a search in valid headers.
+        # A null entry has no dtype. Catching the error avoids searching valid headers.
         name = next(name for name, entry in entries.items() if entry is None)
         raise FormatError("entry is null", uri=uri, tensor=clip(name)) from None
     shapes = [entry.shape for entry in entries.values()]
@@ -377,7 +377,7 @@ def encode_header(
             raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)
         header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
     raw = msgspec.json.encode(header)
-    # The format pads with spaces. 8 bytes align the bodies for all of its dtypes.
+    # The format pads with spaces. An alignment of 8 bytes suits all of its dtypes.
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)

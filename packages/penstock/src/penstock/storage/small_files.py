@@ -12,7 +12,7 @@ from penstock.storage import is_remote, list_uris, read_small
 from penstock.storage.locate import INDEX_SUFFIX
 
 MAX_FILES = 2000
-"""Maximum number of files in folders. A model has tens of them, and a data set has millions."""
+"""Maximum number of files in subfolders. A model has tens of them, and a data set has millions."""
 TOO_MANY = f"the folders of the model have more than {MAX_FILES} files"
 
 
@@ -89,7 +89,7 @@ def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mappi
     try:
         return read_small(where, settings=settings, storage_options=storage_options)
     except PermissionDenied:
-        # Stores reply 403 for an absent object if the user may not list.
+        # Stores reply 403 for an absent object if the user may not list the bucket.
         if is_remote(where):
             return None
         raise

@@ -134,7 +134,7 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
 
 def glob_pattern(key: str) -> re.Pattern[str]:
     """Compile a glob for a whole key. A `**` segment crosses slashes, and other wildcards do not."""
-    # Stars of fnmatch cross slashes, unlike globs of local directories.
+    # A star in fnmatch also matches slashes, unlike in globs of local directories.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -148,7 +148,7 @@ def glob_pattern(key: str) -> re.Pattern[str]:
 
 
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
-    """Return the end offset of a `readv`, and its buffers without empty buffers. Raises SourceTruncated."""
+    """Return the end offset of a `readv`, and its non-empty buffers. Raises SourceTruncated."""
     stop = offset + sum(buffer.nbytes for buffer in buffers)
     if offset < 0 or stop > source.nbytes:
         message = f"the range is outside the source, which has {source.nbytes} bytes"
@@ -200,7 +200,7 @@ class PinningStorage(Protocol):
     """A storage in which URIs may name a moving revision."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
-        """Return the URI that pins the current content of `uri`. Raises as `Storage.open`."""
+        """Return the URI that pins the current content of `uri`. Raises the same errors as `Storage.open`."""
 
 
 _factories: dict[str, Callable[[], Storage]] = {}

@@ -60,13 +60,13 @@ Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
 """Selects tensors: a glob, a list of globs, a regex to search for, a predicate, or None for all."""
 
 Rename = Callable[[str, Header], Header]
-"""Takes the URI of a file and its header. Returns the header with new tensor names."""
+"""Accepts the URI of a file and its header. Returns the header with new tensor names."""
 
 # Threads that fetch headers from an object store, each waiting tens of milliseconds for its first byte. 16 threads read
 # the 100 shards of a large checkpoint in a few round trips.
 _REMOTE_THREADS = 16
-# Up to this many local headers are read in turn. Parsing holds the GIL, so threads are slower (60,000 tensors in 4
-# files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of NFS would add up.
+# Up to this many local headers are read one by one. Parsing holds the GIL, so threads are slower (60,000 tensors in 4
+# files: 43 ms one by one, 66-100 ms in 4 threads, on 2 cores). With more files the latency of NFS would add up.
 _FEW_FILES = 8
 # Threads that read headers from a file system. Only the device's latency overlaps.
 _LOCAL_THREADS = 4
@@ -204,7 +204,7 @@ def _open_all(
         try:
             return read_small(place.sidecar_uri, settings=settings, storage_options=options)
         except PermissionDenied:
-            # Stores reply 403 for an absent object if the user may not list.
+            # Stores reply 403 for an absent object if the user may not list the bucket.
             if remote:
                 return None
             raise
@@ -375,7 +375,7 @@ def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEn
 
 
 def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Do as `_matched_leaves` for some of the manifest's files. All tensors of each file must agree."""
+    """Do the same as `_matched_leaves` for some of the manifest's files. All tensors of each file must agree."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:

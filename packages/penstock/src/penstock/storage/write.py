@@ -19,7 +19,7 @@ MAKE_ROOM = "free some space there, or write to another disk"
 """The hint for a full disk."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A name has at most 255 bytes on Linux, and the names of temporary files are longer than those of the files.
+# A name may have at most 255 bytes on Linux, and the names of temporary files are longer than those of the files.
 _MAX_NAME_BYTES = 180
 
 
@@ -50,7 +50,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that this user may write to a path's file system, or None if unknown."""
+    """Return the number of bytes that this user may write to a path's file system, or None if unknown."""
     while not path.exists() and path != path.parent:
         path = path.parent
     with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[None]:
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove the empty ones of these directories, innermost first."""
+    """Remove those of these directories that are empty, innermost first."""
     for directory in directories:
         # Another process may have added a file.
         with contextlib.suppress(OSError):
