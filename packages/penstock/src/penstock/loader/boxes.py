@@ -23,7 +23,7 @@ Region = Box | Slices | None
 
 Boxes = Mapping[str, Region] | Callable[[str, tuple[int, ...]], Region] | TensorParallelRank | None
 """Regions by tensor name, a function from name and shape to a region, or the regions of a tensor-parallel rank.
-None means all of every tensor."""
+None means every tensor in full."""
 
 _BOXES = 'boxes by tensor name: {"w": penstock.Box((0, 0), (2, 4))} or {"w": numpy.s_[0:2, :]}'
 

@@ -71,7 +71,7 @@ def exchange(
 
 
 def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """Return the slabs, and an error that this rank raises after it has reported it to the other ranks."""
+    """Return the slabs, and an error that this rank raises after reporting it to the other ranks."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -270,7 +270,7 @@ class _DeviceCopies:
         self._turn = np.repeat(np.arange(len(pieces)), counts)
 
     def _rows(self, start: int, stop: int) -> slice:
-        """Return the pieces of turns `[start, stop)`, of which the last ones may not exist."""
+        """Return the pieces of turns `[start, stop)`. Turns after the last one have no pieces."""
         last = len(self._first) - 1
         return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
 

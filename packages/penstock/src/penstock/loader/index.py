@@ -27,8 +27,8 @@ class StepRefused(IndexRefused, OverflowError):
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """Return the smallest box that contains everything that `index` selects, and the index to apply to that box.
 
-    Integers, slices with a positive step, `...` and `None` narrow the box. From the first other entry on, dims are
-    whole. An index that does not fit the shape yields some box inside the tensor, and raises when it is applied.
+    Integers, slices with a positive step, `...` and `None` narrow the box. From the first entry of another kind
+    on, dims are whole. An index that does not fit the shape yields some box, and raises when applied.
     """
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)
@@ -39,7 +39,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
             rest.append(None)
             continue
         if isinstance(entry, EllipsisType):
-            # Count the entries after the ellipsis from the last dim. Masks have an unknown number of dims.
+            # Count the entries after the ellipsis from the last dim. A mask may span any number of dims.
             after = entries[at + 1 :]
             rest.append(entry)
             if not all(_is_basic(e) for e in after) or any(e is Ellipsis for e in after):
@@ -85,7 +85,7 @@ def _is_basic(entry: Any) -> bool:
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """Check `index` by the rules of safetensors' numpy framework. Return one int or slice for each dim.
 
-    Supported are integers, slices with a positive step, one `...`, a tuple of these, and an empty list. Raise
+    Supported forms are integers, slices with a positive step, one `...`, tuples of these, and an empty list. Raise
     IndexRefused for a different form, an index out of bounds, or more entries than dims.
     """
     if isinstance(index, list):

@@ -57,7 +57,7 @@ def load_into(
             DTensor, this rank's shard is filled. An empty dict receives new tensors on the CPU.
         uri, names, verify, group, progress: see `load`.
         settings: memory limit, an arena for the target, and more. See `ReadSettings`.
-        strict: if True, every tensor needs a target and every target a tensor. If False, fill those that match.
+        strict: if True, every tensor must have a target and every target a tensor. If False, fill matching targets.
         rename: maps a checkpoint name to a target name.
         dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. With None,
             different dtypes are an error.
@@ -293,8 +293,8 @@ def fill(
     rows: list[int] = np.flatnonzero(plan.row_slab >= 0).tolist()
     if order is not None:
         plan = session.plan = plan.in_order_of(order)
-    # Use the targets as slabs, so that no second copy of the weights is needed. A slab that is copied on completion
-    # fills a target that is not contiguous, is cast, or is cut from leaves.
+    # Use the targets as slabs, so that no second copy of the weights is needed. A target that is not contiguous, is
+    # cast, or is cut from leaves is copied from a separate slab once that slab is complete.
     line_of_slab = [row if regions is None else regions.line_of(row) for row in rows]
     direct = [None if line is None else lines.memory(line) for line in line_of_slab]
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
@@ -331,7 +331,7 @@ def fill(
                         target.copy_(tensor)
                         not_noted.discard(line)
                 if order is not None and device.type == "cuda":
-                    # The copy is on the stream of the load's start, but the user may use a different stream.
+                    # The copy runs on the stream on which the load started, but the user may use a different stream.
                     torch.cuda.current_stream(device).synchronize()
             if on_filled is not None:
                 on_filled(slab)

@@ -38,8 +38,8 @@ SHOWN_ROWS = 20
 """Number of tensors that a notebook shows."""
 
 MANY_TENSORS = 10_000
-"""With more tensors than this, create the views before reading and not during reading. Views of 60,000 tensors take as
-long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
+"""With more tensors than this, create the views before reading and not during reading. Creating 60,000 views takes as
+long as reading the bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
 
 READY_BYTES = 1 << 30
 """Step size for a mapped file in the page cache, where a step costs only Python time."""
@@ -248,7 +248,7 @@ def stream(
 
 
 def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSettings:
-    """Return the settings of an argument. Raise ConfigError if they request an arena, which `verb` cannot make."""
+    """Return the settings from an argument. Raise ConfigError if they request an arena, which `verb` cannot make."""
     settings = ReadSettings.of(settings)
     if settings.arena:
         raise ConfigError(f"{verb} moves nothing into an arena", hint="leave out arena=True, or use load_into")
@@ -268,9 +268,9 @@ def open_stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Return a block that delays Ctrl-C until nothing would be left behind.
+    """Return a context manager that delays Ctrl-C until nothing would be left behind.
 
-    With a group the block does nothing, because the group's collectives do not check for a noted signal.
+    With a group it does nothing, because the group's collectives do not check for a noted signal.
     """
     return interrupts.deferred() if group is None else nullcontext()
 
@@ -291,7 +291,7 @@ def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) ->
 
 
 def reports_failure(group: ProcessGroup | None, options: ReadOptions, stall_s: float) -> AbstractContextManager[None]:
-    """Return a block that reports errors to the other ranks of the group, which are waiting to agree on a plan."""
+    """Return a context that reports errors to the other ranks in the group, which are waiting to agree on a plan."""
     if group is None:
         return nullcontext()
     from penstock.loader.group import LoadGroup
@@ -420,7 +420,7 @@ def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Batch]:
-    """Yield batches of whole tensors. Replace the `several` tensors by their joined parts `(dim, start, length)`."""
+    """Yield batches of whole tensors. Replace the `several` tensors with their joined parts `(dim, start, length)`."""
     for names, tensors in batches:
         for at, name in enumerate(names):
             if parts := several.get(name):

@@ -161,7 +161,7 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _without_tied_names(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
-    """Return rows and parts without second names of tied weights. Raise PlanError if their bytes differ."""
+    """Return rows and parts without the second names of tied weights. Raise PlanError if their bytes differ."""
     flat = [(at, number) for at, some in enumerate(parts) for number in range(len(some))]
     names = [table.names[rows[at]] for at, _ in flat]
     if groups := tied_targets(names, [parts[at][number][1] for at, number in flat]):

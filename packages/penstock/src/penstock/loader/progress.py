@@ -164,7 +164,7 @@ class Progress:
             while not over.wait(_REDRAW_S):
                 self(*look())
 
-        # The future of a pool stores an error of the user's function until the end of the block.
+        # The pool's future stores an error from the user's function until the end of the block.
         with Threads(1, "penstock-progress") as pool:
             drawing = pool.submit(draw)
             try:

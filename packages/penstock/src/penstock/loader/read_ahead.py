@@ -235,7 +235,7 @@ class _SequentialRun:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the run requests at least half of the bytes that it passes."""
+        """Return whether the run requests at least half of the bytes that it spans."""
         enough = self.num_requests >= (2 if self.nbytes >= _MIN_RUN_BYTES else _MIN_REQUESTS)
         return enough and 2 * self.nbytes >= self.position - self.origin
 
@@ -428,7 +428,7 @@ class ReadAhead:
         )
 
     def _wait(self, block: _ReadBlock) -> None:
-        """Wait until the block is read. The first waiter raises the block's error. Raise SourceStalled at a stall."""
+        """Wait until the block is read. The first waiter raises the block's error. Raise SourceStalled if it stalls."""
         if block.state is _State.READY:
             return
         received, since = -1, time.monotonic()

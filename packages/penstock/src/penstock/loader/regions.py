@@ -108,7 +108,7 @@ class TensorRegions:
         self._wanted = table
         self._boxes = boxes
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
-        # Each plan row has its line, or the lines that are cut from it, and its line, offset and size in the table.
+        # For each plan row, store its line or its pieces, and its line, offset and size in the table.
         rows: list[tuple[int | _RowPieces, int, int, int]] = []
         kept = [np.zeros(0, np.uint64)]
         keys = list(zip(table.file_index.tolist(), table.offset.tolist(), table.names, strict=True))

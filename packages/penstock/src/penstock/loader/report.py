@@ -12,11 +12,11 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePath:
-    """The number of bytes of a file that were read by one path."""
+    """The number of bytes of a file that were read through one path."""
 
     uri: str
     nbytes: int
-    """Bytes read by this path, including gaps that were read instead of skipped."""
+    """Bytes read through this path, including gaps that were read instead of skipped."""
     path: str
     """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `obstore`, `cache`, `memory`, `group` (another rank)."""
     why: str
@@ -64,7 +64,7 @@ class LoadReport(Summarised):
         return ", ".join(f"{bytes_text(nbytes)} by {path}" for path, nbytes in by_path.items())
 
     def summary(self) -> str:
-        """Return three lines for people."""
+        """Return three lines of text for users."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         return (
             f"{self.num_tensors} tensors, {bytes_text(self.nbytes)} -> {self.device} in {self.wall_s:.3f} s "

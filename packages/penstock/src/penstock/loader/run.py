@@ -82,7 +82,7 @@ class LoadRun(Run):
         window_bytes: int = 0,
         order: Sequence[int] | None = None,
     ) -> None:
-        # For a device, the reading threads and the placing thread pass the GIL for every chunk.
+        # For a device, the reading threads and the placing thread hand over the GIL for every chunk.
         super().__init__(plan.nbytes, trace=trace, stall_s=stall_s, is_quick=place.registrar is not None)
         self.plan = plan
         self.sources = sources
@@ -149,7 +149,7 @@ class LoadRun(Run):
         return self.ticket
 
     def prepare_checker(self) -> None:
-        """Prepare the checker before the first bytes, after an open `CudaPlace.allocating` block. Idempotent."""
+        """Queue the checker's preparation, which waits for the end of a `CudaPlace.allocating` block. Idempotent."""
         with self._lock:
             is_prepared, self._is_prepared = self._is_prepared, True
         if not is_prepared and self._checker is not None and self._num_open:
@@ -164,7 +164,7 @@ class LoadRun(Run):
                 if self._window_bytes:
                     # Reads in `admit` wait for consumed slabs, or until this slab is awaited.
                     ticket.wake()
-                    # The check may wait for a batch that only reads beyond the window would fill.
+                    # Do not wait for a full batch, because the window may block the reads that would fill it.
                     if self._missing[index] == 0:
                         self._flush_checks()
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
@@ -199,7 +199,7 @@ class LoadRun(Run):
         del self.place, self._checker
 
     def segments(self, read: int) -> list[Segment]:
-        """Return the segments of a read. They are created here, because all of them would delay the first read."""
+        """Return the segments of a read. Create them here, because creating all at once would delay the first read."""
         at = slice(self._seg_first[read], self._seg_first[read + 1])
         return list(map(Segment, *[column[at] for column in self._segments]))
 
@@ -240,7 +240,7 @@ class LoadRun(Run):
         self._place.post(Item(read, f"place {read}", nbytes, copy, finish, partial(pool.release, buffer)))
 
     def arrived(self, segments: Sequence[Segment], read: int = -1) -> None:
-        """Record that the bytes of these segments are in their slabs. `read` has only these segments."""
+        """Record that the bytes of these segments are in their slabs. `read` consists of these segments only."""
         total = 0
         full = []
         is_last = False
@@ -268,7 +268,7 @@ class LoadRun(Run):
                 # Use smaller batches towards the end, because the last checks extend the load.
                 enough = min(self._checker.batch_bytes, max(self._open_bytes * BATCH_PER_OPEN, MIN_BATCH_BYTES))
                 flush = self._unchecked_bytes >= enough or self._num_open == 0
-                # The consumer of a stream may wait for a slab that does not fill a batch.
+                # The consumer of a stream may be waiting for a slab that does not fill a batch.
                 flush |= bool(self._window_bytes) and self._awaited in full
         if self._checker is None:
             self._mark_ready(full)
@@ -290,7 +290,7 @@ class LoadRun(Run):
             self._compute.post(Item(batch[0], f"check {batch[0]}..{batch[-1]}", nbytes, check, finish))
 
     def _learn_cached(self) -> None:
-        """Query the page cache before the ring's thread needs the result, because each 64 MiB takes 0.24 ms.
+        """Query the page cache before the ring's thread needs the result, because a query takes 0.24 ms per 64 MiB.
 
         Source: benchmarks/results/h200x1_202611/load-history.md.
         """

@@ -39,7 +39,7 @@ from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 
 ENGINE_BYTES = 16 * MIB
-"""Size from which the engine reads local files to the CPU. On two cores with cached files, 32 MiB take 20 ms in this
+"""Size from which the engine reads local files for the CPU. On two cores with cached files, 32 MiB take 20 ms in this
 thread and 6 ms in the engine."""
 
 ENGINE_CUDA_BYTES = 96 * MIB
@@ -243,7 +243,7 @@ class SafeSlice:
         """Return the part that `index` selects.
 
         Raises:
-            IndexError: the index does not fit the tensor. For `np` also an unsupported form of index (`IndexRefused`).
+            IndexError: the index does not fit the tensor, or `np` does not support its form (`IndexRefused`).
             PlanError, MissingExtra: like `safe_open.get_tensor`.
             SourceError: the bytes could not be read.
         """
@@ -523,7 +523,7 @@ def _require_numpy(dtype: DType) -> None:
 
 @contextmanager
 def _as_safetensors_raises() -> Iterator[None]:
-    """Raise the block's errors as classes that are also classes of safetensors. See `_compatible`."""
+    """Raise errors from the block as classes that derive from safetensors' classes too. See `_compatible`."""
     try:
         yield
     except PenstockError as error:

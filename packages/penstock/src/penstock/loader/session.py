@@ -51,10 +51,10 @@ MAX_LOCAL_READS = 11
 took a fifth longer. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 MAX_GROUP_READS = 12
-"""The same number if several ranks on one host read together. Source: benchmarks/results/h200x4_202611/load.md."""
+"""The same limit if several ranks on one host read together. Source: benchmarks/results/h200x4_202611/load.md."""
 
 MAX_DIRECT_READS = 16
-"""The same number for a disk, which read 3.7 to 4.1 GB/s with 16 x 1 MiB in flight and 3.4 to 3.9 GB/s with 12 x 1 MiB.
+"""The same limit for a disk, which read 3.7 to 4.1 GB/s with 16 x 1 MiB in flight and 3.4 to 3.9 GB/s with 12 x 1 MiB.
 Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
 
 DEVICE_CHUNKS = 2
@@ -65,7 +65,7 @@ SPARE_BUFFERS = 6
 """Number of staging buffers for copies, in addition to the buffers of readers and of reads that wait for a worker."""
 
 WARM_ABOVE_BYTES = 1 << 30
-"""Size from which staging for local files is touched and pinned ahead, which takes some 10 ms."""
+"""Size from which staging for local files is touched and pinned ahead, which takes about 10 ms."""
 
 WARM_THREADS = 2
 """Number of threads that touch and pin staging ahead of its first use. A third thread does not help."""
@@ -114,7 +114,7 @@ class Intake:
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of the largest read. Raise BudgetTooSmall unless `memory_bytes` holds four."""
+        """Return the size of the largest read. Raise BudgetTooSmall unless `memory_bytes` holds four such reads."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self._device.type == "cuda" and (self.local_world_size > 1 or not self.is_remote):
             wanted //= DEVICE_CHUNKS
@@ -359,7 +359,7 @@ class LoadSession(Closeable):
             pack: see `plan_load`.
             exact: read no unwanted byte, because the reads go directly into the destination.
             aligned: start and end reads at page boundaries.
-            chunk_bytes: size of the largest read, at least the intake's.
+            chunk_bytes: size of the largest read, at least that of the intake.
             max_gap_bytes: largest gap that is read instead of skipped, within the limit for this kind of source.
         """
         max_read = self.intake.chunk_bytes
@@ -489,7 +489,7 @@ class LoadSession(Closeable):
         num_equal = sum(source.is_checked for source in self._digested)
         self.why = f"the SHA-256 of {num_equal} of {num_files} files equals the storage's"
         self.verified = num_equal == num_files
-        # Raise only if there are no other digests. A comparison stops if a chunk is late for more than `stall_s`.
+        # Raise only if there are no other digests. A comparison stops if a chunk is more than `stall_s` late.
         if self.options.verify and not self.verified and len(self._digested) == num_files:
             raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or raise stall_s")
 

@@ -30,7 +30,7 @@ from penstock.waits import start_thread
 _logger = log_named(__name__)
 
 MAX_PAUSE_S = 600.0
-"""Seconds that a rank waits for a live rank that makes no load. Source: the timeout of NCCL's groups."""
+"""Seconds that a rank waits for a live rank that does not load. Source: the timeout of NCCL's groups."""
 
 
 class SharedFiles:
@@ -201,7 +201,7 @@ class SharedFiles:
         A program may drop files without closing them, so older files are read only if `file` is one of them.
         """
         files = list(self._new if file in self._new else self._open)
-        # The set drops duplicates of a file. The files in a program's load share one storage.
+        # Drop duplicate URIs. All files in a program's load have the same storage options.
         weights = open_weights(
             sorted({file.uri for file in files}), settings=self._settings, storage_options=file.storage_options
         )
@@ -244,7 +244,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
             ranks,
             backend=dist.get_backend(group),
             timeout=timedelta(seconds=max(60.0, timeout_s)),
-            # Without this, every rank of the world would have to make this call.
+            # Without this option, every rank in the world would have to make this call.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         _own_groups[name] = own

@@ -33,7 +33,7 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import GB, Box, DType
 
 READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
-"""The words of a rank before a step, which continues only if all ranks send the same word."""
+"""The words that a rank may send before a step. The ranks take the step only if all send the same word."""
 
 BUSY_S = 1.0
 """Seconds after which a rank that cannot continue sends BUSY, so that the other ranks do not consider it lost."""
@@ -68,13 +68,13 @@ class SharedReadReport(Summarised):
     peak_window_bytes: int
     """Peak size of the window, in bytes."""
     busy_s: float
-    """Seconds in which this rank waited for its program to request tensors."""
+    """Seconds during which this rank waited for its program to request tensors."""
     wall_s: float
     verified: bool
     why: str
 
     def summary(self) -> str:
-        """Return two lines for people."""
+        """Return two lines of text for users."""
         again = f", {bytes_text(self.read_again_bytes)} read again" if self.read_again_bytes else ""
         rate = self.nbytes / GB / self.wall_s if self.wall_s else 0.0
         return (
@@ -94,7 +94,7 @@ class RankWords(GroupCollectives):
         self.poll_s = 5e-5 if device.type == "cuda" else 5e-4
 
     def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
-        """Send `word` to the other ranks. Return whether all ranks sent the same, or False if some are BUSY.
+        """Send `word` to the other ranks. Return whether all ranks sent the same word, or False if some are BUSY.
 
         A FAILED rank raises `error`, and the others raise PeerLost. All ranks raise PlanError if their weights differ.
         """

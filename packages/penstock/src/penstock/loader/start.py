@@ -47,7 +47,7 @@ _LOOK_S = 0.5
 class BackgroundLoad(Closeable):
     """A running load into a module that may already be used. `load_in_background` creates it.
 
-    Each use of a parameter waits until its bytes have arrived and, if there are digests, were compared. If the load
+    Each use of a parameter waits until its bytes have arrived and have matched any digests. If the load
     fails or is closed early, each use of any parameter raises the error until another load fills the parameters.
     Leaving the `with` block calls `close`.
 
@@ -222,7 +222,7 @@ class BackgroundLoad(Closeable):
 
 
 def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a tensor in the places that still have the old one, which keeps concurrent changes of the user.
+    """Replace a tensor in the places that still hold the old tensor, so that concurrent changes by the user are kept.
 
     Start with the last place, because pickle moves forward and must find the same tensor in all remaining places.
     """

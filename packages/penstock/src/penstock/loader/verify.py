@@ -40,12 +40,12 @@ class InspectReport(Summarised):
     dtypes: Mapping[str, int]
     """Bytes for each dtype, or for each GGUF block type such as `Q4_K`."""
     not_loadable: tuple[str, ...]
-    """Tensors whose dtype torch does not have. `load` refuses them, and `names=` can leave them out."""
+    """Tensors whose dtype torch does not have. `load` rejects them, and `names=` can leave them out."""
     blocks: Mapping[str, GgufBlocks] = field(default_factory=dict)
     """Type and shape in elements of the quantised tensors in GGUF files, by name. `load` returns their bytes as U8."""
 
     def summary(self) -> str:
-        """Return a line for people, and a second line for tensors that cannot be loaded."""
+        """Return a line of text for users, and a second line for tensors that cannot be loaded."""
         dtypes = ", ".join(f"{dtype} {bytes_text(nbytes)}" for dtype, nbytes in self.dtypes.items())
         line = f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}: {dtypes or 'empty'}"
         return f"{line}\nnot loadable: {', '.join(self.not_loadable)}" if self.not_loadable else line
@@ -70,7 +70,7 @@ class VerifyReport(Summarised):
     """`good`, `not asked` or `none`."""
 
     def summary(self) -> str:
-        """Return a line for people."""
+        """Return a line of text for users."""
         verdict = "verified" if self.verified else "not verified"
         return (
             f"{verdict}: {self.why}; {bytes_text(self.nbytes)}, revision {self.revision[:19]}, "
@@ -218,7 +218,7 @@ class ManifestReport(Summarised):
     """The files that were written, in order. Empty if the existing manifest is up to date."""
 
     def summary(self) -> str:
-        """Return two lines for people."""
+        """Return two lines of text for users."""
         return (
             f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}, {self.num_leaves} digests of at most "
             f"{bytes_text(self.leaf_bytes)}; revision {self.revision}\nwritten: {self.written_text}"
