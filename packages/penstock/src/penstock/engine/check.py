@@ -1,4 +1,4 @@
-"""Comparison of bytes with the leaf digests in the manifest, in host memory and on a CUDA device."""
+"""Compare bytes in host memory or on a CUDA device with the leaf digests in the manifest."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ class HostChecker:
 
 
 SMALL_SLAB_BLOCKS = 64 << 10
-"""Number of blocks in a slab of the digest when device memory is short. It needs 4 MiB of scratch memory, not 64."""
+"""Number of blocks per digest slab when device memory is short. Such a slab needs 4 MiB of scratch, not 64."""
 
 
 _SEGMENT_BYTES = 2 * MIB
-"""Smallest block that torch's allocator takes from a device, for tensors below 1 MiB."""
+"""Smallest block that torch's allocator requests from a device, for tensors below 1 MiB."""
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaChecker:
     """Checks slabs with the Triton kernel, in batches, on a separate stream.
 
-    If the place has all slabs when `prepare` is called, all leaves share one layout. Otherwise each batch has a layout.
+    If the place has all slabs when `prepare` is called, all leaves share one layout. Otherwise each batch has its own.
     """
 
     num_threads = 1

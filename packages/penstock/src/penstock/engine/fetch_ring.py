@@ -38,7 +38,7 @@ class RingItem(WorkItem, Protocol):
     """A work item for a ring, which calls `queue`, `arrived`, and then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Acquire a buffer and return the read. Return "later" without a free buffer, or None for other items."""
+        """Acquire a buffer and return the read. Return "later" if none is free, or None if a ring does not suit."""
 
     def arrived(self) -> PendingItem | None:
         """Copy the bytes of the completed read to their destination, or start a copy on a device."""
@@ -66,7 +66,7 @@ class _RingRead:
 class RingFetch:
     """An executor for fetch items on a ring. Its thread also starts the copies of the read bytes and waits for them.
 
-    Two threads would spend their time on the GIL at 55 GB/s. `place` copies the bytes that `threads` read.
+    At 55 GB/s, two threads would mostly wait for the GIL. `place` copies the bytes that `threads` read.
 
     Args:
         ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
@@ -181,7 +181,7 @@ class RingFetch:
         token = next(self._tokens)
         in_flight = _RingRead(item, read, time.perf_counter())
         self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
-        # Store it last, because a read that could not be queued never completes.
+        # Store the read last, because a read that could not be queued never completes.
         self._reads[token] = in_flight
         return True
 
@@ -261,7 +261,7 @@ class HostedExecutor:
         self._wake()
 
     def watch(self, item: WorkItem, copy: PendingItem | None, start: float) -> None:
-        """Finish an item when its copy is done. A copy of None is done already."""
+        """Finish an item when its copy is done. If `copy` is None, it is already done."""
         if copy is None:
             guarded(self._ticket, item.finish)
         else:

@@ -110,7 +110,7 @@ class HostPlace:
 
 
 FIRST_BYTES = 512 << 20
-"""Total size of the slabs that are allocated first. Copying them over PCIe 5 takes about 10 ms, in which the driver
+"""Total size of the slabs that are allocated first. Copying them over PCIe 5 takes about 10 ms, while the driver
 allocates the remaining slabs."""
 
 
@@ -144,7 +144,7 @@ class CudaRegistrar:
 
 
 class CudaPending:
-    """Copies that are complete when an event of the place has passed."""
+    """Copies that are complete once an event on the place's stream has passed."""
 
     __slots__ = ("_driver", "event")
 
@@ -214,7 +214,7 @@ class CudaPlace:
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
             # Torch caches and splits this block, so that one cudaMalloc serves all slabs. Torch rounds blocks up to 512
-            # bytes. If the block does not fit, the single slabs may still fit.
+            # bytes. If the block does not fit, the individual slabs may still fit.
             with suppress(torch.cuda.OutOfMemoryError):
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]

@@ -91,7 +91,7 @@ class Run(Closeable):
         return any(executor.is_busy() for executor in self._executors)
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including those of running items. 0 counts only whole items as progress."""
+        """Return the bytes received so far, including those of running items. If 0, only whole items are progress."""
         return 0
 
     def wait(self) -> None:
@@ -125,7 +125,7 @@ was suspended."""
 
 LEAST_BYTES = 64 << 10
 """Number of received bytes that counts as progress. A hostile peer that sends single bytes to occupy its reader sends
-fewer in a deadline of 30 s."""
+fewer bytes than this within a deadline of 30 s."""
 
 
 class StallTimer:
@@ -153,7 +153,7 @@ class StallTimer:
         self._received = min(self._received, received)
         if moved != self._moved or received >= self._received + LEAST_BYTES:
             self._moved, self._received, self.seconds = moved, received, 0.0
-        # A pause does not reset the timer, because a series of silent sources could then postpone the deadline.
+        # A pause does not reset the timer, because a series of silent sources could otherwise postpone the deadline.
         elif is_paused is None or not is_paused():
             self.seconds += passed_s
         return self.seconds
@@ -237,7 +237,7 @@ class RunState:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
-                # Wait only briefly, because received bytes wake no waiter and an interrupt must be detected soon.
+                # Wait only briefly, because received bytes do not wake waiters and an interrupt must be detected soon.
                 self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S)))
                 interrupts.raise_if_noted()
         self.check()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.cuda.device_memory import DeviceMemory
 
 _MADV_POPULATE_WRITE = 23
-"""Faults the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
+"""Faults in the pages with one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
 """Bytes per call. A call takes about 0.1 ms and holds the lock of the address space."""
@@ -48,7 +48,7 @@ ALIGN_BYTES = 512
 """Alignment of each tensor. Torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
 
 WARM_STEPS = 16
-"""Number of consecutive steps of a thread in `Arena.warm`, which are a chunk of a fetch."""
+"""Number of consecutive steps of a thread in `Arena.warm`, which cover one chunk of a fetch."""
 
 
 class Arena:
@@ -134,7 +134,7 @@ class Arena:
 
     @classmethod
     def over(cls, memory: DeviceMemory) -> Arena:
-        """Return an arena over a whole device memory, which the arena keeps alive."""
+        """Return an arena over a whole `DeviceMemory`, which the arena keeps alive."""
         import torch
 
         region = torch.as_tensor(memory, device=f"cuda:{memory.device}")
@@ -189,7 +189,7 @@ class Arena:
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ConfigError(f"bytes [{offset}, {offset + nbytes}) are outside an arena of {self.nbytes} bytes")
-        # Create the tensor each time, because a stored tensor would be a cycle that the garbage collector cannot see.
+        # Create the tensor each time, because a stored tensor would form a cycle that the garbage collector cannot see.
         owner = self._owner
         whole = torch.frombuffer(owner, dtype=torch.uint8) if isinstance(owner, MappedMemfd) else owner
         return whole[offset : offset + nbytes]

@@ -18,7 +18,7 @@ Runs = list[tuple[int, int]]
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor."""
-    # Without an import of torch's slow module there is no DTensor.
+    # No DTensor can exist before torch's module, which is slow to import, has been imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -79,7 +79,7 @@ def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    # The empty run keeps the product over dims from vanishing.
+    # The empty run keeps the product over dims from having no entries.
     placed, at = [], 0
     for start, stop in runs or [(0, 0)]:
         placed.append((start, stop, at))

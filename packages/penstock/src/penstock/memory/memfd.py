@@ -1,4 +1,4 @@
-"""Anonymous shared memory: sealed memfds of this process and of other processes of the same user.
+"""Anonymous shared memory: sealed memfds of this process and of the same user's other processes.
 
 The owner sends readers a read-only descriptor. The seals prove that the file cannot shrink, so reading the mapping
 cannot end in SIGBUS.
@@ -22,7 +22,7 @@ _SEAL_FUTURE_WRITE = 0x10
 """Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. Python names it from 3.13 on."""
 
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-"""Seals that a peer's memory needs to be mapped, so that its size and seals never change."""
+"""Seals that a peer's memory must have before it is mapped, so that its size and seals never change."""
 
 _shared: weakref.WeakValueDictionary[int, MappedMemfd] = weakref.WeakValueDictionary()
 """All mappings of this process, by address."""

@@ -19,7 +19,7 @@ def rehome(
     Flatten parameters for an optimizer, or capture CUDA graphs, only after this call, because addresses change.
 
     Args:
-        copy: copy the values, device by device. If False, the values are undefined.
+        copy: whether to copy the values, device by device. If False, the values are undefined.
         is_remappable: see `Arena.allocate`.
 
     Raises:

@@ -44,7 +44,7 @@ class StagingBuffer:
         """Touch and pin the buffer, once."""
         if self.is_ready:
             return
-        # Fault the pages before pinning, because the driver would fault them one by one under its lock. A write holds
+        # Touch the pages before pinning, because the driver would fault them one by one under its lock. A write holds
         # only the lock of this mapping, while madvise would block threads that map memory or start.
         ctypes.memset(self.address, 0, self.nbytes)
         if registrar is not None:

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.errors import PlanError
 
 _MAX_WORK = 1 << 16
-"""Limit of numpy's search for a shared element of two strided views. Column slices of one tensor need below 100."""
+"""Work limit of numpy's search for a shared element of two strided views. Column slices of a tensor need below 100."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 _Extent = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-"""Memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element. A
+"""Memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes per element. A
 contiguous tensor has an empty shape and strides."""
 
 

@@ -1,4 +1,4 @@
-"""Tiers of memory, their rooms for one block each, and moves and statistics of rooms."""
+"""Tiers of memory, rooms that hold one block each, moves between rooms, and statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, order=True)
 class TierBlock:
-    """The bytes `[start, stop)` of a content, such as a revision."""
+    """The bytes `[start, stop)` of some content, such as a revision."""
 
     content: str
     start: int
@@ -179,7 +179,7 @@ class TiersStats:
     tiers: Mapping[str, TierStats]
     """Statistics by the name of the tier, fastest first."""
     links: Mapping[tuple[str, str], LinkStats]
-    """Statistics by the tiers from and to which blocks move. `source` counts as a tier."""
+    """Statistics by the two tiers between which blocks move. `source` counts as a tier."""
     hits: int
     """Number of requests for blocks that were in the wanted tier or a faster tier."""
     misses: int

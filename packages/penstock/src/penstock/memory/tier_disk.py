@@ -43,7 +43,7 @@ class SpillRoom:
         with typed(directory):
             room = cls(directory, nbytes, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         try:
-            # Reserve the space now, so that a full disk is found before the block leaves its old tier.
+            # Reserve the space now, so that a full disk is detected before the block leaves its old tier.
             with typed(directory):
                 reserve(room._fd, nbytes)
             room._open_direct()
@@ -59,7 +59,7 @@ class SpillRoom:
             self.why = f"direct I/O refused at open ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. On return, at most pages of the page cache are not on disk."""
+        """See `Room.write`. On return, only bytes in the page cache may still be missing on disk."""
         first = offset // LEAF_BYTES
         leaf_digests(data, LEAF_BYTES, self._leaves[first : first + -(-len(data) // LEAF_BYTES)])
         with typed(self._directory):
@@ -122,7 +122,7 @@ class SpillTier(UncachedTier):
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Self:
-        """Make the directory. Raise ConfigError if it is not writable or has no unnamed files (O_TMPFILE)."""
+        """Make the directory. Raise ConfigError if it is not writable or does not support O_TMPFILE."""
         path = Path(text_of(directory))
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -160,7 +160,7 @@ class PoolTier(UncachedTier):
             for _ in range(-(-nbytes // POOL_BUFFER_BYTES)):
                 buffers.append(self._pool.acquire(stall_s=self._stall_s))
         except BaseException:
-            # The caller gets no room to close, so release the buffers here.
+            # The caller receives no room to close, so release the buffers here.
             room.close()
             raise
         return room

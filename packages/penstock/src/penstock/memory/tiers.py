@@ -27,14 +27,14 @@ from penstock.memory.tier import LinkStats, Room, Tier, TierBlock, TiersStats, T
 _log = log_named("penstock.memory")
 
 SOURCE = "source"
-"""Name of the tier of a block that is in no tier and can be read again."""
+"""Tier name for a block that is in no tier and can be read again from its source."""
 
 Fill = Callable[[Room], None]
 """Writes all bytes of a block from its source into a room, with deadlines."""
 
 
 class BlockUser(Protocol):
-    """A user of a block, which does not pin it."""
+    """A user of a block that does not pin the block, but is notified of its moves."""
 
     def vacate(self) -> bool:
         """Stop using the block, which is about to leave its room. Return False to keep the block there."""
@@ -70,7 +70,7 @@ class _TieredBlock:
     Attributes:
         again: whether `fill` can be called again.
         used: sequence number of its last use.
-        gone: whether it was removed, so that waiting threads must not use it.
+        gone: whether the block was removed, so that waiting threads must not use it.
     """
 
     block: TierBlock
@@ -274,7 +274,7 @@ class Tiers(Closeable):
         self._progress = time.monotonic()
 
     def _pin_in(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
-        """Return an entry's pinned room in `to` or a faster tier. With `is_new` the caller adds the entry."""
+        """Return an entry's pinned room in `to` or a faster tier. With `is_new` the caller is adding the entry."""
         while True:
             with self._state:
                 # The thread that moves or fills the entry has a deadline and always clears `busy`.
@@ -425,7 +425,7 @@ class Tiers(Closeable):
             by_use = sorted(self._entries.values(), key=lambda entry: entry.used)
             idle = [entry for entry in by_use if entry.at == at and self._may_leave(entry)]
             copies = [e for e in by_use if e.at < at and at in e.places and not e.busy and not e.places[at].pins]
-            # Compute this first, because moving blocks down in vain would cost their reload.
+            # Compute this first, because blocks that move down in vain would have to be reloaded.
             least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:
             # Drop copies first, because their blocks have the bytes in another tier.
