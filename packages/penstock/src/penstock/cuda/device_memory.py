@@ -2,8 +2,8 @@
 
 The exchange takes 1.1 ms for 30 GiB, and a copy within the device takes 15 ms. Allocation takes as long as cudaMalloc
 (benchmarks/results/h200x2_202611/sync.md). torch.multiprocessing cannot share this memory, its storages cannot be
-resized, and other devices of the process reach it only by copies. A registration of addresses that take other memory
-keeps serving the old memory, so register an alias.
+resized, and other devices of the process reach it only by copies. A registration serves the old memory even after the
+exchange, so register an alias.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _Reservation:
 
 
 class DeviceMemory:
-    """Contiguous memory of a device. Its addresses are freed when it is collected, and physical memory with its last
-    address. Each change of physical memory waits for all work of the device.
+    """Contiguous memory of a device. Its addresses are freed when this object is collected, and the physical memory
+    with its last address. Each change of physical memory waits for all work of the device.
 
     Attributes:
         address: the first byte, which never changes.
         nbytes: the requested size in bytes.
 
     Args:
-        of: memory whose physical memory is shared. None means to allocate.
+        of: memory whose physical memory is shared. None allocates new memory.
 
     Raises:
         ConfigError: the device has no memory of this kind; see `is_available`.
@@ -72,14 +72,14 @@ class DeviceMemory:
         return self._reservation.is_mapped
 
     def alias(self) -> DeviceMemory:
-        """Return new addresses of the same physical memory, which keep it when this object takes other memory."""
+        """Return new addresses of the same physical memory, which keep it when this object maps other memory."""
         return DeviceMemory(self.nbytes, self.device, of=self, driver=self._driver)
 
     def take(self, other: DeviceMemory) -> None:
         """Map the physical memory of `other` at these addresses, in place of the current memory.
 
         Nothing may use these addresses during the call, or the device fails. If the driver refuses (DestinationError),
-        the addresses have their old memory. If it refuses twice, they have none, and `is_mapped` is False.
+        the addresses have their old memory. If it refuses twice, they have no memory, and `is_mapped` is False.
         """
         driver, reservation = self._driver, self._reservation
         with driver.entered(self.device):
@@ -115,7 +115,7 @@ class DeviceMemory:
                 self._map_and_release(self._driver.create(self._reservation.nbytes, self.device))
 
     def allow(self, device: int) -> None:
-        """Let another device of this process use the addresses until they take other memory."""
+        """Let another device of this process use the addresses until other memory is mapped there."""
         with self._driver.entered(device):
             self._driver.allow(self.address, self._reservation.nbytes, device)
 
@@ -152,7 +152,7 @@ def array_interface(address: int, nbytes: int) -> dict[str, object]:
 
 
 def memory_of(address: int) -> DeviceMemory | None:
-    """Return the memory that starts at an address, or None for memory of another kind."""
+    """Return the `DeviceMemory` that starts at an address, or None for memory of another kind."""
     return _memories.get(address)
 
 
@@ -164,7 +164,7 @@ def is_available(device: int, driver: CudaDriver | None = None) -> bool:
 def wake(device: int, driver: CudaDriver | None = None) -> None:
     """Prepare the driver to allocate and map memory of a device, in a thread before the size of the memory is known.
 
-    After a pause of 20 ms, its first call about memory takes 15 to 30 ms, whatever the size. Source:
+    After a pause of 20 ms, its first memory call takes 15 to 30 ms, whatever the size. Source:
     benchmarks/results/h200x2_202611/sync.md.
     """
     driver = load_driver() if driver is None else driver
@@ -182,6 +182,6 @@ def _free(pid: int, driver: CudaDriver, device: int, reservation: _Reservation) 
                 driver.synchronize()
             driver.unmap(reservation.address, reservation.nbytes if reservation.is_mapped else 0, reservation.nbytes)
     except PenstockError:
-        # A finalizer has no caller to raise to. A device that failed reports it at the next call.
+        # A finalizer has no caller to raise to. A failed device reports its error at the next call.
         return
     reservation.is_mapped = False

@@ -1,6 +1,6 @@
 """The CUDA driver through ctypes, without torch: its calls, typed errors, and pools of streams and events.
 
-Addresses, handles, streams and events are numbers. Every call except the first acts in the current context of the
+Addresses, handles, streams and events are integers. Every call except the first acts in the current context of the
 calling thread: `with driver.entered(device)`. Torch is not used, since it releases the interpreter's lock in each copy
 and cannot map another process's memory from a file descriptor.
 """
@@ -168,7 +168,7 @@ PITCHED_BYTES = 4 << 10
 """Minimum size of a run for a rectangle to be copied by the copy engines."""
 PITCHED_LEAST_BYTES = 1 << 20
 """Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. It is no faster
-than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no processor of the device."""
+than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no multiprocessor of the device."""
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
 _FEW = 8
@@ -201,7 +201,7 @@ def installed_version() -> str:
 
 
 def ordinal(device: str) -> int:
-    """Return the number of a CUDA device. Raises ConfigError for other devices and without a number."""
+    """Return the number of a CUDA device. Raises ConfigError for other devices, or if there is no number."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(
@@ -230,7 +230,7 @@ class CudaDriver:
             # Drivers of CUDA 12.8 and 12.9 have one more argument, for the number of the copy that failed.
             self._batch = getattr(releasing, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
-        # A thread that must not be delayed calls it for every chunk of a load.
+        # A thread that must not be delayed makes this call for every chunk of a load.
         self._copy_to_device = self._calls["cuMemcpyHtoDAsync_v2"]
         self._releasing_copy = releasing.cuMemcpyAsync
         self._releasing_copy.argtypes = SIGNATURES["cuMemcpyAsync"]
@@ -280,19 +280,19 @@ class CudaDriver:
 
     def enable_peer(self, device: int) -> None:
         """Let the current context reach memory of another device of this process, if possible."""
-        # Codes of `ERRORS`, such as devices that cannot reach each other, are left to the copies that need the access.
+        # Ignore the codes in `ERRORS`, such as unreachable devices. Copies that need the access report these errors.
         code = self._calls["cuCtxEnablePeerAccess"](self._context(device), 0)
         if code not in (0, _PEER_ACCESS_ALREADY_ENABLED) and code not in ERRORS:
             self.fail("cuCtxEnablePeerAccess", code)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return start and length of the allocation at an address, or of one mapped piece of virtual memory."""
+        """Return the start and length of the allocation at an address, or of one mapped piece of virtual memory."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
 
     def ipc_handle(self, base: int) -> bytes | None:
-        """Return the handle by which another process opens the allocation, or None."""
+        """Return the handle with which another process opens the allocation, or None."""
         # Any error means that there is no handle. The caller tries file descriptors next, which report the reason.
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
@@ -303,7 +303,7 @@ class CudaDriver:
 
     def ipc_close(self, address: int) -> None:
         """Undo `ipc_open`, and ignore errors."""
-        # Finalizers have no caller to raise to. A device that failed reports it at the next call.
+        # Finalizers have no caller to raise to. A failed device reports its error at the next call.
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
@@ -340,7 +340,7 @@ class CudaDriver:
         return all(self._attribute(attribute, device) for attribute in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
 
     def virtual_unit(self, device: int) -> int:
-        """Return the allocation granularity in bytes."""
+        """Return the granularity of virtual memory in bytes."""
         properties, unit = self._properties(device), ctypes.c_size_t()
         self._do("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
         return unit.value
@@ -426,14 +426,14 @@ class CudaDriver:
             self.fail("cuEventRecord", code)
 
     def is_done(self, event: int) -> bool:
-        """Return whether the device has passed the event. Raises the error of work before it."""
+        """Return whether the device has passed the event. Raises the error of the work before it."""
         code = self._query(event)
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies by a kernel on our device. Without Triton, warn and queue them one by one."""
+        """Queue many short copies with a kernel on our device. Without Triton, warn and queue them one by one."""
         try:
             from penstock.cuda.gather import gather
         except ModuleNotFoundError as error:
@@ -510,7 +510,7 @@ class CudaDriver:
         If `QUEUE_DEPTH` copies may be waiting on the stream (`may_wait`), the calls release the interpreter's lock.
         None means that they may if there are more than a few copies.
         """
-        # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream have no batch.
+        # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream lack batches.
         if len(nbytes) <= _FEW or self._batch is None or not stream:
             releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
             queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]
@@ -552,7 +552,7 @@ class StreamPool:
         self._turn = 0
 
     def take_stream(self) -> int:
-        """Return the streams in turns."""
+        """Return the next stream, in round-robin order."""
         self._turn += 1
         return self.streams[self._turn % len(self.streams)]
 

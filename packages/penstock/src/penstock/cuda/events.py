@@ -13,14 +13,14 @@ import torch
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import DestinationError, PenstockError
 
-# A flip or a batch needs at most milliseconds, of which a longer sleep would be a measurable part.
+# A flip or a batch takes at most milliseconds, so a longer sleep would be a measurable part of its time.
 _NAP_S = 0.0001
 
 
 def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream:
     """Return a new stream of a device with an index, which does not wait for the default stream.
 
-    Torch would create a pool of streams with the first one, in 3 to 5 ms. Source:
+    Torch would create a whole pool for the first stream, in 3 to 5 ms. Source:
     benchmarks/results/h200x1_202611/load-history.md. The stream is destroyed with `owner`. Without an owner it exists
     as long as the process. Raises ConfigError without a driver or device.
     """
@@ -36,7 +36,7 @@ def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
     # A forked child inherits the finalizer but not the driver's state.
     if os.getpid() != pid:
         return
-    # A finalizer has no caller to raise to. A device that failed reports it at the next call.
+    # A finalizer has no caller to raise to. A failed device reports its error at the next call.
     with suppress(PenstockError), driver.entered(device):
         driver.free([stream], [])
 

@@ -32,7 +32,7 @@ _ALIGNMENT = 16
 _INT32_STOP = 1 << 31
 """Larger integers have 64 bits, for which Triton compiles a different kernel."""
 _MAX_SHARED_BYTES = 48 << 10
-"""More shared memory needs an opt-in. Source: CUDA programming guide, "Shared Memory"."""
+"""More shared memory than this requires an opt-in. Source: CUDA programming guide, "Shared Memory"."""
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[usb](32|64)\b")
 _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
@@ -126,7 +126,7 @@ class Launch:
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
         if can_use_copy and key not in _compiled:
-            # The next launch looks once for the stored copy, since Triton needs ten times as long.
+            # The next launch looks once for the stored copy, since Triton takes ten times as long.
             _compiled.add(key)
             _store(compiled, _path(*key))
             _kernels.pop(key, None)
@@ -262,7 +262,7 @@ class _Queued:
         pairs = zip(values, copy.parameter_bits, strict=True)
         self._boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in pairs]
         self._more = slice(len(arguments), len(arguments) + num_more)
-        # The addresses do not keep the boxes alive.
+        # Keep the boxed values, because their addresses do not keep them alive.
         self._pointers = (ctypes.c_void_p * len(self._boxed))(*map(ctypes.addressof, self._boxed))
         self._shape = (1, 1, copy.num_threads, 1, 1, copy.shared_bytes)
         self._launcher = _launcher()
@@ -285,7 +285,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _launcher() -> Any:
-    # PyDLL keeps the interpreter's lock. A launch takes microseconds, and getting the lock back can take milliseconds.
+    # PyDLL keeps the interpreter's lock. A launch takes microseconds, and reacquiring the lock can take milliseconds.
     return ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
 
 

@@ -1,4 +1,4 @@
-"""Copy rectangles of device memory by one kernel. Source and destination may both have gaps.
+"""Copy rectangles of device memory with one kernel. Source and destination may both have gaps.
 
 A table entry holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The
 memory must be reachable from the device (its own or a peer's).
@@ -17,7 +17,7 @@ from penstock.types import I64
 TILE_BYTES = 16 << 10
 """Bytes per program. 128 threads with eight 16-byte loads each in flight hide the microsecond of NVLink."""
 WIDTHS = (16, 4, 1)
-"""Bytes of a load. The kernel uses the widest one that divides all numbers of a rectangle."""
+"""Possible widths of a load in bytes. The kernel uses the widest that divides all numbers of a rectangle."""
 _LONGEST_RUN = 1 << 30
 """A longer run is copied as several runs, since offsets within a row are counted in 32 bits."""
 
@@ -44,7 +44,7 @@ def plan_pack(
 def plan_copy(
     dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
 ) -> PackTable:
-    """Plan to copy rectangles, without synchronisation, by up to three launches.
+    """Plan to copy rectangles, without synchronisation, in up to three launches.
 
     Args:
         dst, src: addresses of the first run.

@@ -32,7 +32,7 @@ class Tuning:
     tile_blocks: int = 8
     """1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
     tile_warps: int = 1
-    """Warps of each program. With 8 blocks a warp, each thread keeps sixteen 16-byte loads in flight."""
+    """Warps per program of that pass. With 8 blocks per warp, each thread keeps sixteen 16-byte loads in flight."""
     run_stripes: int = 8
     """Stripes of 64 bytes that one load reads from a block of an aligned leaf: 512 contiguous bytes per warp."""
     finish_leaves: int = 4
@@ -113,7 +113,7 @@ def plan_leaves(
         addresses: [num_leaves] address of each leaf in the memory of `device`. An alignment of 16 is fastest.
         nbytes: [num_leaves] bytes of each leaf, at least 1.
         device: CUDA device. The CPU works only under Triton's interpreter.
-        into: [num_leaves] row of the result for each leaf, if `digest` is given a result. None means their order.
+        into: [num_leaves] row of `out` for each leaf, if `digest` receives `out`. None means the order of the leaves.
     """
     _require_columns(addresses, nbytes)
     num_leaves = len(nbytes)
@@ -278,7 +278,7 @@ def _constants(device: torch.device) -> torch.Tensor:
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
     """Return the XXH3-64 of each leaf, [num_leaves] int64 on `device`, asynchronously on its current stream.
 
-    The memory of the leaves must stay unchanged until the stream has passed.
+    The memory of the leaves must stay unchanged until the stream has finished this work.
     """
     return plan_leaves(addresses, nbytes, device).digest()
 
@@ -296,7 +296,7 @@ SCRATCH_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels. Their digests on the device have 0.02 % of the bytes."""
+    """Strips laid out for the kernels. Their digests take 0.02 % of the strips' bytes."""
 
     leaves: torch.Tensor
     """Digests of every strip, then of the leaves of strips with several leaves."""
@@ -312,7 +312,7 @@ class StripTable:
 
         It is asynchronous on the device's current stream, which must be the planning stream.
         """
-        # Each call of torch releases the GIL, and getting it back takes up to a millisecond.
+        # Each call of torch releases the GIL, and reacquiring it takes up to a millisecond.
         tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
         sums = _scratch(max(table.num_sums for table in tables), self.leaves.device)
         self.whole.digest(out=self.leaves, sums=sums)
@@ -329,8 +329,8 @@ def plan_strips(
     """Lay out strips of device memory for the kernels.
 
     Args:
-        address: address from which the offsets of the strips count. They must have been checked.
-        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it take turns.
+        address: base address of the strips' offsets, which the caller must have checked.
+        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it must take turns.
         leaf_bytes: bytes of a leaf. Holder and reader of a sync use the default.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)

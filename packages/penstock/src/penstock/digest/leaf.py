@@ -1,7 +1,7 @@
 """Leaf digests on the CPU, and the root over them, which is the revision of a weight set: `w1-` and 64 hex digits.
 
-XXH3 finds faults but not forgeries, since an author of the bytes can make two leaves collide. Against forgery the
-manifest is signed.
+XXH3 detects faults but not forgeries, since an author of the bytes can make two leaves collide. A signature protects
+the manifest against forgery.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADERS_MAGIC = b"penstock headers 1\0"
 
 
 def num_leaves(nbytes: I64, leaf_bytes: int) -> I64:
-    """Return the number of leaves of tensors of `nbytes`, which is 0 for an empty tensor."""
+    """Return the number of leaves in tensors of `nbytes` bytes, which is 0 for an empty tensor."""
     return -(-nbytes // leaf_bytes)
 
 
@@ -45,7 +45,7 @@ def name_order(table: TensorTable) -> list[int]:
 
 
 def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
-    """Return the leaves of `rows`, in that order. `counts` has the number of leaves of each row."""
+    """Return the leaves of `rows`, in that order. `counts` holds the number of leaves of each row."""
     row_counts = counts[rows]
     before = np.cumsum(row_counts) - row_counts
     starts = (np.cumsum(counts) - counts)[rows]
@@ -55,8 +55,8 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
 def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
     """Return names, dtypes and shapes of these rows, in this order, as unambiguous bytes.
 
-    There are six little-endian blocks, each after its length (uint64). The first has the dtypes that occur (sorted
-    ASCII, separated by newlines). The others have, for each row, the index of its dtype (uint8), its rank (uint8), its
+    There are six little-endian blocks, each after its length (uint64). The first lists the dtypes that occur (sorted
+    ASCII, separated by newlines). The others hold, for each row, the index of its dtype (uint8), its rank (uint8), its
     dims (int64 each), the length of its name in bytes (uint32), and its name (UTF-8).
     """
     names = _pick(table.names, rows)
@@ -80,7 +80,7 @@ def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
 
 
 def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
-    # itemgetter needs a fifth of the time of a comprehension for 60,000 values, but returns a bare value for one row.
+    # itemgetter takes a fifth of the time of a comprehension for 60,000 values, but returns a bare value for one row.
     return itemgetter(*rows)(column) if len(rows) > 1 else tuple(column[row] for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Digests of strips, which are equal runs of bytes at a pitch, such as a tensor's shard in memory.
+"""Digests of strips, which are runs of equal length at a fixed pitch, such as a tensor's shard in memory.
 
 A digest is computed as if the strip were packed, because holder and reader have the same runs at different pitches. The
 digest of a strip with one leaf is that leaf's XXH3-64. With more leaves it is the XXH3-64 of their digests, as
@@ -118,7 +118,7 @@ def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
 
 def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
     """Copy bytes `[start, start + len(out))` of the packed form of the strip at the start of `memory`."""
-    # Copy the end of a run, then whole runs by one strided copy, then the start of a run.
+    # Copy the end of a run, then whole runs in one strided copy, then the start of a run.
     row, skipped = divmod(start, run)
     head = min(run - skipped, len(out)) if skipped else 0
     out[:head] = memory[row * pitch + skipped :][:head]

@@ -27,8 +27,8 @@ _ACCUMULATORS = (*_PRIMES, 0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0
 def constants() -> npt.NDArray[np.uint64]:
     """Return the table that every kernel reads: [328] uint64.
 
-    Entry o, for o from 0 to 184, has eight bytes of the secret from byte o. INIT_AT has the initial values of the
-    accumulators. KEYS_AT has the keys of the sixteen stripes of a block, eight each.
+    Entry o, for o from 0 to 184, holds eight bytes of the secret from byte o. The accumulators' initial values begin
+    at INIT_AT. The keys of the sixteen stripes of a block, eight each, begin at KEYS_AT.
     """
     # The algorithm also reads its secret at odd offsets.
     words = [int.from_bytes(_SECRET[offset : offset + 8], "little") for offset in range(len(_SECRET) - 7)]
