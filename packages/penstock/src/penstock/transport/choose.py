@@ -38,7 +38,7 @@ class TransportSetup:
     Attributes:
         listen: `host:port` at which other hosts reach this one. None means this host only.
         tls: context for serving. None means no TLS.
-        trust: context for reading. None means that certificates are checked as the system does.
+        trust: context for reading. None means the system's checks of certificates.
         is_named: whether the user allowed this transport by name.
     """
 
@@ -179,7 +179,7 @@ def _routes() -> Iterator[tuple[str, str, TransportKind]]:
 
 
 class PeerLinks(Closeable):
-    """Transports of one process by name, nearest first. `refused` has the reason for each that could not be opened."""
+    """Transports of one process by name, nearest first. `refused` states why others could not be opened."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
         self.transports: dict[str, Transport] = {}
@@ -240,25 +240,25 @@ class PeerLinks(Closeable):
         handles = dict(registered)
         for name, transport in self.transports.items():
             if name not in handles and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
-                with contextlib.suppress(ConfigError):  # it does not reach this kind of memory
+                with contextlib.suppress(ConfigError):  # the transport does not reach this kind of memory
                     handles[name] = transport.register_into(memory)
         return handles
 
     def choose(
         self, ours: Mapping[str, Handle], offered: Mapping[str, bytes], *, same_host: bool, same_process: bool
     ) -> tuple[Transport, Descriptor, str]:
-        """Return the nearest transport for a pair of regions, its descriptor, and the reasons against nearer ones.
+        """Return the nearest transport for two regions, its descriptor, and the reasons against nearer transports.
 
         Args:
             ours: registrations of our region.
-            offered: encoded descriptors of the peer's region. They may raise FormatError.
+            offered: encoded descriptors of the peer's region. Decoding them may raise FormatError.
 
         Raises:
-            PlanError: no transport reaches the peer. The message has the reasons.
+            PlanError: no transport reaches the peer. The message lists the reasons.
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
-        # Give no reason for transports that are for the other kind of memory, or that extend one with a reason.
+        # Give no reason for transports that are for the other kind of memory, or that extend a refused transport.
         unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(DEVICE_TARGETS if on_host else ())}
         for name, offered_as, kind in _routes():
             if (kind.reach != "network" and not same_host) or (kind.reach == "process" and not same_process):
@@ -294,7 +294,7 @@ class PeerLinks(Closeable):
         return self.refused.get(name, "it is not open in this process")
 
     def sweep(self) -> None:
-        """Release the memory of peers that are gone. Call it while nothing is read, since a read does it itself."""
+        """Release the memory of peers that are gone. Call it while nothing is read, since a read does this itself."""
         for transport in self.transports.values():
             if isinstance(transport, Sweeping):
                 transport.sweep()

@@ -16,9 +16,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class GroupCollectives:
-    """Collectives of a group. If a rank dies or is silent for `stall_s`, the other ranks get PeerLost.
+    """Collectives of a group. If a rank dies or is silent for `stall_s`, the other ranks raise PeerLost.
 
-    Every rank must make the same calls in the same order. The group of gloo (host memory) or NCCL (devices) belongs to
+    Every rank must make the same calls in the same order. The gloo (host memory) or NCCL (devices) group belongs to
     the caller and is never aborted. The exchanged tensors are on `device`.
     """
 

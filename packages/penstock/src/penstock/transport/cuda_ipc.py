@@ -1,9 +1,9 @@
 """Device memory of processes on one host. The reader's copy engines read the holder's memory, over NVLink or in place.
 
-Nothing runs on the holder's device. Memory of cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
+Nothing runs on the holder's device. Memory from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
 Virtual memory (torch's `expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is
-shared by a file descriptor. Only file descriptors cross PID namespaces, for example between containers, since an IPC
-handle names a process id.
+shared through a file descriptor. Only file descriptors cross PID namespaces, for example between containers, since an
+IPC handle contains a process id.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 class Shared:
     """Shared form of a local registration: the IPC handle of its allocation, or the pieces of its virtual memory.
 
-    `offset` is that of the memory in the allocation or in its first piece. `pieces` has address and size of each.
+    `offset` is the memory's offset in the allocation or in its first piece. `pieces` lists addresses and sizes.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 def handle_fault(payload: CudaPayload) -> str:
     """Return why this process cannot open memory by its handle, or an empty string."""
-    # The driver finds the exporter by its process id. It fails, or with an equal id confuses it with this process.
+    # The driver finds the exporter by its process id. It fails, or mistakes this process for it if the ids are equal.
     # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
         return ""
@@ -270,7 +270,7 @@ _NAP_S = 0.00005
 """A waiting thread polls without pause for `_SPIN_S`, in which NVLink moves 80 MB, and then sleeps at
 least `_NAP_S`."""
 _FASTEST_BYTES_PER_S = 2.1e12
-"""No copy is faster, so a waiting thread sleeps at least as long as the remaining bytes need. Each poll takes the
+"""No copy is faster, so a waiting thread sleeps at least as long as the remaining bytes take. Each poll takes the
 interpreter's lock from threads that verify and serve. Source: benchmarks/results/h200x2_202611/transport.md."""
 _LONGEST_NAP_S = 0.01
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
@@ -385,7 +385,7 @@ class CudaIpcTransport:
         nbytes: int,
         lay_out: Callable[[int, int, int], Iterable[_QueuedCopies]],
     ) -> CudaRead:
-        """Queue a read. `lay_out` gets the local address, the peer's mapped address, and the device."""
+        """Queue a read. `lay_out` receives the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
         device = ordinal(mine.memory.device)
         claim = self._endpoint.claim(source, payload.page)
@@ -519,7 +519,7 @@ class CudaIpcTransport:
                 nap_s = min(max(_NAP_S, (read.nbytes - read.moved_bytes) / _FASTEST_BYTES_PER_S), _LONGEST_NAP_S)
                 time.sleep(0 if now - began < _SPIN_S and nap_s == _NAP_S else nap_s)
         read.into.check_open()
-        # Check after the last byte. A holder fences before it changes a byte, so a current claim saw no change.
+        # Check after the last byte. A holder fences before it changes a byte, so a valid claim saw no change.
         read.claim.check()
 
     def _advance(self, read: CudaRead) -> None:

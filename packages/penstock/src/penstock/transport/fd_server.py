@@ -46,7 +46,7 @@ _REQUEST = struct.Struct("<Q")
 """A request is the generation."""
 
 Export = Callable[[int], Iterator[int]]
-"""Yields the file descriptors of a generation, each closed by its receiver. Raises StaleDescriptor if it is over."""
+"""Yields the file descriptors of a generation, each closed by its receiver. Raises StaleDescriptor if that is over."""
 
 
 class FdServer:
@@ -69,7 +69,7 @@ class FdServer:
             for address in filter(None, (server.path, abstract_name and f"\0{abstract_name}")):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
                     bound.bind(address)
-                    # The listener takes the descriptor, so that `with` closes nothing.
+                    # The listener takes over the descriptor, so that `with` closes nothing.
                     listener = ThreadedListener(
                         bound, Admission(_LIMITS, name=f"fds of {name}"), server._serve, name="fds"
                     )
@@ -86,7 +86,7 @@ class FdServer:
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
         # Exports are serialised, so all other readers may be served first.
         place.begin(place.limits.total * TIMEOUT_S)
-        # The reader sees the closed connection, and raises an error with the reason that it can check.
+        # The reader detects the closed connection, and raises an error with the reason that it can check.
         with contextlib.suppress(PenstockError):
             self._answer(peer)
 
@@ -167,11 +167,11 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
             while received < count:
                 _, fds, flags, _ = socket.recv_fds(peer, _PER_MESSAGE, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
                 received += len(fds)
-                # The kernel dropped descriptors for which this process has no number.
+                # The kernel dropped descriptors for which this process has no free number.
                 if flags & socket.MSG_CTRUNC and len(fds) < _PER_MESSAGE:
                     _close_all(fds)
                     raise DestinationError("no file descriptor is left for the peer's memory", uri=uri, hint=_HINT)
-                # Without descriptors the connection was closed early. Too many are not the described memory.
+                # Without descriptors, the connection was closed early. Too many do not match the described memory.
                 if not fds or received > count:
                     _close_all(fds)
                     raise StaleDescriptor(f"received {received} of {count} pieces of memory", uri=uri)

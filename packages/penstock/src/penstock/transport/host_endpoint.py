@@ -59,13 +59,13 @@ class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
     slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
     serial: Annotated[int, msgspec.Meta(ge=0)] = 0
     socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
-    """Path of the socket that sends the page and the memory. Empty means that the owner has the previous release."""
+    """Path of the socket that sends the page and the memory. Empty means that the owner runs the previous release."""
     pid_namespace: Annotated[int, msgspec.Meta(ge=0)] = 0
     """PID namespace of the owner. 0 means unknown."""
 
 
 def checksum_of(descriptor: Descriptor) -> int:
-    """Return the checksum of a descriptor, which the table has next to its generation."""
+    """Return the checksum of a descriptor, which the table stores next to its generation."""
     # List the fields, since a reader of an older version ignores fields that a newer one adds to descriptors.
     fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
     raw = msgspec.msgpack.encode((*fields, descriptor.payload))
@@ -95,7 +95,7 @@ class GenerationTable:
         mapped = create_memfd("penstock-page", PAGE_BYTES)
         name = secrets.token_hex(8)
         try:
-            # A lock belongs to an opening of the file. This separate opening is closed in a forked child.
+            # A lock belongs to an open file description. A forked child closes this separate one.
             lock_fd = mapped.readable()
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -118,7 +118,7 @@ class GenerationTable:
         )
 
     def readable(self) -> int:
-        """Return a descriptor of the page for a reader. It must not run while the page is closed."""
+        """Return a descriptor of the page for a reader. It must not run while the page is being closed."""
         return self._mapped.readable()
 
     def take_slot(self) -> int:
@@ -159,7 +159,7 @@ class GenerationTable:
     def forget(self) -> None:
         """Close the page's descriptors without a change that readers can see."""
         self.is_mine = False
-        # Close them now, or processes that join and leave repeatedly would accumulate descriptors.
+        # Close the descriptors now, or processes that join and leave repeatedly would accumulate descriptors.
         self._closer()
         self._words.release()
         self._mapped.close()
@@ -238,7 +238,7 @@ class PeerGenerationTable:
 
     def is_alive(self) -> bool:
         """Return whether the owner still has its page open."""
-        # The owner holds the exclusive lock while it is alive. A process id would not do, since it can be reused.
+        # The owner holds the exclusive lock while it is alive. A process id would not suffice, since it can be reused.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -510,7 +510,7 @@ class Endpoint:
 
 
 def handle_here(source: Descriptor) -> FencedHandle | None:
-    """Return the registration of a descriptor if this process has it in its current generation, or None."""
+    """Return the registration of a descriptor if this process holds it in its current generation, or None."""
     endpoint = _endpoints.get(source.endpoint)
     if endpoint is None or not endpoint.page.is_mine:
         return None

@@ -1,7 +1,7 @@
 """Transport that reads a peer's host memory over HTTP/1.1, between any two hosts that can connect in one direction.
 
-A process with a descriptor may read the memory that it describes. The descriptor has a key of 16 random bytes, compared
-in constant time, and the server sends nothing without it. TLS hides the key and the bytes. A reader only sends requests
+A process with a descriptor may read the memory that it describes. The descriptor contains a key of 16 random bytes,
+which the server requires and compares in constant time. TLS hides the key and the bytes. A reader only sends requests
 to the address in a descriptor. Members of a fleet only accept descriptors whose address is that of the member that sent
 them (`data_port`). `http_reader` is the client, and `http.region_server` the server.
 """
@@ -160,7 +160,7 @@ class HttpTransport:
         Args:
             listen: `host:port` (port 0 selects a free one), or `unix:/path`. None means a Unix socket in a directory of
                 this process, since a loopback port would be open to every user of the host.
-            compress: whether bytes are compressed. None means where measurements show it to be faster.
+            compress: whether bytes are compressed. None compresses where measurements show a gain.
         """
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")

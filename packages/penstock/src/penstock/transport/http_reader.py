@@ -50,12 +50,12 @@ PART_BYTES = 32 * MIB
 CONNECT_S = 10.0
 """Seconds after which connecting fails."""
 LETTING_GO_S = 5.0
-"""Seconds for threads to stop writing to memory after their connections are aborted. They need microseconds."""
+"""Seconds for threads to stop writing to memory after their connections are aborted. This takes microseconds."""
 IDLE_S = 15.0
 """Idle seconds after which a connection is closed. The server would close it after 60 s."""
 SILENCE_S = 60.0
 """Seconds without a byte after which a connection is given up. It limits reads without a waiting thread, since others
-end by their `stall_s`."""
+end after their `stall_s`."""
 FULL_S = 0.1
 """Seconds before a request is repeated to a peer that has no free slot for a connection."""
 MAX_FRUITLESS = 3
@@ -237,7 +237,7 @@ class Peer:
             for _ in range(missing):
                 thread = threading.Thread(target=self._carry, name="penstock-http-read", daemon=True)
                 try:
-                    # If no further thread can start, the running ones carry the parts.
+                    # If no further thread can start, the running threads carry the parts.
                     if not start_thread(thread, is_needed=not self._num_threads):
                         break
                 except DestinationError:
@@ -314,7 +314,7 @@ class _Carrier:
             except OSError as error:
                 why = str(error)
             self.close()
-            # Count only new connections, since the server may have closed a kept one for being idle.
+            # Count only new connections, since the server may have closed an idle one.
             num_fruitless = 0 if read.moved_bytes > before else num_fruitless + is_fresh
             if num_fruitless >= MAX_FRUITLESS:
                 message = f"{num_fruitless} consecutive connections were closed without a byte: {why}"

@@ -265,7 +265,7 @@ class _Pinned:
     def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
         self._driver = driver
         self._device = device
-        # Set it after pinning, so that `__del__` does not undo a failed pin.
+        # Set this after pinning, so that `__del__` does not undo a failed pin.
         self._mapped: MappedMemory | None = None
         with driver.entered(device):
             driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)

@@ -14,7 +14,7 @@ from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
-"""Bytes between two checks of the fence, which take about a millisecond. Source:
+"""Bytes to copy between two checks of the fence, in about a millisecond. Source:
 benchmarks/results/cpu2_202611/transport.md."""
 _generations = itertools.count(1)
 _regions: dict[int, LoopbackHandle] = {}
@@ -23,7 +23,7 @@ _changing = threading.Lock()
 
 
 def _after_fork() -> None:
-    # A child has copies of the memory, which a descriptor does not promise.
+    # A child only has a copy of the memory, and descriptors promise the memory itself.
     _regions.clear()
     _changing.release()
 

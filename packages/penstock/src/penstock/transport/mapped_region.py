@@ -1,6 +1,6 @@
 """A peer's memory mapped into this process without a copy, as engines use the memory of a weight cache.
 
-Host memory is mapped privately, so a write here is only seen in this process. Device memory is the peer's own memory,
+Host memory is mapped privately, so only this process sees a write here. Device memory is the peer's own memory,
 so a write here changes it for every process.
 """
 

@@ -43,7 +43,7 @@ BUSY_POLL_S = 1e-4
 IDLE_POLL_S = 1e-2
 """Seconds between polls of the serving thread while no peer reads."""
 BUSY_S = 2.0
-"""Seconds for which a peer counts as reading after a notification. It sends one each half second (`nixl_reader`)."""
+"""Seconds for which a peer counts as reading after a notification. It sends one every half second (`nixl_reader`)."""
 NUM_SLOTS = 4096
 """Maximum number of open registrations."""
 
@@ -140,7 +140,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
                 check_wanted=into.check_open,
                 stall_s=stall_s,
             )
-            # Retry if another read gave up its peer and closed the agent that both used.
+            # Retry if another read gave up its peer and closed the agent that both reads used.
             while True:
                 try:
                     with into.transport.reading(into) as reader:

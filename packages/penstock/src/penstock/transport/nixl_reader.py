@@ -237,9 +237,9 @@ def place_of(device: str) -> tuple[str, int]:
 PIECE_BYTES = 64 * MIB
 """Bytes of one transfer, which is the unit of progress. Source: benchmarks/results/cpu2_202611/hosts.md."""
 PIECE_SEGMENTS = 4096
-"""Maximum number of segments in one transfer, into which short ones are grouped."""
+"""Maximum number of short segments that are grouped into one transfer."""
 WINDOW = 2
-"""Transfers of one read that are in flight."""
+"""Maximum number of transfers in flight for one read."""
 POLL_S = 2e-4
 """Seconds between two polls of a transfer after the first few. With few cores a tight loop starves the copy."""
 NOTIFY_S = 0.5
@@ -248,7 +248,7 @@ faster."""
 NUM_SCRATCH = 1024
 """Maximum number of reads with a waiting thread."""
 WORD_BYTES = 16
-"""Bytes of a registration's word, which has a generation and a checksum of 8 bytes each."""
+"""Bytes of a registration's word, which holds a generation and a checksum of 8 bytes each."""
 Piece = tuple[I64, I64]
 """Rows of (address, bytes, device), for our memory and the peer's."""
 

@@ -200,8 +200,8 @@ class Transport(Protocol):
         """
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """Return when every byte has arrived. It may be called again. `mutated` of an error says whether any byte was
-        written.
+        """Return when every byte has arrived. It may be called again. An error's `mutated` says whether any byte
+        was written.
 
         Raises:
             StaleDescriptor: the peer fenced or released the memory before the last byte was read.
@@ -229,7 +229,7 @@ class Sweeping(Protocol):
     def sweep(self) -> None:
         """Release the memory of peers that are gone or have released it, so that it is freed there.
 
-        Call it from time to time while a peer's descriptors are kept without a read. A read does it itself.
+        Call it from time to time while a peer's descriptors are kept without a read. A read does this itself.
         """
 
 
@@ -303,7 +303,7 @@ class DeferredRead(ABC, Generic[*Ts]):
         self._error: PenstockError | None = None
 
     def run(self, stall_s: float) -> None:
-        """Carry out the read in the first thread, while others wait for it. Each thread gets the error of the read."""
+        """Carry out the read in the first thread, while others wait for it. Each thread raises the read's error."""
         # Hold the lock for the whole copy, since other threads that wait for this read have nothing else to do.
         with self._lock:
             if self._work is not None:

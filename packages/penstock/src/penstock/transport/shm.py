@@ -112,7 +112,7 @@ class ShmRead(DeferredRead[IntoHandle, MemoryClaim, MappedMemory, int]):
                 at += piece
                 self._moved(piece)
         into.check_open()
-        # Check after the last byte. A holder fences before it changes a byte, so a current claim saw no change.
+        # Check after the last byte. A holder fences before it changes a byte, so a valid claim saw no change.
         claim.check()
 
     def _copy_short(self, into: IntoHandle, claim: MemoryClaim, theirs: Bytes, table: Rectangles) -> None:
@@ -160,7 +160,7 @@ class ShmTransport:
         if mapping is None:
             hint = "allocate it in a memory.arena.Arena, or move live tensors there with ReadSettings(arena=True)"
             raise ConfigError("shm only reaches memory in arenas", hint=hint)
-        # Seal it only now. Until then, workers of a conversion write to the arena through its path.
+        # Seal the memfd only now. Until then, workers of a conversion write to the arena through its path.
         mapping.seal()
         offset = memory.address - mapping.address
 
@@ -170,7 +170,7 @@ class ShmTransport:
         return self._endpoint.register(memory, describe, keep=mapping)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle of any host memory. Peers cannot read it. Raises Cancelled after `close`."""
+        """Return a handle for any host memory. Peers cannot read it. Raises Cancelled after `close`."""
         if memory.device != "cpu":
             raise ConfigError(f"shm only reaches host memory, not {memory.device}")
         self._endpoint.check_open()

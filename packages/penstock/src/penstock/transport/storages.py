@@ -1,7 +1,7 @@
 """Torch storages as owners of registered memory.
 
 Torch frees or moves the bytes of a live storage in `resize_` and in `share_memory_`, and an assignment to `.data`
-replaces the storage of a tensor. So the storage owns the memory and is asked for its address before each use.
+replaces the storage of a tensor. So the storage owns the memory, and its address is checked before each use.
 """
 
 from __future__ import annotations
