@@ -142,7 +142,7 @@ QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
     | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"}
 )
-"""Calls of a microsecond or two, which keep the interpreter's lock. After releasing it a thread may wait 5 ms for it
+"""Calls that take a microsecond or two and keep the interpreter's lock. A thread that releases it may wait 5 ms for it
 while another thread runs Python. A copy on a stream with `QUEUE_DEPTH` waiting copies blocks until the device
 continues, so `CudaDriver.copy` releases the lock there."""
 QUEUE_DEPTH = 1000
@@ -165,7 +165,7 @@ _READ_WRITE = 3
 _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
 PITCHED_BYTES = 4 << 10
-"""Minimum size of a run for a rectangle to be copied by the copy engines."""
+"""Minimum run size of rectangles that the copy engines copy."""
 PITCHED_LEAST_BYTES = 1 << 20
 """Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. It is no faster
 than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no multiprocessor of the device."""
@@ -211,7 +211,7 @@ def ordinal(device: str) -> int:
 
 
 class CudaDriver:
-    """Calls of the driver. `load_driver` returns the one object of the process."""
+    """The calls of the driver. `load_driver` returns the process's only instance."""
 
     def __init__(self) -> None:
         try:
@@ -307,7 +307,7 @@ class CudaDriver:
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
-        """Return a file descriptor of the physical memory at an address, or None if it cannot be shared."""
+        """Return a file descriptor for the physical memory at an address, or None if it cannot be shared."""
         value = ctypes.c_uint64()
         if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(value), address):
             return None
@@ -346,7 +346,7 @@ class CudaDriver:
         return unit.value
 
     def create(self, nbytes: int, device: int) -> int:
-        """Return a handle of new physical memory, which is freed with its last handle and mapping."""
+        """Return a handle to new physical memory, which is freed with its last handle and mapping."""
         return self._get("cuMemCreate", nbytes, ctypes.byref(self._properties(device)), 0)
 
     def _properties(self, device: int) -> AllocationProp:
@@ -358,7 +358,7 @@ class CudaDriver:
         return properties
 
     def retain(self, address: int) -> int:
-        """Return a further handle of the physical memory at an address."""
+        """Return another handle to the physical memory at an address."""
         return self._get("cuMemRetainAllocationHandle", address)
 
     def release(self, handle: int) -> None:
@@ -370,7 +370,7 @@ class CudaDriver:
         self._do("cuMemMap", address, nbytes, 0, handle, 0)
 
     def unmap_handle(self, address: int, nbytes: int) -> None:
-        """Undo `map_handle`, after the device's work with the addresses. They stay reserved."""
+        """Undo `map_handle` after the device has finished using the addresses, which stay reserved."""
         self._do("cuMemUnmap", address, nbytes)
 
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ _NAP_S = 0.0001
 
 
 def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream:
-    """Return a new stream of a device with an index, which does not wait for the default stream.
+    """Return a new stream that does not wait for the default stream. `device` must have an index.
 
     Torch would create a whole pool for the first stream, in 3 to 5 ms. Source:
     benchmarks/results/h200x1_202611/load-history.md. The stream is destroyed with `owner`. Without an owner it exists

@@ -312,7 +312,7 @@ class StripTable:
 
         It is asynchronous on the device's current stream, which must be the planning stream.
         """
-        # Each call of torch releases the GIL, and reacquiring it takes up to a millisecond.
+        # Each torch call releases the GIL, and reacquiring it takes up to a millisecond.
         tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
         sums = _scratch(max(table.num_sums for table in tables), self.leaves.device)
         self.whole.digest(out=self.leaves, sums=sums)
@@ -338,7 +338,7 @@ def plan_strips(
     strip = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(len(strip)) - first[strip]) * leaf_bytes
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
-    # The digest of a strip with one leaf goes directly to the row of the strip.
+    # The digest of a strip with one leaf is written directly to the strip's row.
     is_one_of_many = counts[strip] > 1
     row = np.where(is_one_of_many, len(strips) + np.cumsum(is_one_of_many) - 1, strip)
     leaves = torch.empty(len(strips) + int(is_one_of_many.sum()), dtype=torch.int64, device=device)

@@ -109,7 +109,7 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
 
 
 def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
-    """Copy strips of host memory to `out`, one after the other."""
+    """Copy strips from host memory to `out`, one after the other."""
     done = 0
     for at, run, rows, pitch in zip(*(column.tolist() for column in strips.columns), strict=True):
         _pack(memory[at:], run, pitch, 0, out[done : done + run * rows])

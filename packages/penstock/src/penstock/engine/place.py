@@ -267,7 +267,7 @@ class CudaPlace:
         # Get all addresses before the first copy, because a failed allocation between two copies would leave the first
         # copy without an event.
         addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
-        # Calls of the driver take 1 to 3 us each, while torch's calls release the GIL several times per chunk.
+        # Driver calls take 1 to 3 us each, while torch's calls release the GIL several times per chunk.
         for address, segment in zip(addresses, segments, strict=True):
             self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
         self._driver.record(pending.event, stream)

@@ -276,7 +276,7 @@ class WorkItem(Protocol):
     """A piece of work for one executor. It calls `start`, and then `finish` or `abandon`, which must not raise."""
 
     priority: int
-    """Items with a lower number run first. Items with equal numbers run in the order of posting."""
+    """Items with a lower number run first. Items with equal numbers run in posting order."""
     nbytes: int
     """Number of bytes for the trace, read when the item is complete."""
 

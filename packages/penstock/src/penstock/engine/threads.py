@@ -1,4 +1,4 @@
-"""Threads for runs, which can be kept from one run to the next, because starting a thread takes up to 2 ms."""
+"""Threads that runs can reuse, because starting a thread takes up to 2 ms."""
 
 from __future__ import annotations
 

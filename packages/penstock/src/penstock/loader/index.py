@@ -71,7 +71,7 @@ def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]
 
 
 def is_basic(index: Any) -> bool:
-    """Return whether `index` has only integers, slices, `...` and `None`, so that selecting needs no copy."""
+    """Return whether `index` contains only integers, slices, `...` and `None`, so that selecting needs no copy."""
     return all(_is_basic(entry) for entry in (index if isinstance(index, tuple) else (index,)))
 
 
@@ -83,7 +83,7 @@ def _is_basic(entry: Any) -> bool:
 
 
 def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """Check `index` by the rules of safetensors' numpy framework. Return one int or slice for each dim.
+    """Check `index` against the rules of safetensors' numpy framework. Return one int or slice for each dim.
 
     Supported forms are integers, slices with a positive step, one `...`, tuples of these, and an empty list. Raise
     IndexRefused for a different form, an index out of bounds, or more entries than dims.

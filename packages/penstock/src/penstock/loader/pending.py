@@ -81,7 +81,7 @@ class LazyParameter(torch.Tensor):
         pending._is_refillable = is_refillable
         pending._hold = hold
         if isinstance(parameter, torch.nn.Parameter):
-            # Torch recognises a parameter of another class by this attribute.
+            # Torch uses this attribute to recognise parameters of other classes.
             pending._is_param = True
         return pending
 

@@ -1,4 +1,4 @@
-"""Progress of a long call, as a bar on stderr or as calls of the user's function."""
+"""Progress of a long call, shown as a bar on stderr or passed to the user's function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BAR_COLUMNS = 72
 
 
 class Progress:
-    """The progress of one call, as a bar or as calls of the user's function. Use it as a context manager.
+    """The progress of one call, shown as a bar or passed to the user's function. Use it as a context manager.
 
     Args:
         wanted: see `ProgressOption`.

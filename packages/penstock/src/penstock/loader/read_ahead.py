@@ -1,6 +1,6 @@
 """Bounded read-ahead for a file that is read tensor by tensor, where every read costs a round trip.
 
-Requests that follow the file in order start the read-ahead once they are dense. It reads at most twice as many bytes
+Requests in file order start the read-ahead once they are dense. It reads at most twice as many bytes
 ahead as the requests covered. `expect` announces ranges in a different order, and the first request after it starts
 those reads. The blocks of all files in the process together stay within `Settings.memory_bytes`.
 """

@@ -58,7 +58,7 @@ class LoadRun(Run):
     Args:
         sources: one source for each file index in the plan.
         place: the destination's slabs.
-        checker: compares digests of complete slabs. None means that complete slabs are ready.
+        checker: compares digests of complete slabs. None means that slabs are ready once complete.
         reads: indices of the reads to execute. None means all.
         window_bytes: limit in bytes on how far reads are ahead of consumed slabs. 0 means no limit.
         order: order in which `slabs` yields the slabs, and ideally of the plan's reads. None means plan order.

@@ -113,7 +113,7 @@ class safe_open:
     `FileNotFoundError`, `PermissionError` or `OSError`.
 
     Unlike in safetensors, F4 can be sliced (in the packed shape of `get_tensor`), numpy slices may be negative, empty
-    or overlong, and numpy gets BF16 and F8 if `ml_dtypes` is installed.
+    or overlong, and numpy supports BF16 and F8 if `ml_dtypes` is installed.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class safe_open:
 
         Raises:
             NotFound: the file has no tensor with this name.
-            PlanError: the framework has no such dtype (F6, and for numpy also F4, and F8 without `ml_dtypes`).
+            PlanError: the framework lacks this dtype (F6, and for numpy also F4, and F8 without `ml_dtypes`).
             MissingExtra: numpy needs `ml_dtypes` for BF16.
         """
         with _as_safetensors_raises():

@@ -72,7 +72,7 @@ WARM_THREADS = 2
 
 
 class Intake:
-    """The staging and the ring for one load, sized by its device and sources. `close` releases the pool.
+    """The staging and the ring for one load, sized for its device and sources. `close` releases the pool.
 
     Attributes:
         is_remote: whether a source is on the network. Set it before the first read.

@@ -138,7 +138,7 @@ class SharedFiles:
 
     def _send_intent(self, intent: _Intent) -> None:
         self._intents.put(intent)
-        # All waits of the thread have deadlines. Once it has ended, every intent raises its error.
+        # All waits in that thread have deadlines. Once the thread has ended, every intent raises its error.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
             pass
         if not intent.is_agreed.is_set():

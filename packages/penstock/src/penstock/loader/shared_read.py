@@ -298,7 +298,7 @@ class SharedRead:
                 raise Cancelled("the files were closed during a wait for one of their tensors")
             if self._done.is_set():
                 raise Cancelled("the exchange ended before this tensor arrived")
-            # All waits of the exchange thread have deadlines. It wakes this thread with its error.
+            # All waits in the exchange thread have deadlines. That thread wakes this one with its error.
             self._changed.wait(BUSY_S)
 
     def _release(self, tensor: _Tensor) -> None:
@@ -318,7 +318,7 @@ class SharedRead:
         return as_tensor(buffer.to(self._ranks.device), self._table.dtypes[row], self._table.shapes[row])
 
     def discard(self) -> None:
-        """Discard what arrives from now on, because the program has finished. Other ranks still get their tensors."""
+        """Discard bytes that arrive from now on, because the program has finished. Other ranks still receive theirs."""
         with self._changed:
             self._discards = True
             for tensor in self._tensors:
@@ -335,7 +335,7 @@ class SharedRead:
     def close(self) -> SharedReadReport:
         """Take part until every rank has everything. Release all memory and return the report, or raise the error."""
         self.discard()
-        # All waits of `exchange` have deadlines.
+        # All waits in `exchange` have deadlines.
         while not self._done.wait(BUSY_S):
             pass
         self._reader.shutdown(wait=True, cancel_futures=True)

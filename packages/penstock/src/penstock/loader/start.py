@@ -244,7 +244,7 @@ class _Filled:
         state = own_state(module)
         with_bytes = [tensor for tensor in filled if tensor.numel()]
         slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
-        # The state dict has the names in the module, while the file may use different names.
+        # The state dict uses the module's names, while the file may use different names.
         memories = {memory_of(tensor) for tensor in with_bytes}
         inside = {name: tensor for name, tensor in state.items() if tensor.numel() and memory_of(tensor) in memories}
         wanted: dict[int, tuple[int, int]] = {}

@@ -63,7 +63,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     """Return the torch dtype for `dtype`.
 
     Raises:
-        PlanError: torch has no such dtype (the F6 types). Nothing was read.
+        PlanError: torch lacks this dtype (the F6 types). Nothing was read.
     """
     try:
         return _TORCH[dtype]

@@ -52,7 +52,7 @@ class InspectReport(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, with the revision instead of the manifest."""
-        # The manifest has a row for each tensor, which is too much for a line of JSON.
+        # The manifest contains a row for each tensor, which is too much for a line of JSON.
         fields = {name: getattr(self, name) for name in ("uri", "num_tensors", "nbytes", "dtypes", "not_loadable")}
         return {**plain(fields), "revision": self.manifest.revision}
 

@@ -196,7 +196,7 @@ class Arena:
 
     def runs_at(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """Return runs like `bytes_at`, each in 0.5 us instead of 1.5 us. `offsets` must ascend."""
-        # One call of torch splits the memory into all runs and the gaps between them.
+        # A single torch call splits the memory into all runs and the gaps between them.
         cuts, numbers, at = list[int](), list[int](), 0
         for offset, length in zip(offsets, lengths, strict=True):
             if offset > at:

@@ -166,7 +166,7 @@ def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
 
 
 def _check_kind(state: os.stat_result, uri: str) -> None:
-    # A memfd has no links. A file with a link is not shared memory.
+    # A memfd has no hard links. A file with a link is not shared memory.
     if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
         raise PeerLost("the peer's file is not shared memory of this user", uri=uri)
 

@@ -187,7 +187,7 @@ class StagingPool:
     def try_acquire(self) -> StagingBuffer | None:
         """Return a free buffer that no thread waits for, or None. During `warm`, return only prepared buffers."""
         with self._lock:
-            # Leave a free buffer for each waiting thread, which this caller could otherwise starve with the GIL.
+            # Leave a free buffer for each waiting thread, which this caller, holding the GIL, could otherwise starve.
             if len(self._free) <= self._num_waiting or self._cancelled:
                 return None
             if self._num_warming and not self._free[-1].is_ready:

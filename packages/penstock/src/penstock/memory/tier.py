@@ -39,7 +39,7 @@ class Room(Protocol):
         """Start to copy bytes from host memory, which must stay unchanged until `settle` returns."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Start to copy bytes to host memory, which ends in `settle`. Raise IntegrityError for corrupted bytes."""
+        """Start to copy bytes to host memory; `settle` completes it. Raise IntegrityError for corrupted bytes."""
 
     def settle(self) -> None:
         """Wait until all copies have finished. Raise DestinationError, DiskFull or SourceStalled if a copy failed."""
@@ -50,7 +50,7 @@ class Room(Protocol):
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room in the memory of this process, which a move accesses without a buffer."""
+    """A room in this process's memory. Moves access it without a buffer."""
 
     def views(self) -> Sequence[memoryview]:
         """Return all bytes in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""

@@ -1,4 +1,4 @@
-"""Blocks in tiers of memory with budgets. Space is freed by moving the least recently used block.
+"""Blocks in memory tiers with budgets. Moving the least recently used blocks down frees space.
 
 A block is in one tier at a time. Its old room stays while a reader uses it, or as a copy in a slower tier with
 `Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A thread
@@ -30,7 +30,7 @@ SOURCE = "source"
 """Tier name for a block that is in no tier and can be read again from its source."""
 
 Fill = Callable[[Room], None]
-"""Writes all bytes of a block from its source into a room, with deadlines."""
+"""Copies all bytes of a block from its source into a room, with deadlines."""
 
 
 class BlockUser(Protocol):
@@ -132,7 +132,7 @@ class Tiers(Closeable):
 
         Raises:
             ConfigError: the block was already added.
-            BudgetTooSmall: there is not enough space. Errors of `fill` are raised too.
+            BudgetTooSmall: there is not enough space. Errors from `fill` are raised too.
         """
         to = self._index(tier)
         entry = _TieredBlock(block, fill, again, user, self._source)
@@ -428,7 +428,7 @@ class Tiers(Closeable):
             # Compute this first, because blocks that move down in vain would have to be reloaded.
             least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:
-            # Drop copies first, because their blocks have the bytes in another tier.
+            # Drop copies first, because another tier holds the bytes of their blocks.
             for entry in copies:
                 if used[at] + charge <= level.budget_bytes:
                     break

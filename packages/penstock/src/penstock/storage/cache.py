@@ -61,7 +61,7 @@ _totals = {field.name: Total() for field in fields(CacheStats)}
 
 
 def cache_totals() -> CacheStats:
-    """Return the counters of all sources of this process, including closed ones."""
+    """Return the counters of all sources in this process, including closed sources."""
     return CacheStats(**{name: total.value for name, total in _totals.items()})
 
 
@@ -219,7 +219,7 @@ class CachedSource(HashedReads):
         try:
             is_whole = _fill(descriptor, 0, views) == nbytes and os.preadv(descriptor, [trailer], nbytes)
         except OSError:
-            # An I/O error from a bad disk counts as corruption, because the source still has the bytes.
+            # An I/O error from a bad disk counts as corruption, because the source can still provide the bytes.
             return False
         return bool(is_whole) and trailer == self._trailer(start, views, nbytes)
 

@@ -214,7 +214,7 @@ class CacheDirectory:
                         take(left, os.writev(descriptor, left[:MAX_BUFFERS]))
                 finally:
                     os.close(descriptor)
-                # No fsync is needed, because a chunk torn by a power loss fails its digest.
+                # No fsync is needed, because a chunk torn by a power loss fails the digest check.
                 try:
                     os.rename(temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                 except IsADirectoryError:

@@ -21,7 +21,7 @@ class FileDigest:
     Attributes:
         is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest
             of the file may never be read.
-        is_equal: whether the whole file was hashed and has the expected digest.
+        is_equal: whether the whole file was hashed and its digest matches.
     """
 
     def __init__(self, expected: str, nbytes: int, uri: str, stall_s: float) -> None:

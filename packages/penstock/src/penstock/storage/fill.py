@@ -35,7 +35,7 @@ logger = log_named(__name__)
 Copy = Callable[[Mapping[str, Path], Callable[[str], None]], None]
 """Copies files, given by name, to local paths. Calls the function with the name of each complete, verified file."""
 
-# Maximum number of open lock files. A data set may have a hundred thousand files.
+# Maximum number of open lock files. A data set may contain a hundred thousand files.
 _AT_ONCE = 64
 # Seconds for one attempt to lock. Files that another process has locked are fetched last.
 _NO_WAIT_S = 0.01
@@ -50,7 +50,7 @@ class FillReport(Summarised):
 
     uri: str
     directory: str
-    """The directory of the files. Other tools find it by the model's name."""
+    """The directory that holds the files. Other tools find it by the model's name."""
     num_files: int
     nbytes: int
     fetched_files: int

@@ -1,6 +1,6 @@
 """The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
-Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 tensor that holds
+Tensors of plain types receive the matching safetensors dtype. A quantised tensor becomes a U8 tensor that holds
 the file's blocks, with the bytes of a row as its last dim. The metadata key `GGUF.types` states its type.
 
 The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
@@ -37,11 +37,11 @@ _RESERVED_PREFIX = "GGUF."
 _VERSIONS = (2, 3)
 ALIGNMENT = 32
 """Alignment of bodies in written files, and in files that do not state another alignment."""
-# Maximum length of a key in the format.
+# Maximum length of a key, set by the format.
 _MAX_NAME_BYTES = 65_535
 # Source: GGML_MAX_DIMS.
 _MAX_DIMS = 4
-# Skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
+# Limit, since skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
 _MAX_STRINGS = 1 << 21
 # The manifest's metadata only describes longer values, because a tokenizer takes megabytes.
 _MAX_TEXT_BYTES = 64 << 10
@@ -50,7 +50,7 @@ _MAX_LIST = 64
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _INT64_MAX = 2**63 - 1
-# Dims, type and offset of a tensor, indexed by rank.
+# Struct formats of a tensor's dims, type and offset, indexed by rank.
 _INFOS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(_MAX_DIMS + 1))
 
 _STRING, _ARRAY = 8, 9
@@ -101,7 +101,7 @@ PLAIN: Mapping[int, DType] = {
     28: DType.F64,
     30: DType.BF16,
 }
-"""Types that safetensors has too, by number. Source: enum ggml_type."""
+"""Types that safetensors supports too, by number. Source: enum ggml_type."""
 
 BLOCK_TYPES: Mapping[int, BlockType] = {
     number: BlockType(name=name, elements=elements, nbytes=nbytes)

@@ -1,6 +1,6 @@
 """Local files mapped into memory, for zero-copy use on the CPU.
 
-A `Mapping` is a range of the address space, and a `MappedRange` has the bytes of one view in it. Finalizers free both,
+A `Mapping` is a range of the address space, and a `MappedRange` is the memory of one view in it. Finalizers free both,
 in C code wherever a signal could otherwise be lost.
 """
 
@@ -141,7 +141,7 @@ class MappedFile(LocalFile):
             if cold:
                 # Touching a page that a truncation removed would kill the process.
                 self.require_unmodified()
-                # In a virtual machine, the first use of a page by the CPU faults again in the host. Reading one byte of
+                # In a virtual machine, the CPU's first access to a page faults again in the host. Reading one byte of
                 # each page overlaps this with the disk. Source: benchmarks/results/cpu2_202611/files.md.
                 np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
         self.require_unmodified()
@@ -166,7 +166,7 @@ class MappedFile(LocalFile):
             raise typed_error(error, self.uri, (start, start + nbytes)) from error
 
     def _place(self, offset: int, stop: int) -> tuple[Mapping, int] | None:
-        """Return the mapping of the file and the index for a new view. None if some of the bytes have a view."""
+        """Return the file's mapping and the index for a new view. None if a live view covers some of the bytes."""
         whole = self._whole() if self._whole is not None else None
         if whole is None:
             try:

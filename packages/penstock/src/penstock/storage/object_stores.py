@@ -1,4 +1,4 @@
-"""Obstore stores for s3://, gs:// and az:// URIs, with the usual credentials of each cloud, and their errors.
+"""Obstore stores for s3://, gs:// and az:// URIs, with each cloud's usual credentials, and their errors.
 
 Stores are cached by all of their options, so the objects of a bucket share connections and credentials.
 """
@@ -165,7 +165,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         raise ConfigError("a key with an empty segment (//) cannot be read", uri=uri)
     root = f"{scheme}://{bucket}/"
     account = ""
-    # Azure URIs have the container and the account's host, whose first label is the account's name.
+    # Azure URIs name the container and the account's host, whose first label is the account's name.
     if "@" in bucket:
         bucket, _, account = bucket.partition("@")
         account = account.partition(".")[0]

@@ -46,7 +46,7 @@ A request waits 20-200 ms for its first byte, and one connection to S3 carries 8
 guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
-# Minimum size of obstore's pieces, each of which acquires the GIL.
+# Minimum size of obstore's pieces, because each piece acquires the GIL.
 _PIECE_BYTES = MIB
 
 MAX_SEEN_KEYS = 10_000_000

@@ -206,7 +206,7 @@ class OutputSet:
         return self.table.names[row][len(group) + 1 if group else 0 :]
 
     def index(self) -> dict[str, bytes]:
-        """Return the index files by name. A set of a single file, or with a star in its name, has no index."""
+        """Return the index files by name. A single file, or a name with a star, has no index."""
         indexes = {}
         for group in dict.fromkeys(self.groups):
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
@@ -245,7 +245,7 @@ class OutputSet:
                 raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT)
             columns = (found.names, found.dtypes, found.shapes, found.offset.tolist(), found.nbytes.tolist())
             actual = {entry[0]: entry for entry in zip(*columns, strict=True)}
-            # The table has no GGUF types to compare with.
+            # The table contains no GGUF types to compare with.
             if file_name != GGUF_FILE and actual != wanted:
                 name = next(name for name in (*wanted, *actual) if actual.get(name) != wanted.get(name))
                 message = "the header on disk differs from the header written"

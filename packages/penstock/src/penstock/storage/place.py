@@ -37,7 +37,7 @@ BUNDLES = "penstock-artifacts"
 """Name of the directory next to a model for bundles of compiled code."""
 _LOST_AND_FOUND = "lost+found"
 _LOCK = ".penstock-lock"
-# File with the names of the files that `fill` is moving.
+# File that lists the names of the files that `fill` is moving.
 _MOVING = ".penstock-moving"
 # Longest wait in seconds for another process that checks or publishes in the directory.
 _WAIT_S = 10.0
@@ -77,7 +77,7 @@ class OutputPlace:
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise ConfigError unless the place is free, or has only a weight set and `replace` is true.
+        """Raise ConfigError unless the place is free, or contains only a weight set and `replace` is true.
 
         No local path in `sources` may lie in the place.
         """
@@ -181,7 +181,7 @@ def foreign(directory: Path) -> list[str]:
             name = f"{place}{folder}"
             is_known = name == BUNDLES or name in written or any(one.startswith(f"{name}/") for one in written)
             if os.path.islink(os.path.join(root, folder)) or not is_known:
-                # Do not descend, because a symlink may lead anywhere and a home directory has a million files.
+                # Do not descend, because a symlink may lead anywhere and a home directory may contain a million files.
                 folders.remove(folder)
                 found.append(f"{name}/")
         for name in (f"{place}{file}" for file in files):

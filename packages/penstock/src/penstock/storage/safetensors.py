@@ -71,7 +71,7 @@ class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fie
     stop: int
 
 
-# Unknown fields are accepted, as other readers do. They change the number of strings, so the header is walked.
+# Unknown fields are accepted, as in other readers. They change the number of strings, so the header is walked.
 class _TensorEntry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
@@ -317,7 +317,7 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     """Return the `weight_map` of a `*.safetensors.index.json`: shard file by tensor name, relative to the index.
 
-    Raises FormatError if the index is malformed, has a duplicate name, or names a shard outside its directory.
+    Raises FormatError if the index is malformed, contains a duplicate name, or names a shard outside its directory.
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
@@ -454,6 +454,6 @@ def _address(view: memoryview) -> int:
 
 
 def clip(value: object) -> str:
-    """Return at most 200 characters of a value for a message. A hostile name may have a hundred megabytes."""
+    """Return at most 200 characters of a value for a message. A hostile name may take a hundred megabytes."""
     text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -50,7 +50,7 @@ class Source(Protocol):
             buffers: writable and contiguous, with format "B". After an error their content is undefined.
 
         Returns:
-            A short stable word for the path of the bytes (`page-cache`, `direct`, `http`, `cache`, `memory`).
+            A short stable word for the path that the bytes took (`page-cache`, `direct`, `http`, `cache`, `memory`).
 
         Raises:
             SourceTruncated: the source is shorter than `offset + sum of lengths`.
@@ -80,7 +80,7 @@ class Digested(Protocol):
         """Return whether the digest was checked and matches."""
 
     def check_whole(self) -> bool:
-        """Check the digest while the content is read, once and completely, from now on. Return False without a digest.
+        """From now on, check the digest while the content is read once and completely. Return False without a digest.
 
         The read that completes the content raises IntegrityError on a mismatch. Before this call, only reads from the
         start are allowed, for example of a header.
@@ -133,7 +133,7 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def glob_pattern(key: str) -> re.Pattern[str]:
-    """Compile a glob for a whole key. A `**` segment crosses slashes, and other wildcards do not."""
+    """Compile a glob that must match a whole key. A `**` segment crosses slashes, and other wildcards do not."""
     # A star in fnmatch also matches slashes, unlike in globs of local directories.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
@@ -184,7 +184,7 @@ class Storage(Protocol):
         """
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """Return a small file (an index, a manifest), or None if it is absent. Most storages can use `read_whole`."""
+        """Return the content of a small file (such as an index), or None if absent. Most storages can use `read_whole`."""
 
 
 @runtime_checkable

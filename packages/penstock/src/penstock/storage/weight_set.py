@@ -124,7 +124,7 @@ def open_weights(
         FormatError: a header, the index or the manifest is malformed, or they contradict each other.
         IntegrityError: the manifest's revision does not match its content.
         NotFound: the URI does not exist, or a shard that the index names is missing.
-        PlanError: `names` has a name without wildcards that no tensor has.
+        PlanError: `names` contains a name without wildcards that matches no tensor.
         SourceError: the storage failed.
     """
     require_type("storage_options", storage_options, (Mapping, type(None)), "a dict of options by obstore's names")
@@ -447,7 +447,7 @@ def build(
 
     Args:
         weights: an open set with all of its tensors. Leaves of its manifest are ignored.
-        threads: reader threads, each with a buffer of 8 MiB, or of one leaf if that is longer. 0 chooses by cores.
+        threads: reader threads, each with a buffer of 8 MiB, or one leaf if longer. 0 means one per core, at most 8.
         on_bytes: called with the size of each window read, by one thread at a time.
     """
     if leaf_bytes <= 0:

@@ -86,7 +86,7 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """Open a file that gets the name `path` at the end of the block, complete and synced.
+    """Open a file that is renamed to `path` at the end of the block, complete and synced.
 
     Until then it has a random name, so that a symlink from another user is neither followed nor replaced.
     """
@@ -98,7 +98,7 @@ def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fchmod(fd, mode)
-                # Sync before the rename, so that the name cannot lead to an empty file after a power loss.
+                # Sync before the rename, so that the name cannot refer to an empty file after a power loss.
                 os.fsync(fd)
             os.replace(new, path)
         finally:

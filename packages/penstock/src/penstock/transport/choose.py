@@ -190,7 +190,7 @@ class PeerLinks(Closeable):
             except (ConfigError, MissingExtra) as error:
                 self.refused[name] = str(error.message)
             except BaseException:
-                # The open transports have listeners and threads, and the caller gets no object to close.
+                # The open transports have listeners and threads, and the caller receives no object to close.
                 self.close()
                 raise
 
@@ -224,7 +224,7 @@ class PeerLinks(Closeable):
                 except ConfigError as error:
                     why[name] = error.message
         except BaseException:
-            # A handle keeps the memory alive and readable by peers, and the caller would not get it to close it.
+            # A handle keeps the memory alive and readable by peers, and the caller could not close it.
             for handle in handles.values():
                 handle.close()
             raise
@@ -317,7 +317,7 @@ def open_links(
     kinds = {kind.name: kind for kind in transport_kinds()}
     broken = broken_transports()
     unknown = set(only or ()) - set(kinds)
-    # Report a broken package first, or its user would look for a wrong name.
+    # Report a broken package first, or its user would suspect a wrong name.
     if unknown & set(broken):
         raise ConfigError("; ".join(broken[name] for name in sorted(unknown & set(broken))))
     if unknown:

@@ -172,7 +172,7 @@ class Mapped:
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    """Map a peer's memory for a device of ours. It takes milliseconds, so keep the mapping.
+    """Map a peer's memory for one of our devices. It takes milliseconds, so keep the mapping.
 
     Raises ConfigError if the devices cannot reach each other's memory, or if the memory only has a handle from another
     PID namespace, DestinationError if the driver refused, or like `fd_server.receive_fds`.
@@ -198,7 +198,7 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 
 def handle_fault(payload: CudaPayload) -> str:
-    """Return why this process cannot open memory by its handle, or an empty string."""
+    """Return why this process cannot open the memory with its handle, or an empty string."""
     # The driver finds the exporter by its process id. It fails, or mistakes this process for it if the ids are equal.
     # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
@@ -325,7 +325,7 @@ class CudaIpcTransport:
         device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared.of(self._driver, device, memory)
-        # A peer's copy engine does not know the streams of this process.
+        # A peer's copy engine does not wait for streams of this process.
         self._settle(device)
         runs = shared.runs()
 
@@ -545,7 +545,7 @@ class CudaIpcTransport:
         """See `Transport.close`. Waits for copies in flight for at most `SETTLE_S`, then keeps their memory."""
         if not self._endpoint.page.is_mine:
             return
-        # Close the endpoint first, so that no read is posted and waiting threads get Cancelled.
+        # Close the endpoint first, so that no read is posted and waiting threads raise Cancelled.
         self._endpoint.close()
         deadline = time.monotonic() + SETTLE_S
         try:
@@ -553,7 +553,7 @@ class CudaIpcTransport:
                 self._reap()
                 time.sleep(_NAP_S)
         except DestinationError:
-            # The device failed, and waiting threads get that error. Memory to which it may still write is kept below.
+            # The device failed, and waiting threads raise that error. Memory to which it may still write is kept below.
             pass
         with self._lock:
             if self._in_flight:

@@ -46,7 +46,7 @@ _REQUEST = struct.Struct("<Q")
 """A request is the generation."""
 
 Export = Callable[[int], Iterator[int]]
-"""Yields the file descriptors of a generation, each closed by its receiver. Raises StaleDescriptor if that is over."""
+"""Yields the generation's file descriptors, which the receiver closes. Raises StaleDescriptor for an old one."""
 
 
 class FdServer:

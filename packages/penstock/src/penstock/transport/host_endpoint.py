@@ -1,7 +1,7 @@
 """Registrations that peers on this host can check: handles, the generation table, and claims on peers' memory.
 
 An endpoint has one generation table, which is a page of shared memory that every reader on the host maps read-only. The
-page has a header and slots of four words: generation (0 if free), checksum, serial, 0. The serial identifies a
+page holds a header and slots of four words: generation (0 if free), checksum, serial, 0. The serial identifies a
 registration as long as its memory stays the same. The checksum is a digest of its descriptor and detects forgeries. A
 lock on the page shows that its owner is alive, since the kernel releases it when the owner dies.
 
@@ -200,7 +200,7 @@ class PeerGenerationTable:
 
         Raises:
             ConfigError: the peer is on another host, or in a container with a different runtime directory.
-            PeerLost: the process is gone, or a different process has its socket.
+            PeerLost: the process is gone, or a different process owns its socket.
         """
         uri = source.uri
         if address.host != host_id():
@@ -447,7 +447,7 @@ class Endpoint:
             raise StaleDescriptor(f"generation {generation} of the memory is no longer current")
 
     def register(self, memory: Memory, describe: Describe, keep: Exportable | None = None) -> FencedHandle:
-        """Return a handle with a slot of the table. It keeps `keep` alive. Raises ConfigError if the table is full."""
+        """Return a handle with a slot in the table. It keeps `keep` alive. Raises ConfigError if the table is full."""
         with self.changing:
             self.check_open()
             slot = self.page.take_slot()

@@ -20,7 +20,7 @@ from penstock.transport.protocol import Descriptor, decode_payload
 from penstock.transport.shm import ShmPayload, open_payload
 
 _NORESERVE = 0x4000
-"""MAP_NORESERVE. Without it the kernel may refuse to map a model as large as the host's memory a second time. Source:
+"""MAP_NORESERVE. Without it the kernel may refuse a second mapping of a model as large as the host's memory. Source:
 Linux, mman-common.h."""
 _SHM_DECODER = msgspec.msgpack.Decoder(ShmPayload)
 _CUDA_DECODER = msgspec.msgpack.Decoder(CudaPayload)
@@ -68,8 +68,8 @@ def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDri
     """Map a registration of a peer on this host. `device` is the peer's device with this process's number.
 
     Raises:
-        ConfigError: the memory has a different host, runtime directory or transport, or is device memory of a different
-            PID namespace without file descriptors.
+        ConfigError: the memory has a different host, runtime directory or transport, or is device memory from a
+            different PID namespace without file descriptors.
         PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
         FormatError: the descriptor is malformed, or exceeds the memory that it names.
         DestinationError, PermissionDenied: this system refused to map the memory.

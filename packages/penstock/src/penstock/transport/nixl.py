@@ -52,7 +52,7 @@ _transports: weakref.WeakSet[NixlTransport] = release_after_fork(lambda transpor
 
 
 def _at_exit() -> None:
-    # The daemon thread could be in a call of NIXL when the interpreter is torn down.
+    # The daemon thread could be inside a NIXL call when the interpreter is torn down.
     for transport in list(_transports):
         transport.close()
 

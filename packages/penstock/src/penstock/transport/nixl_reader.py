@@ -203,7 +203,7 @@ class Agent:
         with self._lock:
             transfers, self._transfers = self._transfers, set()
             for transfer in transfers:
-                # Each transfer has a reference to the agent, which is freed with the last reference.
+                # Each transfer refers to the agent, which is freed with the last reference.
                 self._release(transfer)
             self._agent = None
 
@@ -358,7 +358,7 @@ class Reader:
     def _drain(
         self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]
     ) -> None:
-        # A read in flight could write to the memory after the caller got the error.
+        # A read in flight could write to the memory after the caller received the error.
         try:
             while transfers:
                 self._land(job, remote, transfers)

@@ -30,14 +30,14 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     transport: _Name
     endpoint: _Name
-    """Identifies the holder's transport. A restarted process has a new value."""
+    """Identifies the holder's transport. A restarted process uses a new value."""
     generation: _Count
     """Generation of the registration. An endpoint never reuses a number, so a later registration of the same address
     has a different one."""
     nbytes: _Count
     device: _Name = "cpu"
     payload: bytes = b""
-    """Data of the transport, such as an IPC handle or an agent's metadata. It is hostile until that transport has
+    """Data for the transport, such as an IPC handle or an agent's metadata. It is hostile until that transport has
     checked it."""
 
     @property
@@ -148,7 +148,7 @@ class RevocableHandle(Protocol):
 
 
 class PendingRead(Protocol):
-    """A posted read, of which `moved_bytes` of `nbytes` have arrived."""
+    """A posted read. So far, `moved_bytes` of its `nbytes` have arrived."""
 
     @property
     def nbytes(self) -> int:
