@@ -35,7 +35,7 @@ ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
         (ConfigError, "this driver or memory does not support it, so use a different transport"),
     ),
 }
-"""Error and hint of each CUresult. Any other code is a DestinationError."""
+"""Error class and hint for each CUresult. Any other code raises DestinationError."""
 
 
 class IpcHandle(ctypes.Structure):

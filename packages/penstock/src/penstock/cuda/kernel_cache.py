@@ -45,7 +45,7 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 class _StoredKernel(msgspec.Struct, frozen=True):
     file: str
-    """Name of its file, which is a digest of everything on which the kernel depends."""
+    """Name of the kernel's file, which is a digest of everything on which the kernel depends."""
     symbol: str
     parameter_bits: tuple[int, ...]
     """Bits of every parameter: the kernel's, then Triton's (scratch pointers, which are null here)."""

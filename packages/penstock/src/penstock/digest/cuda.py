@@ -30,20 +30,20 @@ class Tuning:
     """Shapes of the launches, which do not change the digests. Source: benchmarks/results/h100_202611/digest.md."""
 
     tile_blocks: int = 8
-    """1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
+    """Number of 1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
     tile_warps: int = 1
     """Warps per program of that pass. With 8 blocks per warp, each thread keeps sixteen 16-byte loads in flight."""
     run_stripes: int = 8
     """Stripes of 64 bytes that one load reads from a block of an aligned leaf: 512 contiguous bytes per warp."""
     finish_leaves: int = 4
-    """Leaves that a program of the serial pass chains. Four leaves with 8 lanes fill its one warp."""
+    """Number of leaves that a program of the serial pass chains. Four leaves with 8 lanes fill its one warp."""
     finish_unroll: int = 16
-    """Blocks whose sums the serial pass loads ahead."""
+    """Number of blocks whose sums the serial pass loads ahead."""
     slab_blocks: int = 1024 * 1024
-    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. Slabs of 256 MiB, whose sums fit the L2
+    """Blocks per slab: 1 GiB of equally long leaves, with 64 MiB of sums. Slabs of 256 MiB, whose sums fit the L2
     cache (50 MB), are not faster and need four times the launches."""
     short_warps: int = 4
-    """Warps of a program of the short kernel, which handles one leaf per thread."""
+    """Warps per program of the short kernel, which handles one leaf per thread."""
 
 
 DEFAULT_TUNING = Tuning()
@@ -75,7 +75,7 @@ class LeafTable:
     first_short: int
     """First leaf that uses the short algorithms, or `num_leaves`."""
     num_sums: int
-    """Rows of the sums of the largest slab."""
+    """Number of rows of sums that the largest slab needs."""
 
     def digest(self, *, out: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> torch.Tensor:
         """Digest the current bytes of every leaf. Only one thread at a time may call it.
@@ -121,7 +121,7 @@ def plan_leaves(
     # A launch follows one path. Aligned leaves load 16 bytes at once, and short leaves have separate algorithms.
     kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
     tiles = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
-    # All leaves of a slab get the same number of tiles, so also sort by length if lengths differ much.
+    # All leaves of a slab get the same number of tiles, so also sort by length if lengths differ widely.
     if kind.any() or num_leaves * tiles.max(initial=0) > 2 * tiles.sum():
         order = np.lexsort((tiles, kind))
         addresses, nbytes, rows = addresses[order], nbytes[order], rows[order]

@@ -105,7 +105,7 @@ class RingFetch:
         self._items = iter(items)
         thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
         start_thread(thread)
-        # Store the thread after its start, because `close` can join only a started thread.
+        # Store the thread once it has started, because `close` can join only a started thread.
         self._thread = thread
 
     def close(self) -> None:

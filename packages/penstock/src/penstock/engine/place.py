@@ -196,7 +196,7 @@ class CudaPlace:
                 self._state.notify_all()
 
     def allocate(self) -> None:
-        """Allocate all missing slabs, the first slabs early for the first copies. Raise DeviceOutOfMemory."""
+        """Allocate all missing slabs, beginning with those for the first copies. Raise DeviceOutOfMemory."""
         first = num_first_slabs(self._nbytes)
         with self.allocating():
             try:

@@ -91,7 +91,7 @@ class Run(Closeable):
         return any(executor.is_busy() for executor in self._executors)
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including those of running items. If 0, only whole items are progress."""
+        """Return the bytes received so far, including by running items. If 0, only whole items count as progress."""
         return 0
 
     def wait(self) -> None:

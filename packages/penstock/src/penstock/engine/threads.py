@@ -131,7 +131,7 @@ class KeptThreads(Closeable):
                 if me in self._idle:
                     self._idle.remove(me)
                     return None
-        # Another thread has removed this thread from the list to send a call. The wait is bounded, because an interrupt
+        # Another thread has removed this thread from the list to pass a call. The wait is bounded, because an interrupt
         # may have stopped the other thread.
         with contextlib.suppress(Empty):
             return me.calls.get(timeout=IDLE_S)

@@ -268,7 +268,7 @@ def open_stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Return a context manager that delays Ctrl-C until nothing would be left behind.
+    """Return a context manager that delays Ctrl-C until it would leave nothing behind.
 
     With a group it does nothing, because the group's collectives do not check for a noted signal.
     """

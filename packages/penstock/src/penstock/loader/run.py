@@ -61,7 +61,7 @@ class LoadRun(Run):
         checker: compares digests of complete slabs. None means that slabs are ready once complete.
         reads: indices of the reads to execute. None means all.
         window_bytes: limit in bytes on how far reads are ahead of consumed slabs. 0 means no limit.
-        order: order in which `slabs` yields the slabs, and ideally of the plan's reads. None means plan order.
+        order: order in which `slabs` yields the slabs, ideally that of the plan's reads too. None means plan order.
 
     Attributes:
         reads: file index, offset and size of each read in the plan.

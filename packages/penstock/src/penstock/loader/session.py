@@ -538,7 +538,7 @@ class LoadSession(Closeable):
             yield empties(row, len(table))
 
     def progress(self) -> Progress:
-        """Return the progress bar or callback of the caller's options."""
+        """Return the progress bar or callback from the caller's options."""
         return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:

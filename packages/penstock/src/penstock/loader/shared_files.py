@@ -145,7 +145,7 @@ class SharedFiles:
             raise self._error or Cancelled("the exchange thread has ended")
 
     def _run_collectives(self) -> None:
-        """Make all collectives of this rank, for the program's intents or to report that there is no intent yet."""
+        """Make this rank's collective calls, for the program's intents or to report that there is no intent yet."""
         try:
             with contextlib.ExitStack() as ends:
                 if self.device.type == "cuda":

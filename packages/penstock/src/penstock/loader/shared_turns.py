@@ -92,7 +92,7 @@ def cut_turns(
 
 
 def region_of(box: Box, shape: Sequence[int], nbytes: int) -> TurnRegion | None:
-    """Return the box as columns of a tensor of `nbytes`. Return None if it is cut in several dims or is empty."""
+    """Return the box as columns of a tensor of `nbytes`. Return None if the box is cut in several dims or is empty."""
     cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
     count = math.prod(shape)
     if len(cut) != 1 or not math.prod(box.shape) or not count:

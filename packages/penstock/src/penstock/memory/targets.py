@@ -103,7 +103,7 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
 
 
 def sources_differ(first: str, second: str) -> PlanError:
-    """Return the error for two targets that are one memory but whose sources have different bytes."""
+    """Return the error for two targets that share all their memory but whose sources have different bytes."""
     return PlanError(
         f"{first} and {second} are one memory (tied), but their sources differ, so one would overwrite the other",
         hint="leave out one of the two names, or untie the targets by giving one of them separate memory",

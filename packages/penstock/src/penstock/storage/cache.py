@@ -50,7 +50,7 @@ class CacheStats:
     hits: int = 0
     misses: int = 0
     rotten: int = 0
-    """Chunk files with a wrong digest, and files that are not chunks."""
+    """Number of chunk files with a wrong digest, and of files that are not chunks."""
     asked_bytes: int = 0
     """Bytes that readers requested."""
     miss_bytes: int = 0

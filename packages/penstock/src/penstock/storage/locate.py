@@ -117,8 +117,8 @@ class Location:
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set, without reading them.
 
-    A directory's files are the shards listed in `model.safetensors.index.json` or its only other index. Without index,
-    they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
+    A directory's files are the shards listed in `model.safetensors.index.json` or its only other index. Without an
+    index, they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
     Subdirectories are ignored. A directory without safetensors may have one GGUF model. Any part of a split GGUF model
     stands for all its parts.
 

@@ -448,7 +448,7 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
 
 
 def _brief(error: Exception) -> str:
-    """Return one line without queries, which contain signatures."""
+    """Return an error as one line, without queries, which contain signatures."""
     text = str(error)
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:

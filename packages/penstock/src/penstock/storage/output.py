@@ -120,7 +120,7 @@ class OutputSet:
 
     def create(self) -> None:
         """Make the directory and files, with headers and space for bodies. Existing files stay. Raises DiskFull."""
-        # An existing directory has bytes that a resumed job needs.
+        # An existing directory holds bytes that a resumed job needs.
         is_new = not self.directory.exists()
         try:
             self.make()
@@ -148,7 +148,7 @@ class OutputSet:
 
         tmpfs takes 0.3 s for each GB of a file, because it allocates pages. Files are processed in parallel.
         """
-        # A container has fewer cores than `cpu_count` returns.
+        # A container may have fewer cores than `cpu_count` returns.
         with self._typed(), Threads(len(os.sched_getaffinity(0)), "penstock-allocate") as pool:
             needed = 0
             for name, nbytes in zip(self.names, self.file_nbytes, strict=True):

@@ -1,4 +1,4 @@
-"""Local destinations of weight sets: checks before the work starts, and locks against a second writer.
+"""Local destinations for weight sets: checks before the work starts, and locks against a second writer.
 
 `OutputPlace` resolves and checks a destination and names its staging directory. `DestinationClaim` makes and locks the
 staging directory.

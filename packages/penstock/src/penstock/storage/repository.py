@@ -134,7 +134,7 @@ def ask_hub(
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:
-    """Return name and file of one entry in a hub's listing. Raises FormatError if the entry is invalid."""
+    """Return the name and file of one entry in a hub's listing. Raises FormatError if the entry is invalid."""
     # Accept only names that git allows, because names from an untrusted hub become local paths.
     if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")):
         raise FormatError(f"the hub lists the file name {str(name)[:200]!r}, which no repository can have", uri=uri)

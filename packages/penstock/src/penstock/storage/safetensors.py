@@ -142,7 +142,7 @@ def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatErro
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
-    """Check a header's JSON, without its length, against the file's size. Raises FormatError or SourceTruncated."""
+    """Check a header's JSON, without the length field, against the file size. Raises FormatError or SourceTruncated."""
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
     if not raw.startswith(b"{"):

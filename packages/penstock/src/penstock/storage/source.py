@@ -184,7 +184,7 @@ class Storage(Protocol):
         """
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """Return the content of a small file (such as an index), or None if absent. Most storages can use `read_whole`."""
+        """Return a small file (an index, a manifest), or None if it is absent. Most storages can use `read_whole`."""
 
 
 @runtime_checkable
@@ -213,7 +213,7 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
 
     Args:
         scheme: the part before `://`, in lower case.
-        factory: a class or function without arguments. It is called once, at the first use.
+        factory: a class or function without arguments. It is called once, at first use.
 
     Raises:
         ConfigError: the scheme is invalid or already registered.
@@ -247,7 +247,7 @@ def is_registered(scheme: str) -> bool:
 
 
 def storage_for(scheme: str) -> Storage:
-    """Return the storage for a registered scheme. It is made at the first use."""
+    """Return the storage for a registered scheme. It is created at first use."""
     with _lock:
         factory = _factories[scheme]
         # Schemes with the same factory share a storage, as s3, gs and az do.

@@ -25,7 +25,7 @@ _MAX_NAME_BYTES = 180
 
 @contextlib.contextmanager
 def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
-    """Map an OSError of a write to DiskFull or DestinationError.
+    """Map an OSError from a write to DiskFull or DestinationError.
 
     Args:
         path: the file or directory, for the message.

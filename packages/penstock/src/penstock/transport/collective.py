@@ -1,4 +1,4 @@
-"""Collectives of a torch.distributed group, each with a deadline. torch.distributed has no useful limit itself."""
+"""Collectives of a torch.distributed group, each with a deadline. torch.distributed itself has no useful deadline."""
 
 from __future__ import annotations
 

@@ -474,7 +474,7 @@ class Endpoint:
         return into
 
     def check_theirs(self, source: Descriptor) -> None:
-        """Check that a descriptor belongs to this transport and that it is open. Raises like `check_mine`."""
+        """Check that a descriptor belongs to this transport, which must be open. Raises like `check_mine`."""
         if source.transport != self._reads:
             raise ConfigError(f"{self.transport} got a {source.transport} descriptor")
         self.check_open()

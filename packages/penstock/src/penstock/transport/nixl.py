@@ -185,7 +185,7 @@ class NixlTransport:
         """Create an agent of NIXL, and serve reading peers in a new thread. Raises like `Agent.open`.
 
         Args:
-            tls: transports of UCX, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or the choice of UCX.
+            tls: transports of UCX, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or the choice of UCX itself.
         """
         tls = Settings.read().nixl_tls if tls is None else tls
         endpoint = secrets.token_hex(8)
