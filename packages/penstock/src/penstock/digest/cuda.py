@@ -32,7 +32,7 @@ class Tuning:
     tile_blocks: int = 8
     """Number of 1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
     tile_warps: int = 1
-    """Warps per program of that pass. With 8 blocks per warp, each thread keeps sixteen 16-byte loads in flight."""
+    """Warps per program of the parallel pass. With 8 blocks each, a thread keeps sixteen 16-byte loads in flight."""
     run_stripes: int = 8
     """Stripes of 64 bytes that one load reads from a block of an aligned leaf: 512 contiguous bytes per warp."""
     finish_leaves: int = 4
