@@ -28,8 +28,8 @@ class PeerAddress:
 
 
 def parse_peer_url(url: str) -> PeerAddress | None:
-    """Return the parts of a member's address, or None if the address is not valid."""
-    # Another member chose this string, and urlsplit accepts users, queries and spaces.
+    """Parse a member's URL. Return None if it is not a valid address."""
+    # Another member chose this string, so do not use urlsplit, which accepts users, queries and spaces.
     match = _PEER_URL.fullmatch(url)
     if match is None:
         return None
@@ -40,7 +40,7 @@ def parse_peer_url(url: str) -> PeerAddress | None:
 
 
 def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix socket. Raise PermissionError if a process of another user listens, or another OSError."""
+    """Connect to a Unix socket. Raise PermissionError if another user's process listens, or another OSError."""
     # The socket may have been replaced since it was chosen, so check again.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)
@@ -51,7 +51,7 @@ class HubEndpoint:
     """The fixed address of a hub. The subclass `local_hub.LocalEndpoint` follows this host's hub to a new process.
 
     Attributes:
-        is_busy: whether the hub did not respond in time although its process runs, so that it will respond.
+        is_busy: whether the hub missed a deadline although its process runs, so a later response is likely.
     """
 
     is_busy = False

@@ -1,8 +1,8 @@
 """The hub over HTTP: its operations, a `Directory` as an ASGI app, and the OpenAPI document.
 
-`OPERATIONS` is the single list of the hub's requests. The app creates its routes from the list, and the document its
-paths. Bodies are JSON encodings of `messages`, which msgspec decodes with limits. The body of an error response is a
-`Fault`.
+`OPERATIONS` is the single list of the hub's requests. The app creates its routes from this list, and the OpenAPI
+document creates its paths from it. Bodies are JSON encodings of `messages`, which msgspec decodes with limits. The body
+of an error response is a `Fault`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class MemberClient(Protocol):
         """Return the state of the fleet."""
 
     def drain(self, member: str, drain: messages.Drain | None) -> None:
-        """Drain a member, so that it gets no more readers, or end the drain with None."""
+        """Drain a member, so that it gets no more readers. If `drain` is None, end the drain."""
 
 
 def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
@@ -229,8 +229,8 @@ async def _renew_life(directory: Directory, auth: Auth) -> None:
     while True:
         try:
             await run_in_threadpool(directory.begin)
-            # Requests with a revoked token are refused, but its members would get readers until their entries expire. A
-            # changed file is read into a new tuple, so compare by identity.
+            # Requests with a revoked token are refused, but the token's members would get readers until their entries
+            # expire. Reading a changed file creates a new tuple, so compare by identity.
             if (tokens := auth.tokens) is not checked:
                 await run_in_threadpool(directory.expel, {caller.name for _, caller in tokens})
                 checked = tokens
@@ -275,7 +275,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
     async def respond(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
-            # Check the version first, because any other field may have a different meaning in another major version.
+            # Check the version first, because every other field may have a different meaning in another major version.
             if messages.PROTOCOL_HEADER in request.headers:
                 _check_version(request, request.headers[messages.PROTOCOL_HEADER], "this caller")
             if operation.is_for_operators:
@@ -283,8 +283,8 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
             parameter = _parameter(operation, request)
             body = await _body(request)
             try:
-                # Decode only the version first, because the error must name the versions and not a field that does
-                # not decode.
+                # First decode only the version, because the error must name the versions and not a field that fails to
+                # decode.
                 if request_type is messages.Hello:
                     announced = _ANNOUNCED.decode(body)
                     _check_version(request, announced.protocol or messages.UNANNOUNCED, f"member {announced.sender}")
@@ -311,7 +311,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
         try:
             return await respond(request)
         except asyncio.CancelledError:
-            # The hub is shutting down before this request finished. Without a response uvicorn would log a traceback.
+            # The hub shuts down before this request has finished. Without a response uvicorn would log a traceback.
             return Response(status_code=503)
 
     return endpoint
@@ -345,7 +345,7 @@ def _check_operator(operation: str, request: Request, caller: Caller) -> None:
 
 
 def _check_site(operation: str, request: Request) -> None:
-    """Refuse a request if a browser says that a page of another site sent it."""
+    """Refuse a request if the browser's headers say that a page from another site sent it."""
     # No cookie authenticates here, so a foreign page cannot misuse a browser's credentials. This check is an additional
     # guard.
     if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
@@ -382,7 +382,7 @@ def _check_life(request: Request, member: str) -> None:
 
 
 def _parameter(operation: HubOperation, request: Request) -> str:
-    """Return the member in the path or the model in the query. Empty if the operation has neither."""
+    """Return the member in the path or the model in the query, or an empty string if the operation has neither."""
     try:
         if "{member}" in operation.path:
             return msgspec.convert(request.path_params["member"], messages.MemberId)
@@ -394,7 +394,7 @@ def _parameter(operation: HubOperation, request: Request) -> str:
 
 
 async def _body(request: Request) -> bytes:
-    """Read a body, with limits on bytes and time, which Starlette's `request.body()` does not have."""
+    """Read a body with limits on size and time, unlike Starlette's `request.body()`."""
     body = bytearray()
     has_more = True
     try:

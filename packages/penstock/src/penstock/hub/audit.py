@@ -30,7 +30,7 @@ _FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
 def stranger(address: str) -> str:
-    """Return the name for a caller without a valid token, from its address."""
+    """Return a name, derived from the address, for a caller without a valid token."""
     return f"{STRANGER} {network_of(address)}"
 
 
@@ -44,7 +44,7 @@ class LimitedHandler(logging.Handler):
         self._limit = RateLimit(LINES_PER_S, LINES_AT_ONCE)
         self._stranger_limit = RateLimit(STRANGER_LINES_PER_S, STRANGER_LINES_AT_ONCE)
         self._counting = threading.Lock()
-        # Number of each caller's suppressed lines since its last written line.
+        # For each caller, the number of lines suppressed since its last written line.
         self._left_out = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -59,13 +59,13 @@ class LimitedHandler(logging.Handler):
             return
         with self._counting:
             count = self._left_out.pop(caller, 0)
-        # A slow disk must not block threads that only count, so write without the lock.
+        # A slow disk must not block threads that only count lines, so write without holding the lock.
         if count:
             self._report_left_out(caller, count)
         self._inner.handle(record)
 
     def _report_left_out(self, caller: str, count: int) -> None:
-        # The logger would return this record to the handler and count it as a line.
+        # Bypass the logger, which would return this record to the handler and count it as a line.
         message = f"event=left_out caller={caller} lines={count}"
         self._inner.handle(logging.LogRecord("penstock.audit", logging.WARNING, __file__, 0, message, None, None))
 

@@ -1,8 +1,8 @@
 """Authentication of callers at the hub and at members: tokens, certificates, and the models and rates of each caller.
 
 Members connect to each other with mutual TLS. Addresses are not compared, because members move between addresses that
-no certificate names. If the hub requires certificates, a member's server must show the certificate of its registration.
-Otherwise the authority must sign only members of this fleet. Grants (`grants`) are required in addition.
+no certificate names. If the hub requires certificates, a member's server must present the certificate from its
+registration. Otherwise the CA must sign only members of this fleet. Grants (`grants`) are required in addition.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Caller:
 
     Attributes:
         models: patterns of the model names that it may access. None means all.
-        name: `token:` or `certificate:` with an identifier that is not secret, or `anybody` without authentication.
+        name: `token:` or `certificate:` and an identifier that is not secret, or `anybody` without authentication.
         certificate: the names in its certificate. Empty if the hub requires no certificates.
-        is_operator: whether it may drain members. Without authentication only the hub's user has access, and may drain.
+        is_operator: whether it may drain members. True without authentication, because only the hub's user has access.
     """
 
     models: tuple[str, ...] | None = None
@@ -76,9 +76,9 @@ class Auth:
     """The authentication settings of a hub. The default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
-        certificate: PEM file with the hub's certificate. With it the hub uses TLS.
+        certificate: PEM file with the hub's certificate. If set, the hub uses TLS.
         private_key: PEM file with the key of this certificate.
-        client_ca: PEM file with the authority that must have signed the callers' certificates.
+        client_ca: PEM file with the CA that must have signed the callers' certificates.
     """
 
     token_file: TokenFile | None = None
@@ -99,13 +99,13 @@ class Auth:
 
         Args:
             token_file: read again whenever it changes. Each line has a token of at least 16 characters, then patterns
-                of the models that it may access, or no pattern for all models. `@operator` in the line gives the right
+                of the models that it may access, or no pattern for all models. `@operator` in the line grants the right
                 to drain members. `#` begins a comment.
 
         Raises:
             ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
         """
-        # Without TLS no caller can show a certificate.
+        # Without TLS no caller can present a certificate.
         if client_ca is not None and certificate is None:
             message = "checking the callers' certificates requires a certificate of the hub"
             raise ConfigError(message, hint="give --cert and --key")
@@ -126,7 +126,7 @@ class Auth:
         return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str, certificate: str = "") -> Caller | None:
-        """Return the caller of an `Authorization` header, or None if it is unknown. Each token takes the same time.
+        """Return the caller for an `Authorization` header, or None if it is unknown. Takes the same time for any token.
 
         Args:
             certificate: the names in the caller's verified certificate, if `client_ca` requires one.
@@ -138,7 +138,7 @@ class Auth:
         scheme, _, credentials = authorization.partition(" ")
         caller_of_token: Caller | None = None
         guess = credentials.strip().encode("utf-8", "replace")
-        # Compare with all tokens, because the time must not reveal a partial match.
+        # Compare with all tokens, so that the time does not reveal a partial match.
         for token, caller in self.tokens:
             if hmac.compare_digest(token, guess) and scheme.lower() == "bearer":
                 caller_of_token = caller
@@ -160,12 +160,12 @@ class TokenFile:
     @classmethod
     def open(cls, path: Path) -> TokenFile:
         """Read the tokens. Raise ConfigError if the file cannot be read or is invalid."""
-        # Take the stamp first. A concurrent change then causes another read instead of being missed.
+        # Get the stamp first. A concurrent change then causes another read instead of being missed.
         seen = _stamp(path)
         return cls(path, read_tokens(path), seen)
 
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
-        """Return the valid tokens. Each call checks the file's stamp, which takes 3 us."""
+        """Return the valid tokens. Each call checks the stamp of the file, which takes 3 us."""
         stamp = _stamp(self._path)
         if stamp != self._seen:
             with self._lock:
@@ -193,7 +193,7 @@ class TokenFile:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a value that differs after each change of a file. It is empty if the file cannot be reached."""
+    """Return a value that changes whenever the file changes. It is empty if the file is not accessible."""
     # An editor that replaces the file by renaming may preserve its size and mtime, so include ctime and inode.
     try:
         status = path.stat()
@@ -203,12 +203,12 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def first_token(path: str | Path | None) -> str | None:
-    """Return the first token of a file, or None without a file. Raise ConfigError as `Auth.of`."""
+    """Return the first token in a file, or None without a file. Raise ConfigError, as `Auth.of` does."""
     return None if path is None else read_tokens(Path(path))[0][0].decode()
 
 
 def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
-    """Return the tokens of a file with their callers. See `Auth.of` for the format and the errors."""
+    """Return the tokens in a file with their callers. See `Auth.of` for the format and the errors."""
     try:
         text = read_bounded(text_of(path), MAX_TOKENS_BYTES).decode()
     except (SourceError, FormatError, UnicodeDecodeError) as error:
@@ -225,7 +225,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
             hint = "create a token with `openssl rand -hex 32`"
             raise ConfigError(f"{path}:{number}: a token consists of 16 to 512 letters, digits and ._~+/=-", hint=hint)
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
-        # Any other word with an @ is probably a misspelt right, because as a pattern it matches no model.
+        # Any other word that begins with @ is probably a misspelt right, because no model's name begins with @.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
             raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=f"the only right is {OPERATOR}")
         caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
@@ -246,14 +246,14 @@ member."""
 
 
 class RateLimit:
-    """A thread-safe limit for each name: `burst` events at once, and `per_s` events a second on average."""
+    """A thread-safe rate limit for each name: `burst` events at once, and `per_s` events a second on average."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        # For each name, the tokens in its bucket and the time of that count.
+        # For each name, the number of tokens in its bucket and the time at which they were counted.
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allow(self, name: str) -> bool:
@@ -286,7 +286,7 @@ class MemberTls:
 
     @classmethod
     def read(cls, settings: Settings | None = None) -> MemberTls | None:
-        """Read the files in the environment. Return None without a certificate or an authority. Raise ConfigError."""
+        """Read the files that the environment names. Return None without a certificate or a CA. Raise ConfigError."""
         settings = settings or Settings.read()
         if settings.ca_file is None or settings.cert_file is None:
             return None
@@ -295,7 +295,7 @@ class MemberTls:
 
 
 def certificate_names(certificate: Mapping[str, Any]) -> str:
-    """Return the names in a certificate from `getpeercert` in one line. Empty if no certificate was shown."""
+    """Return the names in a certificate from `getpeercert` as one line, which is empty without a certificate."""
     if not certificate:
         return ""
     # Names are only tested for equality, because the fleet decides which name identifies a member.

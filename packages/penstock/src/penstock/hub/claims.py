@@ -28,7 +28,7 @@ CLAIM_STALL_S = 30.0
 
 # The type of `Claims.owner`, little-endian because directories on several hosts share the table.
 _OWNER = np.dtype("<u2")
-# 16 bits without the 0, which means no owner.
+# Owners are 16-bit numbers, and 0 means no owner.
 _MAX_CLAIMANTS = (1 << 16) - 2
 
 
@@ -73,7 +73,7 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
 
 
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
-    """Return the number of chunks in a piece: a quarter of an equal share within the limits, and at least one chunk.
+    """Return the number of chunks in a piece: a quarter of an equal share, within the limits, and at least one chunk.
 
     Towards the end a piece is a share of the remaining chunks, so that all readers finish at about the same time.
     """
@@ -103,22 +103,22 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 
 
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
-    """Return the table after a member reported the chunks that it has and still reads.
+    """Return the table after a member reported which chunks it has and which it is still reading.
 
-    Its other assigned chunks become free. It becomes the owner of the chunks that it reads and that have no owner, as
-    after a restart of the hub.
+    Its other assigned chunks become free. It becomes the owner of the chunks that it is reading and that have no owner,
+    for example after a restart of the hub.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
     still = chunk_mask(holding.claims, holding.num_chunks)
     if member not in members:
-        # A full table has no number for this member. It still reads its chunks, but others may read them too.
+        # A full table has no number for this member. It continues to read its chunks, but others may read them too.
         if not holding.claims or len(members) >= _MAX_CLAIMANTS:
             return claims
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
     me = members.index(member) + 1
     mine = owner == me
-    # The member returned the other chunks, or failed to read them from storage.
+    # The member gave up the other chunks, or failed to read them from storage.
     owner[mine & ~still & ~chunk_mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
@@ -137,7 +137,7 @@ def update_table(
 
 
 def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, silent_s: Mapping[str, float]) -> Claims:
-    """Record the members with more chunks in `progress`, or with new bytes by `silent_s`, since the last check."""
+    """Record which members have more chunks (`progress`) or received bytes (`silent_s`) since the last check."""
     num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
     since = []
     for member, after, before, then in zip(claims.members, num_have, claims.num_have, claims.since, strict=True):
@@ -157,11 +157,11 @@ def assign_piece(
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
-    """Assign a piece of the first chunks that no member has or reads.
+    """Assign a piece of the first chunks that no member has or is reading.
 
     Args:
         readable: chunks of the members from which it can read.
-        unreachable: members that the caller cannot reach. Their claims do not count for it.
+        unreachable: members that the caller cannot reach. Their claims do not apply to the caller.
         num_sharing: number of members that read from storage.
     """
     owner = claims.owners(holding.num_chunks)
@@ -171,7 +171,7 @@ def assign_piece(
     for name in unreachable:
         if name in claims.members:
             counts[claims.members.index(name) + 1] = False
-    # Even a stalled caller must not get chunks that it reads already.
+    # Even a stalled caller must not get chunks that it is already reading.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
     # The caller reads a reachable member's chunks from that member and not from storage.

@@ -74,7 +74,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return the settings for a verb. The environment replaces None. Raise ConfigError if a value is wrong."""
+    """Return a verb's settings, with None replaced from the environment. Raise ConfigError if a value is wrong."""
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
         settings = replace(settings, hub=settings.hub or environment.hub)
@@ -105,7 +105,7 @@ class HubClient(Closeable):
 
     Attributes:
         member: the only member id that the hub accepts from this client.
-        is_local: whether the hub is this host's own.
+        is_local: whether it is the hub of this host.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class HubClient(Closeable):
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(endpoint, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         client.is_local = hub is None
-        # The hub of this host may have to be started now. A hub with an address is reached by the first request.
+        # The hub of this host may have to be started now. The first request connects to a hub with an address.
         if hub is None:
             endpoint.reach(REACH_S)
         return client
@@ -187,12 +187,12 @@ class HubClient(Closeable):
     def hello(self, hello: messages.Hello, *, timeout_s: float | None = None) -> messages.Welcome:
         """Join the fleet.
 
-        Raise PermissionDenied for a wrong token or id, or ConfigError for another protocol version.
+        Raise PermissionDenied for a wrong token or id, or ConfigError for an incompatible protocol version.
         """
         return self._request("POST", "/v1/hello", hello, messages.Welcome, timeout_s=timeout_s)
 
     def beat(self, member: str, beat: messages.Beat, *, within_s: float | None = None) -> messages.BeatReply:
-        """Send a heartbeat with all holdings and syncs. On UnknownMember call `hello` and send the heartbeat again."""
+        """Send a heartbeat with all holdings and syncs. On UnknownMember, call `hello` and send the heartbeat again."""
         path = f"/v1/members/{quote(member, safe='')}"
         # A hub of an earlier release responds with 204, without a body.
         return self._request("PUT", path, beat, messages.BeatReply, within_s=within_s) or messages.BeatReply()
@@ -238,7 +238,7 @@ class HubClient(Closeable):
         self._request("DELETE" if drain is None else "PUT", path, drain, None)
 
     def why(self, request: messages.WhyRequest) -> Why:
-        """Return the reasons why members read a model from their upstreams."""
+        """Explain why members read a model from their upstreams."""
         return self._request("POST", "/v1/why", request, Why)
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class HubClient(Closeable):
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _connections(self, url: str) -> tuple[ControlPool, str]:
-        """Return the connections to an address and the prefix of its paths. Close those to an earlier address."""
+        """Return the connections to an address and the prefix of its paths. Close connections to an earlier address."""
         prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
@@ -358,7 +358,7 @@ class HubClient(Closeable):
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:
-        """Drop a closed pool, so that the next request opens a new pool. Keep a pool that was opened since."""
+        """Drop a closed pool, so that the next request opens a new pool. Keep a pool that was opened since then."""
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
@@ -396,7 +396,7 @@ def _decode(status: int, reply: bytes, reply_type: type[T] | None, url: str) -> 
             message = f"the answer does not match this version of the protocol: {error}"
             raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error
     fault = _fault(status, reply)
-    # An internal error of the hub has no status of its class, only the name of its class.
+    # An internal error of the hub has no status for its class, only the name of its class.
     least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
     kind = class_named(fault.kind or "", least)
     kind = HubUnavailable if kind is PenstockError else kind
@@ -442,7 +442,7 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
 
 
 def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
-    """Return why members read a model from their upstreams and not from others, with one reason in each line.
+    """Return why members read a model from their upstreams and not from others, with one reason per line.
 
     Args:
         model: the name of the model in the fleet.
@@ -469,12 +469,12 @@ def drain(
     Args:
         member: its id, or the beginning of its id as `status` shows it.
         undo: send readers to the member again.
-        reason: shown in the audit log and on the fleet page.
+        reason: text for the audit log and the fleet page.
         connection: see `status`. A hub with tokens requires an operator's token.
 
     Raises:
         NotFound: there is no such member.
-        ConfigError: several ids begin like this, or an argument is wrong.
+        ConfigError: several ids begin with `member`, or an argument is wrong.
         PermissionDenied: the token is not an operator's.
         PenstockError: see `status`.
     """
@@ -483,7 +483,7 @@ def drain(
     if not isinstance(reason, str) or len(reason) > _MAX_REASON:
         raise wrong("reason", reason, f"a str of at most {_MAX_REASON} characters")
     with HubClient.connect(settings.hub, settings.token) as client:
-        # A token that is limited to some models may not read the list of members, which a complete id does not need.
+        # A token limited to some models may not read the list of members. A complete id does not require the list.
         names = [member]
         if len(member) < _ID_LENGTH:
             names = [known.member for known in client.status().members if known.member.startswith(member)]

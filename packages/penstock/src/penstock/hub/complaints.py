@@ -12,7 +12,7 @@ from penstock.hub.store import Store
 COMPLAINT_TTL_S = 30.0
 # Wrong bytes are a lasting fault in memory or in a link.
 WRONG_BYTES_TTL_S = 600.0
-# A holder learns the grant key of a new hub with its next heartbeat.
+# A holder receives the grant key of a new hub in the response to its next heartbeat.
 _REFUSED_TTL_S = 3.0
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
 """Rate and burst of complaints for one caller. 1,000 members with one token that lose the same two holders complain
@@ -28,6 +28,6 @@ def record_complaint(store: Store, complaint: FaultReport, caller: str) -> None:
     is_graver = before is not None and COMPLAINT_DECODER.decode(before.value).complaint.fault == "wrong bytes"
     if is_graver and complaint.fault != "wrong bytes":
         return
-    # Drop the proof that a member of an earlier release may send, because it may have megabytes.
+    # Drop the proof that a member of an earlier release may send, because it may be several megabytes long.
     entry = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller)
     store.write(name, msgspec.msgpack.encode(entry), ttl_s=ttl_s)

@@ -1,9 +1,9 @@
 """The hub's server side of a connection: uvicorn's protocol with the limits of `net.admission`.
 
-The app gets only requests with complete heads and valid tokens, because in a flood of other requests the app would use
+The app gets only requests with complete heads and valid tokens, because a flood of other requests in the app would use
 most of the hub's time.
 
-A connection is proven by the user of the peer on a Unix socket, by a client certificate, or by the token in its first
+A connection is proven by the peer's user on a Unix socket, by a client certificate, or by the token in its first
 request. An unproven connection gets one request and is closed after the response.
 """
 
@@ -88,8 +88,8 @@ class HubProtocol(HttpToolsProtocol):
             # An unproven connection got its deadline when it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
-            # Give the parser at most as many bytes as a head may have. If they do not complete the head, the rest is
-            # refused unread.
+            # Pass the parser at most as many bytes as a head may have. If they do not complete the head, refuse the
+            # rest without parsing it.
             room = self._place.limits.head_bytes - self._head_bytes
             head, data = data[:room], data[room:]
             self._head_bytes += len(head)
@@ -113,7 +113,7 @@ class HubProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See httptools. A request begins. An exception here stops the parsing, and `send_400_response` is called."""
+        """See httptools. A request begins. An exception here stops the parser, which calls `send_400_response`."""
         if self.cycle is not None and not self.cycle.response_complete:
             # The caller sent a second request before the response to the first. One read can contain 14,000 requests.
             raise ValueError("a request arrived before the answer to the previous one")
@@ -130,11 +130,11 @@ class HubProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _check_token(self) -> None:
-        """Prove the connection by the token in its first request. Refuse an API request without a valid token."""
+        """Prove the connection with the token in its first request. Refuse an API request without a valid token."""
         fields = (value.decode("latin-1") for name, value in self.headers if name == b"authorization")
         authorization = next(fields, "")
         if self.auth.caller(authorization) is not None:
-            # Store a digest, because the object that counts connections must not hold tokens.
+            # Pass a digest, because the object that counts connections must not store tokens.
             self._prove(hashlib.sha256(authorization.encode()).hexdigest())
             return
         path = self.url.partition(b"?")[0]
@@ -144,7 +144,7 @@ class HubProtocol(HttpToolsProtocol):
             raise ValueError("the caller has no token of this hub")
 
     def on_message_complete(self) -> None:
-        """See httptools. A head follows."""
+        """See httptools. The next bytes are the head of another request."""
         super().on_message_complete()
         self._is_in_head = True
         self._head_bytes = 0

@@ -33,7 +33,7 @@ _ENTRY = msgspec.msgpack.Decoder(JobEntry)
 def record_job(
     store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float, max_jobs: int
 ) -> None:
-    """Record the state of a conversion, which replaces its earlier state.
+    """Record the state of a conversion in place of its earlier state.
 
     Args:
         caller: `Caller.name` of the process that reports it.
@@ -56,7 +56,7 @@ def record_job(
 
 
 def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
-    """Drop a finished or silent conversion, or one of the caller with the most conversions, if there are `max_jobs`."""
+    """If there are `max_jobs` conversions, drop one that is finished or silent, or one of the caller with the most."""
     jobs = _entries(store)
     if len(jobs) < max_jobs:
         return

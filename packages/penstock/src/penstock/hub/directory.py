@@ -30,14 +30,14 @@ from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 from penstock.waits import jitter
 
-# Seconds added to a heartbeat interval for members that could not reach the hub and retry.
+# Seconds added to a heartbeat interval, so that members that could not reach the hub have time to retry.
 _ANNOUNCE_S = 1.0
-# A late request must not bring back a member that left. A client gives up after 10 s (`client.TIMEOUT_S`), and a body
-# arrives within 20 s (`app.BODY_S`).
+# A late request must not register a member again after it left. A client gives up after 10 s (`client.TIMEOUT_S`), and
+# a body arrives within 20 s (`app.BODY_S`).
 _GONE_TTL_S = 60.0
-# In a fleet of at least this size newcomers poll after 0.5 s, when a snapshot with 1,000 members is renewed.
+# In a fleet of at least this size newcomers poll after 0.5 s, when a snapshot of 1,000 members is renewed.
 _NEWCOMERS = 50
-# Above this number, newcomers with a place in the relay poll after 2 s, which saves a third of the requests of a
+# Above this number, newcomers with a place in the relay poll after 2 s, which saves a third of the requests from a
 # starting fleet.
 _PLACED_NEWCOMERS = 200
 # Maximum number of compare-and-set attempts.
@@ -61,10 +61,10 @@ class Directory:
             have one heartbeat interval to report their chunks.
         beat_s: interval between heartbeats.
         ttl_s: a member that is silent for this long is removed.
-        clock: seconds, equal for all directories on the store. None means the store's clock.
-        timer: monotonic seconds in this process.
-        seed: 32 bytes from which grants are signed. None means a seed in the store.
-        look_share: maximum share of the time for making snapshots of one key.
+        clock: returns seconds, the same for all directories on the store. None means the store's clock.
+        timer: returns monotonic seconds in this process.
+        seed: 32 bytes that form the key for signing grants. None means a seed in the store.
+        look_share: maximum share of time spent on snapshots of one key.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Directory:
     def begin(self) -> None:
         """Renew the hub's life mark.
 
-        Without a mark the hub is new, and assigns no chunks until members could report.
+        Without a mark the hub is new, and assigns no chunks until members have had time to report.
         """
         ttl_s = 3 * self.beat_s
         self._limits.count_members()
@@ -164,12 +164,12 @@ class Directory:
             raise PermissionDenied(message, hint="a new process takes a new id")
 
     def beat(self, member: str, beat: messages.Beat, caller: Caller = ANYBODY) -> messages.BeatReply:
-        """Renew a member's lease, and drop the keys that the heartbeat omits. Return the order to drain the member.
+        """Renew a member's lease, and drop the keys that the heartbeat omits. Return an operator's order to drain it.
 
         Raises:
             UnknownMember: the member was silent for too long or left, or the hub is new.
             PlanError: a holding contradicts itself.
-            SourceBusy: the caller's members report more than the caller's share.
+            SourceBusy: the reports of the caller's members exceed the caller's share.
         """
         # A refused heartbeat must change nothing.
         for holding in beat.holdings:
@@ -179,7 +179,7 @@ class Directory:
         boot = snapshot.encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Only a new hub lacks the order. Later the order may have been undone since the last response.
+        # Only a new hub can have lost the order. Otherwise an operator may have undone it since the last response.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
@@ -217,14 +217,14 @@ class Directory:
             holders = {key: snapshot.HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
             models = {holder.holding.identity.model for holder in holders.values()}
             if models and not any(caller.may_ask((model,)) for model in models):
-                # The caller may see none of the member's holdings, so give the same error as for a member that does not
-                # exist.
+                # The caller may see none of the member's holdings, so raise the same error as for a member that does
+                # not exist.
                 raise _unknown(member)
             if not caller.may_ask(models):
                 raise PermissionDenied(
                     f"this token is not for every model that member {member} holds", hint="use a token for all of them"
                 )
-            # An older heartbeat must not bring the order back, even while the hub is new.
+            # An older heartbeat must not restore the order, even while the hub is new.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
@@ -254,10 +254,10 @@ class Directory:
 
         Raise the errors of `beat`.
 
-        A request without chunks comes from a member that requests the layout, and does not make it a holder.
+        A request without chunks asks for the layout and does not make the member a holder.
         """
         holding = request.holding
-        # The caller's right was checked by the identity's model, so the key must belong to the identity.
+        # The caller's access was checked for the identity's model, so the key must belong to the identity.
         check_state(holding)
         entry = None
         if holding.num_chunks:
@@ -305,8 +305,8 @@ class Directory:
                 messages.ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS
             )
         # A large fleet polls less often, so that the load on the hub stays constant. Newcomers poll soon, because their
-        # first snapshot has few members or no place for them. If there is nothing to read, a member polls after a
-        # quarter of the pause (`fetcher.run`).
+        # first snapshot has few members or no place for them. A member with nothing to read polls after a quarter of
+        # the pause (`fetcher.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held)
         if not is_placed or request.member in view.newcomers:
@@ -324,7 +324,7 @@ class Directory:
         """Assign chunks that only this member reads from storage, and free the chunks that it no longer reads.
 
         Raises:
-            HubUnavailable: too many members claimed at the same moment. See `beat` for other errors.
+            HubUnavailable: too many members claimed chunks at the same moment. See `beat` for other errors.
         """
         check_state(request.holding)
         self._mark_life(check_store=True)
@@ -339,8 +339,8 @@ class Directory:
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
-        # Another directory may change the table, so use compare-and-set. The lock is for this directory's threads,
-        # because 40 threads that raced for one table on Redis took seconds for a claim.
+        # Another directory may change the table, so use compare-and-set. The lock serialises this directory's threads,
+        # because a claim took seconds when 40 threads raced for one table in Redis.
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
@@ -360,7 +360,7 @@ class Directory:
                     self._limits.table(name, caller.name, len(table))
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
-                # The loser of a race would meet the same winner again without a random pause.
+                # Without a random pause, the loser of a race could lose to the same winner again.
                 time.sleep(jitter(0, 0.002))
         return None
 
@@ -380,7 +380,7 @@ class Directory:
             snapshot.HOLDING_DECODER.decode(entry.value).holding.identity.model for entry in held.values() if entry
         }
         if caller.models is not None and not any(caller.may_ask((model,)) for model in models):
-            # A hidden model and a member without holdings give the same error, so the error reveals no holder.
+            # A hidden model and a member without holdings raise the same error, so the error reveals no holder.
             audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
             raise PermissionDenied(
                 f"this token is not for models with the key {complaint.key}",
@@ -416,7 +416,7 @@ class Directory:
 
     def decide(self, request: messages.DecideRequest, caller: Caller = ANYBODY) -> messages.DecideReply:
         """Return the decision on a version with a two-phase commit. See `snapshot.decide`."""
-        # A store that lost its memory may have lost a commit, so check the store.
+        # A store that lost its data may have lost a commit, so check the store.
         self._mark_life(check_store=True)
         self._known(request.member)
         reply = snapshot.decide(self.store, request)
@@ -456,11 +456,11 @@ class Directory:
             self.begin()
 
     def _grants(self, *, reread: bool = False) -> GrantSigner:
-        """Return the signer. `reread` compares its seed with the store, which may have lost its memory."""
+        """Return the signer. `reread` compares its seed with the store, which may have lost its data."""
         if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
-                # If several replicas start together, one seed must win.
+                # If several replicas start together, all must use the same seed.
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
@@ -507,7 +507,7 @@ class Directory:
         state = holding, num_have, requested_at, bool(reads_storage)
         holder = snapshot.HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
-        # Only `why` and `status` use the name, so write it once in its time to live.
+        # Only `why` and `status` use the name, so do not write it for each request.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             snapshot.record_key(self.store, holding, ttl_s=3 * self.ttl_s)
@@ -518,11 +518,11 @@ class Directory:
     def _record_request(
         self, member: str, holding: messages.HoldingState, *, reads_storage: bool
     ) -> snapshot.HoldingEntry:
-        """Record a request's checked state and that its member is alive. Return the entry."""
+        """Record the checked state in a request, and that its member is alive. Return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
-            # Writing for each request would double the store's load. The entry may be one heartbeat interval old.
+            # Writing the entry for each request would double the store's load, so let it be one heartbeat interval old.
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
@@ -544,7 +544,7 @@ class Directory:
             view = self._view(holding.key, again=True)
         reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
-        # Each change makes every other claimant lose its race.
+        # Update rarely, because each change makes every concurrent claimant lose its race.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
@@ -565,7 +565,7 @@ class Directory:
     def _claim_reply(
         self, request: messages.ClaimRequest, view: snapshot.HubSnapshot, ranges: messages.Ranges, *, quiet: bool
     ) -> messages.ClaimReply:
-        """Return the assigned chunks, or the time of the next request and the reason why there are none."""
+        """Return the assigned chunks. Without any, return the pause before the next request and the reason."""
         if ranges:
             return messages.ClaimReply(ranges=ranges)
         if quiet:
@@ -598,5 +598,5 @@ def _unknown(member: str) -> UnknownMember:
 
 
 def _pause(least_s: float, num_asking: int) -> float:
-    """Return a random pause before the next request, such that all members send at most 100 requests a second."""
+    """Return a random pause before the next request, so that all members together send at most 100 a second."""
     return min(5.0, max(least_s, num_asking / 100)) * jitter(0.75, 1.25)

@@ -1,4 +1,4 @@
-"""Explanations of why members read a model from their upstreams: different identities, states and complaints."""
+"""Explains from which members a member reads a model, and which identities, states or complaints rule out others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _of_sync(request: WhyRequest, syncs: Mapping[str, SyncEntry]) -> Iterator[st
 
 
 def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """Yield a member's upstreams, and for each other member why it is an upstream or not."""
+    """Yield a member's upstreams, and for each other member why it is an upstream or is not."""
     view = views[key]
     if holder.holding.state != "filling":
         yield f"{name} {_state_text(holder)} and needs no upstream{_path_text(holder)}"
@@ -133,7 +133,7 @@ def _between(
 
 
 def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
-    """Yield the members from which weights of an identity can or cannot be read. `ours` includes equal identities."""
+    """Yield whether weights of an identity can be read from each member. `ours` includes equal identities."""
     for other, view in sorted(views.items()):
         for name, holder in sorted(view.held.items()):
             if other == key:

@@ -36,17 +36,17 @@ def record_failed_calls(
     """Record the failures of a member's process, which may exit before anyone reads them.
 
     Args:
-        caller: failures with models that it may not access are omitted.
+        caller: failures for models that this caller may not access are omitted.
         max_members: maximum number of members with stored failures.
     """
-    # A process repeats its failures for as long as it runs, so keep only the failures of the last hour.
+    # A process reports its failures again as long as it runs, so keep only failures from the last hour.
     listed = tuple(
         FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
         for failure in failures
         if failure.age_s < FAILURE_TTL_S and (not failure.model or caller.may_ask((failure.model,)))
     )
     before = _read(store, hello.member)
-    # The ages follow from the time of the entry, so write only new failures.
+    # Readers compute the ages from the time of the entry, so write only if there are new failures.
     if listed and (before is None or _without_ages(before.failures) != _without_ages(listed)):
         _write(store, hello.member, FailuresEntry(listed, now, caller.name), max_members, is_new=before is None)
 
@@ -71,7 +71,7 @@ def _write(store: Store, member: str, failures: FailuresEntry, max_members: int,
 
 
 def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
-    """Record that a member became silent without signing off, and its holdings. `caller` is from its hello."""
+    """Record a member that fell silent without signing off, with its holdings. `caller` is from its hello."""
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
     held = {holding.identity.model: f"its copy was {holding.state}" for holding in member.holdings}
@@ -104,7 +104,7 @@ def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
 
 
 def failures_of(store: Store, model: str | None, now: float) -> tuple[FleetFailure, ...]:
-    """Return the failures of the last `FAILURE_TTL_S`, for one model or all, the latest first."""
+    """Return the failures of the last `FAILURE_TTL_S` seconds, for one model or all, the latest first."""
     # Several members in one process report the same failures, so merge them by call.
     found = {
         (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)

@@ -1,10 +1,10 @@
-"""Grants: short-lived rights of one member to read one key from one other member.
+"""Grants, which are short-lived rights of one member to read one key from one other member.
 
 The hub signs them and the source checks them.
 
 A grant names an **epoch** of its source: a number that the source reports to the hub with every heartbeat and replaces
-every 15 s. So the source alone decides, by its own monotonic clock, whether a grant is recent. A hub's clock may jump,
-and the clocks of a hub's replicas may differ.
+every 15 s. So the source alone decides, using its own monotonic clock, whether a grant is recent. A hub's clock may
+jump, and the clocks of a hub's replicas may differ.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ REFUSALS_PER_S, REFUSALS_AT_ONCE = 10.0, 1_000
 """Rate and burst of audit lines about refused grants. Anyone who reaches the port can cause them, and members often log
 to stderr."""
 _SIGNATURE_BYTES = 64
-# A grant has a few hundred bytes. Longer grants are refused before their signature is checked.
+# A grant is a few hundred bytes long. Longer grants are refused before their signature is checked.
 _MAX_GRANT_BYTES = 2048
-# Maximum number of grants that are remembered: 23,000 a second for 45 s. Above it a source accepts no more grants.
+# Maximum number of remembered grants, which allows 23,000 a second for 45 s. At this number a source accepts no more.
 _MAX_NONCES = 1 << 20
-# These prefixes separate the signatures of a single grant and of several grants' digests from other signatures of the
-# key.
+# These prefixes separate the signatures of a single grant and of several grants' digests from other signatures with the
+# same key.
 _ALONE = b"penstock grant 2\n"
 _TOGETHER = b"penstock grants 2.5\n"
 _MAX_TOGETHER = 16
@@ -92,15 +92,15 @@ class GrantSigner:
     ) -> dict[str, bytes]:
         """Return a grant for each source in one response.
 
-        A signature takes 50 us, which was a third of the time of a hub with a starting fleet. So up to `_MAX_TOGETHER`
-        grants share a signature over their digests. The forms are `signature | number of digests | digests | grant`
-        and, before protocol 2.5, `signature | grant`.
+        A signature takes 50 us, and signatures took a third of a hub's time while a fleet started. So up to
+        `_MAX_TOGETHER` grants share a signature over their digests. The formats are `signature | number of digests |
+        digests | grant` and, before protocol 2.5, `signature | grant`.
 
         Args:
             key: key of the holding, or of the sync's name.
             epochs: for each source, its epoch in its last report.
             protocols: for each source, its protocol version, by default this release's.
-            caller: `Caller.name` of the reader.
+            caller: the reader's `Caller.name`.
         """
         spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
         grants = {}
@@ -109,7 +109,7 @@ class GrantSigner:
             named = (self._caller_at(source, caller),) if accepts_callers(spoken[source]) else ()
             # Encode a `Grant` without the field that the source does not know.
             grants[source] = msgspec.msgpack.encode((*fields, *named))
-        # Check the level first, because a hub without an audit log issues thousands of grants a second.
+        # Check the log level first, because a hub without an audit log may issue thousands of grants a second.
         if audit.isEnabledFor(logging.INFO):
             for source in grants:
                 audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
@@ -130,7 +130,7 @@ class GrantSigner:
 
 @dataclass(slots=True)
 class _Epoch:
-    """A period of the source's time, with the accepted grants that name it."""
+    """A period of the source's time, with the accepted grants that name this period."""
 
     number: int
     began: float
@@ -146,13 +146,13 @@ class GrantChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._lines = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE, clock=clock)
-        # Epochs whose grants are accepted, oldest first. Their numbers start at a random number, so grants for an
-        # earlier checker, whose nonces are forgotten, never match.
+        # Epochs whose grants are accepted, oldest first. The first number is random, so that grants for an earlier
+        # checker, whose nonces are forgotten, never match.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
 
     def trust(self, grant_key: bytes) -> None:
         """Accept only the grants of a new hub."""
-        # The epochs continue, because a heartbeat may have reported the current epoch to the new hub already.
+        # Keep the epochs, because a heartbeat may already have reported the current epoch to the new hub.
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
@@ -166,12 +166,12 @@ class GrantChecker:
         last = self._epochs[-1]
         if now - last.began >= EPOCH_S:
             self._epochs.append(_Epoch(last.number + 1, now))
-        # An epoch ends `EPOCH_S` after it began, even if no call replaced it then, because the process may have been
+        # An epoch ends `EPOCH_S` after it began, even if no call replaced it at that time because the process was
         # stopped.
         self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
     def check(self, grant: bytes, *, key: str, reader: str) -> str:
-        """Check a grant and mark it as used. Return the reader's caller. Raise GrantRefused with the reason."""
+        """Check a grant and mark it as used. Return the caller that it names. Raise GrantRefused with the reason."""
         signed = self._accepted(grant, key, reader)
         if isinstance(signed, str):
             # A caller with an invalid grant may use any reader's name, so all refusals share one rate.
@@ -182,7 +182,7 @@ class GrantChecker:
         return signed.caller
 
     def _accepted(self, grant: bytes, key: str, reader: str) -> Grant | str:
-        """Return the content of a grant and remember it as used, or return why it is refused."""
+        """Return the content of a grant and mark the grant as used, or return why it is refused."""
         if not _SIGNATURE_BYTES < len(grant) <= _MAX_GRANT_BYTES:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
@@ -215,7 +215,7 @@ class GrantChecker:
         return self._used(signed) or signed
 
     def _used(self, signed: Grant) -> str:
-        """Mark a grant as used, and return an empty text, or return why it is refused."""
+        """Mark a grant as used and return an empty string, or return why it is refused."""
         with self._lock:
             self._advance(self._clock())
             epoch = next((recent for recent in self._epochs if recent.number == signed.epoch), None)

@@ -42,9 +42,9 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_late(self) -> bool:
-        """Return whether it finished no task for two seconds and for twice the expected time.
+        """Return whether the worker finished no task for two seconds and for twice the expected time.
 
-        The first task has ten seconds, because it also waits for libraries, kernels and the first bytes of a source.
+        The first task may take ten seconds, because it also waits for libraries, kernels and a source's first bytes.
         """
         return self.state == "running" and self.task_s > max(2.0 if self.num_tasks else 10.0, 2 * self.expected_s)
 
@@ -106,12 +106,12 @@ class JobObserver(Protocol):
         """Return a function that is called with the successive states of one conversion.
 
         The last state is `done` or `failed`. The function must return immediately, because the coordinator calls it
-        between messages from workers. It must not raise.
+        between messages from the workers. It must not raise.
         """
         ...
 
 
 def cut(text: str) -> str:
-    """Cut a text to the length that a state allows."""
+    """Truncate a text to the length that a state allows."""
     text = sendable(text, MAX_TEXT + 1)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

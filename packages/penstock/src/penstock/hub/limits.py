@@ -1,8 +1,8 @@
 """The share of the hub's memory that each caller gets: members, tables of claims and decisions.
 
 `net.shares` decides whose entries are removed from a full hub. `failures` and `conversions` limit their own entries.
-Several hubs on one store count members together. Each hub counts all members in the store once a heartbeat interval
-when it has admitted enough members itself. Every other kind of entry is counted by the hub that received it.
+Several hubs on one store count members together. A hub that has admitted enough members itself counts all members in
+the store once a heartbeat interval. Every other kind of entry is counted by the hub that received it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUSY_HINT = "stop processes that use this token and are not needed. The hub kee
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The maximum number or size of each kind of entry in a hub, for all callers together."""
+    """The maximum number or total size of each kind of entry in a hub, for all callers together."""
 
     members_bytes: int = 640 * MIB
     """Bytes of all members with their holdings and syncs. It is enough for 20,000 members that each hold a few
@@ -60,8 +60,8 @@ class Limits:
 
     Args:
         ttl_s: a member that is silent for this long is removed.
-        timer: monotonic seconds in this process.
-        look_share: maximum share of the time for counting the members of all hubs.
+        timer: returns monotonic seconds in this process.
+        look_share: maximum share of time spent on counting the members of all hubs.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Limits:
         self.unknown_leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
-        """Count a member with its heartbeat for its caller, and return its weight without syncs.
+        """Count a member and its heartbeat toward its caller's share, and return its weight without syncs.
 
-        Raise SourceBusy if full.
+        Raise SourceBusy if the hub is full.
         """
         nbytes = 0
         syncs: list[str] = []
@@ -106,7 +106,7 @@ class Limits:
         return nbytes
 
     def count_members(self) -> None:
-        """Count the members of all hubs once a heartbeat interval, and remove members above a caller's share."""
+        """Count the members of all hubs once a heartbeat interval, and remove members that exceed a caller's share."""
         begun = self._timer()
         if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_count:
             return
@@ -136,7 +136,7 @@ class Limits:
                 remove_member(self._store, member, MEMBER_DECODER.decode(entry.value))
 
     def caller_of(self, member: str) -> str:
-        """Return the caller for which a member counts, also for a moment after the member fell silent."""
+        """Return the caller to which a member belongs, even for a moment after the member fell silent."""
         return self._members.caller_of(f"member/{member}")
 
     def forget(self, member: str) -> None:
@@ -155,7 +155,7 @@ class Limits:
         self._keep(self._decisions, name, caller)
 
     def _keep(self, shares: Shares[str], name: str, caller: str, weight: int = 1) -> None:
-        """Count an entry in the store, and remove the entries above a share, which may include this entry."""
+        """Count an entry in the store, and remove entries that exceed a share, which may include this entry."""
         victims = shares.enter(name, caller, weight)
         for victim in (name,) if victims is None else victims:
             self._store.write(victim, None)

@@ -32,8 +32,8 @@ from penstock.net.unix_sockets import connect_unix, peer_credentials, private_di
 BEAT_S = 0.5
 """Heartbeat interval. On one host a heartbeat takes negligible time, and a new hub knows all members after one
 interval."""
-# Deadline for a connection that only serves to get the hub's PID from the kernel. The kernel accepts it even if the
-# process is stopped.
+# Timeout for connecting to the hub's socket to get the hub's PID. The kernel also accepts connections for a stopped
+# process.
 _LOOK_S = 0.2
 TTL_S = 5.0
 """TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""
@@ -46,7 +46,7 @@ PASS_S = 5.0
 
 
 class LocalEndpoint(HubEndpoint):
-    """The endpoint for `HubClient.connect(None)`. See the module."""
+    """The endpoint for `HubClient.connect(None)`. See the module's docstring."""
 
     def __init__(self, directory: Path, members: _LockFile) -> None:
         self._directory = directory
@@ -54,8 +54,8 @@ class LocalEndpoint(HubEndpoint):
         self._members = members
         self._is_member = False
         self._hosting: _HostedHub | None = None
-        # Whether the socket's file does not prove that a hub runs, because no hub was reached yet or the last request
-        # failed.
+        # Whether the socket's file does not prove that a hub is running, because no request has succeeded yet or the
+        # last one failed.
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None
@@ -85,12 +85,12 @@ class LocalEndpoint(HubEndpoint):
         """Return the URL of the current hub. Host it here if no other process does, even after `within_s`.
 
         Raises:
-            HubUnavailable: the process that holds the lock does not listen.
+            HubUnavailable: the process that holds the lock is not listening.
             ConfigError: the runtime directory cannot be written, or is full.
         """
         began = time.monotonic()
         deadline = began + within_s
-        # Poll, because no event reports that another process created the file.
+        # Poll, because nothing signals that another process created the file.
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 with runtime_files(self._directory):
@@ -124,7 +124,7 @@ class LocalEndpoint(HubEndpoint):
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Record that the hub responded, and mark this process as a member, for whose report a later hub waits."""
+        """Record that the hub responded, and mark this process as a member whose report a later hub waits for."""
         self._silent_since = None
         self.is_busy = False
         if not self._is_member:
@@ -142,7 +142,7 @@ class LocalEndpoint(HubEndpoint):
 
     def _pass_over(self, number: int) -> None:
         """Start the next generation if `number` is still the current generation."""
-        # If several clients lose the hub together, the number must increase by one, so hold a lock.
+        # If several clients lose the hub at once, the number must increase by only one, so hold a lock.
         with _LockFile.open(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
@@ -157,10 +157,10 @@ class LocalEndpoint(HubEndpoint):
                     pid = int(path.read_text(encoding="ascii"))
                     waited_s = time.time() - path.stat().st_mtime
                 except (OSError, ValueError):
-                    # The process has not written its id yet.
+                    # The process has not written its PID yet.
                     return
-                # The state of a process in another PID namespace is unknown, and its number may belong to another
-                # process here. It has as much time as a hub that hangs.
+                # The state of a process in another PID namespace is unknown, and its PID may belong to another process
+                # here. Allow it as much time as a hub that hangs.
                 if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 
@@ -185,7 +185,7 @@ class LocalEndpoint(HubEndpoint):
         """Host hub `number`. Return None if another process does."""
         lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
-            # Read the number again under the lock, because the hub may have been replaced since.
+            # Read the number again under the lock, because the hub may have been replaced in the meantime.
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
@@ -201,18 +201,18 @@ class LocalEndpoint(HubEndpoint):
 
 
 def _runs(path: str) -> bool:
-    """Return whether the process that listens on a Unix socket is neither stopped nor dead, as far as this is known."""
+    """Return whether the process that listens on a Unix socket is neither stopped nor dead, as far as is known."""
     try:
         with connect_unix(path, _LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
     except OSError:
         return False
-    # 0 means another PID namespace. Then only the lock shows whether the process is alive.
+    # 0 means that the process is in another PID namespace. Then only the lock shows whether it is alive.
     return pid == 0 or _state_of(pid) not in {"", "T", "t", "Z", "X"}
 
 
 def _state_of(pid: int) -> str:
-    """Return the state letter from proc(5), such as T for a stopped process. Empty if it is unknown."""
+    """Return the state letter from proc(5), such as T for a stopped process, or an empty string if it is unknown."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         # A process may have ")" in its name, so split from the right.
@@ -223,7 +223,7 @@ def _state_of(pid: int) -> str:
 
 def _has_open(pid: int, path: Path) -> bool:
     """Return whether a process in this PID namespace has this file open."""
-    # An OSError means that the process does not exist, or closed a file during the scan.
+    # An OSError means that the process does not exist, or closed a file in the meantime.
     with contextlib.suppress(OSError):
         return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
@@ -268,8 +268,8 @@ class _HostedHub:
         # Use a temporary name until the hub is ready, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"
         path.unlink(missing_ok=True)
-        # The process does other work too, and may be stopped for longer than `TTL_S`, so a wall clock would expire all
-        # members.
+        # The process also does other work and may be stopped for longer than `TTL_S`. With a wall clock all members
+        # would then expire.
         store = MemoryStore(RunningTimeClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
@@ -299,11 +299,11 @@ class _LockFile(Closeable):
 
     @classmethod
     def open(cls, path: Path) -> _LockFile:
-        # With a symlink, another user of a shared directory could lock or truncate any of this user's files.
+        # Otherwise another user of a shared directory could use a symlink to lock or truncate any of this user's files.
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
-        """Lock the file without waiting. False means that another process holds it, and an earlier lock may be lost."""
+        """Lock the file without waiting. Return False if another process holds it. An earlier lock may then be lost."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -311,7 +311,7 @@ class _LockFile(Closeable):
         return True
 
     def write(self, text: str) -> None:
-        # Write in place, because a file renamed over this file would not be locked.
+        # Write in place, because a new file renamed to this name would not be locked.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
@@ -321,13 +321,13 @@ class _LockFile(Closeable):
             self._fd = -1
 
 
-# A forked child that outlives a dead hub would keep its locks.
+# A forked child that outlives the hub would otherwise keep the hub's locks.
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file: file.close())
 
 
 def _seed(directory: Path) -> bytes:
     """Return the key with which grants are signed. All hubs on this host share it, so that grants outlive a hub."""
-    # Readers show a dead hub's grants to sources that still run, so the key is in a file.
+    # Readers present a dead hub's grants to sources that are still running, so the key is in a file.
     path = directory / "grant.seed"
     try:
         seed = path.read_bytes()
@@ -342,7 +342,7 @@ def _seed(directory: Path) -> bytes:
 def _replace(path: Path, data: bytes) -> None:
     """Write a small private file atomically."""
     # A reader must never find an empty file, because an empty `generation` means number 0. Processes in different PID
-    # namespaces may have the same id, so the temporary name is random.
+    # namespaces may have the same PID, so the temporary name is random.
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(data)
@@ -351,7 +351,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _sweep(directory: Path, number: int) -> None:
     """Remove files of old generations. A process that still holds a lock on one of these files was replaced."""
-    # The process of the previous generation may be about to detect that it was replaced, so keep its files.
+    # The process of the previous generation may not have detected yet that it was replaced, so keep its files.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):
             if int(path.stem.removeprefix("hub-")) < number - 1:

@@ -2,7 +2,7 @@
 
 Decoding rejects wrong types and excessive lengths. Within one major version fields are only added, each with a default.
 Unknown fields are ignored and missing fields take their default. A change that an older side would misread requires a
-new major version. `sync.messages` has the messages between the members of a sync.
+new major version. `sync.messages` contains the messages between the members of a sync.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return str(blake3(ordered).hexdigest(length=16))
 
     def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
-        """Return the values of both identities as text for each field that differs."""
+        """Return, for each field that differs, the values in both identities as text."""
         pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
         return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
 
 
-# Cache the last digest, because three steps of a first update need it (60 ms for 30,000 tensors). Tables are immutable
+# Cache the last digest, because three steps of a first update use it (60 ms for 30,000 tensors). Tables are immutable
 # and compare by identity.
 @functools.lru_cache(maxsize=1)
 def layout_digest(table: TensorTable) -> str:
@@ -81,8 +81,8 @@ def sync_key(name: str) -> str:
 
 # 1.0 announced no version. 2 replaced grants that expire by the hub's clock with grants for the source's epoch. 2.1
 # signs the digests in logs. 2.2 sends the version in every request to a hub, and reports the phases of a start in
-# heartbeats. 2.3 adds versions with a two-phase commit. 2.4 spreads chunks over two trees of upstreams. 2.5 claims
-# storage in a request for upstreams, and adds grants that share a signature. 2.6 adds the reader's caller to grants.
+# heartbeats. 2.3 adds versions with a two-phase commit. 2.4 spreads chunks over two trees of upstreams. 2.5 lets a
+# request for upstreams claim chunks, and adds grants that share a signature. 2.6 adds the reader's caller to grants.
 PROTOCOL = "2.6"
 """The protocol version of this release."""
 PROTOCOL_HEADER = "penstock-protocol"
@@ -97,17 +97,17 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
 
     protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
     """Empty if no version is announced."""
-    # The type may change in an unknown version, and the error must still name the version.
+    # The type may differ in an unknown version, and the error must still name that version.
     member: Any = ""
 
     @property
     def sender(self) -> str:
-        """Return the sender's name for people."""
+        """Return a readable name of the sender."""
         return str(self.member)[:8] or "unknown"
 
 
 def version_fault(announced: str, them: str, us: str) -> str:
-    """Return why a version is not compatible. Empty if it is. `them` and `us` name the two sides."""
+    """Return why a version is not compatible, or an empty string if it is. `them` and `us` name the two sides."""
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
     return f"{them} speaks protocol {announced[:16]}, {us} speaks {PROTOCOL}: their major versions differ"
@@ -128,7 +128,7 @@ def accepts_callers(announced: str) -> bool:
     return _is_at_least(announced, 2, 6)
 
 
-# Cache the result, because each request needs it for every member of a fleet and there are few versions.
+# Cache the result, because each request checks every member of a fleet and there are few versions.
 @functools.lru_cache(maxsize=64)
 def _is_at_least(announced: str, major: int, minor: int) -> bool:
     first, _, second = announced.partition(".")
@@ -144,7 +144,7 @@ MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")
 """Id of one run of a process: the digest of a secret that only this process knows, see `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-# A caller chooses the number, and the hub creates arrays of this length.
+# The number is limited, because a caller chooses it and the hub creates arrays of this length.
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
 """Number of chunks. The limit is 64 TiB in chunks of 16 MiB. The hub uses a byte for each chunk."""
 Range = tuple[Count, Count]
@@ -172,7 +172,7 @@ FleetOutcome = Literal["", "committed", "withdrawn"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a process, which has a new `member`, so messages from an earlier process are refused."""
+    """The first message from a process. Its `member` id is new, so messages from an earlier process are refused."""
 
     member: MemberId
     host: Word
@@ -260,7 +260,7 @@ class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's complete state in a sync. Each heartbeat has it."""
+    """A rank's complete state in a sync. Each heartbeat contains it."""
 
     name: Word
     side: Side
@@ -286,7 +286,7 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fleet(self) -> str:
-        """Describe the prepared version and the newest decision for people. Empty without either."""
+        """Describe the prepared version and the newest decision in a text, which is empty if there is neither."""
         parts = [f"prepared {self.prepared}"] if self.prepared >= 0 else []
         decision = self.decision
         if decision is not None:
@@ -305,7 +305,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a verb that failed in a member's process."""
+    """A failed call of a verb in a member's process."""
 
     age_s: Annotated[float, Meta(ge=0)]
     verb: Annotated[str, Meta(max_length=64)]
@@ -389,8 +389,8 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member's request for chunks to read from storage. A member sends one request at a time for each key.
 
-    `holding.claims` lists all assigned chunks that the member still reads. Other assigned chunks that are not in
-    `holding.have` become free, so a request whose response was lost may be sent again.
+    `holding.claims` lists all assigned chunks that the member still reads. All other chunks that are assigned to it and
+    not in `holding.have` become free, so a request whose response was lost may be sent again.
     """
 
     member: MemberId
@@ -550,7 +550,7 @@ class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Return the lines as one text."""
+        """Return the lines, joined to one text."""
         return "\n".join(self.lines)
 
 

@@ -37,7 +37,7 @@ class Metrics:
     """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
-        # Tests and local hubs create several of these objects in one process, so each has its own registry.
+        # Tests and local hubs create several `Metrics` objects in one process, so each has its own registry.
         self._registry = CollectorRegistry()
         self._seconds = Histogram(
             "penstock_hub_request_seconds",
@@ -54,7 +54,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
-        """Count a request and its time."""
+        """Count a request and measure its time."""
         start = time.perf_counter()
         try:
             yield
@@ -90,7 +90,7 @@ class _Fleet:
         sees_all = self._caller.models is None
         status = self._directory.status()
         num_members = 0
-        # Count by model and state, because members change all the time and each member would leave a series behind.
+        # Count by model and state, because members come and go, and each would leave a time series behind.
         states: Tally[tuple[str, str]] = Tally()
         claims: Tally[str] = Tally()
         for member in status.members:

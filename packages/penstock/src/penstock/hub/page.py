@@ -1,7 +1,7 @@
 """The fleet page: static files for a browser, and a stream of changes to the fleet's status.
 
 The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since then. It
-reads the stream with `fetch`, because a browser's event source cannot send a token. A stream ends after `STREAM_S`,
+reads the stream with `fetch`, because a browser's EventSource cannot send a token. A stream ends after `STREAM_S`,
 before the hub's deadline for a response, and the page requests the next stream.
 """
 
@@ -99,7 +99,7 @@ def row_of(member: MemberStatus) -> Row:
 
 
 def _weights_row(holding: HoldingState) -> Row:
-    # A draining holder without ranges was whole.
+    # A draining holder that reports no ranges was complete.
     is_whole = holding.state == "whole" or (holding.state == "draining" and not holding.have)
     have = holding.num_chunks if is_whole else sum(stop - start for start, stop in holding.have)
     return {
@@ -127,9 +127,9 @@ def _values(struct: msgspec.Struct, *names: str) -> Row:
 
 
 def failure_row_of(failure: FleetFailure) -> Row:
-    """Return the row for a failure, with its time instead of an increasing age."""
+    """Return the row for a failure, with the time of the failure instead of its growing age."""
     row: Row = msgspec.to_builtins(failure)
-    # Round to 10 s, because the ages from several hubs differ slightly and each difference would be sent.
+    # Round to 10 s, because the ages from several hubs differ slightly and each difference would be sent to viewers.
     return {**row, "at": round((time.time() - row.pop("age_s")) / 10) * 10}
 
 
@@ -137,7 +137,7 @@ def job_row_of(job: JobStatus) -> Row:
     """Return the row for a conversion."""
     state: Row = msgspec.to_builtins(job.state)
     late = {worker.worker for worker in job.state.workers if worker.is_late}
-    # Round the workers' clocks, because each change would be sent.
+    # Round the workers' clocks, because each change would be sent to viewers.
     workers = [
         {**worker, "task_s": round(worker["task_s"]), "is_late": worker["worker"] in late}
         for worker in state["workers"]
@@ -147,7 +147,7 @@ def job_row_of(job: JobStatus) -> Row:
 
 
 def totals(rows: Mapping[str, Row]) -> Row:
-    """Return the values for the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
+    """Return the values for the charts: members, bytes held, total transfer rate, and bytes not read from storage."""
     holdings = [holding for row in rows.values() for holding in row["holdings"]]
     held = saved = 0.0
     for holding in holdings:
@@ -160,7 +160,7 @@ def totals(rows: Mapping[str, Row]) -> Row:
 
 
 class FleetFeed:
-    """The status for the viewers: rows with the serial number of their last change, and an hour of totals. Thread-safe.
+    """The status for viewers: rows with the serial number of their last change, and totals for an hour. Thread-safe.
 
     Args:
         status: returns the members. All viewers share one read.
@@ -187,8 +187,8 @@ class FleetFeed:
         self._lists_changed = 0
         self._may_drain = False
         self._gone: deque[tuple[int, str]] = deque()
-        # Serial numbers are valid in one process. A viewer's next stream may come from another hub, which detects a
-        # foreign number by this value.
+        # Serial numbers are valid in one process only. A viewer's next stream may come from another hub, which detects
+        # a foreign number by this value.
         self._life = secrets.token_hex(8)
         self._serial = 0
         self._forgotten = 0
@@ -199,7 +199,7 @@ class FleetFeed:
 
     @property
     def interval_s(self) -> float:
-        """Return the seconds between two reads, which depend on the number of members."""
+        """Return the number of seconds between two reads, which depends on the number of members."""
         return SLOW_INTERVAL_S if len(self._rows) > MANY else INTERVAL_S
 
     def refresh(self) -> None:
@@ -217,7 +217,7 @@ class FleetFeed:
                 [job_row_of(job) for job in status.jobs],
                 [failure_row_of(f) for f in status.failures[:MAX_FAILURES]],
             )
-            # With `penstock ui`, the hub says whether its token is an operator's.
+            # With `penstock ui`, the hub reports whether the token of `penstock ui` is an operator's.
             self._may_drain = status.may_drain
             self._refreshed_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
@@ -240,10 +240,10 @@ class FleetFeed:
                 self._history.append({"at": time.time(), **totals(rows)})
 
     def changes(self, cursor: str, caller: Caller) -> tuple[str, bytes]:
-        """Return the current cursor, and a message with the changes since the viewer's cursor. Empty without changes.
+        """Return the current cursor, and a message with the changes since the viewer's cursor, empty without changes.
 
         Args:
-            cursor: the viewer's cursor. If it is empty or from another process, the message has everything.
+            cursor: the viewer's cursor. If it is empty or from another process, the message contains all rows.
             caller: rows are limited to the models that it may access.
         """
         with self._lock:
@@ -252,8 +252,8 @@ class FleetFeed:
                 return present, b""
             parts = _CURSOR.fullmatch(cursor)
             since = int(parts[2]) if parts and parts[1] == self._life else -1
-            # A caller that may see only some models gets all of its rows, because naming removed rows would reveal
-            # hidden members.
+            # Always send all visible rows to a caller that is limited to some models, because naming removed rows would
+            # reveal hidden members.
             is_full = not self._forgotten <= since < self._serial or caller.models is not None
             rows = [self._rows[name] for name, serial in self._changed.items() if is_full or serial > since]
             message: dict[str, Any] = {
@@ -291,7 +291,7 @@ def visible_to(row: Row, caller: Caller) -> Row | None:
         "syncs": [state for state in row["syncs"] if caller.may_ask((state["name"],))],
     }
     if len(visible["holdings"]) < len(row["holdings"]):
-        # A row counts the complaints about all of its holdings.
+        # Hide the number of complaints, because it includes complaints about hidden holdings.
         visible["complaints"] = 0
     return visible if visible["holdings"] or visible["syncs"] else None
 

@@ -1,6 +1,6 @@
 """An ASGI app that finds the handler for a request by its path and method, and turns every error into a `Fault`.
 
-It replaces Starlette's application, because Starlette takes 15 us of processor time for a trivial request and this app
+It replaces Starlette's application, because Starlette takes 15 us of CPU time for a trivial request and this app takes
 4 us. Source: benchmarks/results/cpu2_202611/hub.md.
 """
 
@@ -37,7 +37,7 @@ _log = log_named("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[object], AbstractAsyncContextManager[None]]
 
-# The first matching class decides. Any other error is an internal error of the hub with status 500.
+# The first matching class determines the status. Any other error is an internal error of the hub with status 500.
 _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (UnknownMember, 410),
     (PermissionDenied, 403),
@@ -62,8 +62,8 @@ class HubApp:
 
     Args:
         count_refusal: called with the status of each error response.
-        on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a valid
-            token, before its request reaches this app.
+        on_unauthorized: called with the path and the caller's host when a caller without a valid token is refused by
+            the connection, before its request reaches this app.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class HubApp:
     ) -> None:
         self.on_unauthorized = on_unauthorized
         self._count_refusal = count_refusal
-        # Starlette's router has no routes and only implements ASGI's lifespan protocol.
+        # This Starlette router has no routes and only implements ASGI's lifespan protocol.
         self._router = Router(lifespan=lifespan)
-        # Handlers by path and method. `_parameterized` has the paths that end with a parameter, without the parameter.
+        # Handlers by path and method. `_parameterized` contains the paths that end with a parameter, without the
+        # parameter.
         self._exact: dict[str, dict[str, Handler]] = {}
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 
@@ -112,7 +113,7 @@ class HubApp:
             # The caller closed the connection, which is not an error of the hub.
             raise
         except Exception:
-            # The body of a stream is produced while it is sent.
+            # The response has begun, because a stream's body is produced while it is sent.
             _log.exception("the hub failed in the answer to %s %r", request.method, scope["path"])
             raise
 
@@ -140,7 +141,7 @@ class HubApp:
         return handlers
 
     def _fault(self, error: RouteRefused | PenstockError) -> Response:
-        # Every refusal passes through here, so that the metrics count it and its body is always a fault.
+        # Every refusal is sent here, so that the metrics count it and its body is always a `Fault`.
         headers: dict[str, str] = {}
         if isinstance(error, RouteRefused):
             status, fault = error.status, error.fault

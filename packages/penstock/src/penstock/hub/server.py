@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 # Deadline for a start. Importing Starlette and uvicorn on a busy machine takes some seconds.
 _START_S = 20.0
-# Deadline for a stop. A running request has 2 s (`timeout_graceful_shutdown`), and its connection some more.
+# Deadline for a stop. A running request has 2 s (`timeout_graceful_shutdown`), and its connection slightly longer.
 _STOP_S = 5.0
 # Maximum number of expired connections that a tick of uvicorn (0.1 s) closes. Thousands at once would block the loop.
 _CUTS_A_TICK = 100
 # Seconds for which an idle connection stays open, which is several heartbeat intervals.
 _KEEP_ALIVE_S = 75
-# Arguments of `gc.set_threshold`. A hub's state is values without cycles, so collections find only the cycles of closed
+# Arguments of `gc.set_threshold`. A hub's state contains no reference cycles, so collections find only cycles of closed
 # connections. With a threshold of 100,000 the slowest heartbeat of 1,000 members fell from 58 to 5 ms
 # (benchmarks/results/cpu2_202611/hub.md). 20,000 objects of closed connections take about 2 MB.
 _GC_THRESHOLD = (20_000, 50, 100)
-# Deadline for a connection to a hub that may already exist. Its kernel queue is full while it does not accept.
+# Timeout for connecting to a hub that may already exist. The connection waits if the hub's accept queue is full.
 _PROBE_S = 1.0
 _log = log_named("penstock.hub")
 
@@ -88,7 +88,7 @@ def bind(listen: str, auth: Auth) -> socket.socket:
         _log.warning("clients send tokens to %s unencrypted. Set --cert and --key to encrypt them.", listen)
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A restarted hub must not wait until the kernel drops the connections of the previous hub.
+        # A restarted hub must not wait until the kernel drops the previous hub's connections.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)
@@ -103,7 +103,7 @@ def _bind_unix(path: Path) -> socket.socket:
     """Open a socket for this user only. Remove a dead socket at the same path."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # A socket's file outlives its process. Remove it only if no process listens on it.
+        # A socket's file remains after its process exits. Remove it only if no process listens on it.
         if path.exists():
             if not stat.S_ISSOCK(path.lstat().st_mode) or _is_listening(path):
                 raise ConfigError(f"{path} is in use", hint="choose another path")
@@ -132,7 +132,7 @@ def _is_listening(path: Path) -> bool:
 
 
 def url_of(bound: socket.socket, auth: Auth) -> str:
-    """Return the address of a bound hub in the form of `ConnectionSettings.hub`."""
+    """Return the address of a bound socket in the form that `ConnectionSettings.hub` accepts."""
     if bound.family == socket.AF_UNIX:
         return f"unix://{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -142,15 +142,15 @@ def url_of(bound: socket.socket, auth: Auth) -> str:
 
 def _refusal(auth: Auth) -> bytes:
     """Return the response to a connection above the limit. Members then retry."""
-    # On a TLS connection plain text would be a protocol error, so the connection is closed without a response.
+    # On a TLS connection a plain-text response would be a protocol error, so close the connection without one.
     if auth.certificate is not None:
         return b""
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
-    """Return a server for a listener. It is not started yet."""
-    # Every member imports this module for its local hub and most members never host it, so import uvicorn here.
+    """Return a server for a listener. The server is not started yet."""
+    # Every member imports this module for its local hub, and most members never host one, so import uvicorn here.
     try:
         import uvicorn
     except ImportError as error:
@@ -188,7 +188,7 @@ def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListene
         _acceptor: Acceptor
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # uvicorn would accept on a socket without the listener's limits.
+            # If uvicorn opened the socket, it would accept connections without the listener's limits.
             await super().startup(sockets=[])
 
             def make_protocol() -> asyncio.Protocol:
@@ -220,7 +220,7 @@ def _hub_app(directory: Directory, auth: Auth) -> HubApp:
 
 
 def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serve the fleet page on loopback until SIGINT or SIGTERM, for a browser that cannot reach the hub.
+    """Serve the fleet page on loopback until SIGINT or SIGTERM, for a browser that cannot connect to the hub.
 
     Args:
         hub: executes the page's requests with this client's token.
@@ -270,7 +270,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
     except BaseException:
         listener.close()
         raise
-    # This process is only a hub, unlike the process of a hub in a thread, so change its garbage collection.
+    # This process runs nothing but a hub, so changing its garbage collection affects no other code.
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLD)
 
@@ -281,7 +281,8 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
         if auth.token_file is not None:
             auth.token_file.reread()
 
-    # uvicorn stops at a signal and then raises it again for the earlier handler, which must not end the process.
+    # uvicorn stops at a signal and then raises the signal again for the previous handler, which must not end the
+    # process.
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -295,7 +296,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
             Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
 
 
-# A forked child that outlives a dead hub would keep its socket.
+# A forked child that outlives the hub would otherwise keep the hub's socket.
 _CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
@@ -312,7 +313,7 @@ class HubThread:
     ) -> None:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
-        # The rest of this process also needs descriptors, so use half of them.
+        # The rest of this process also uses descriptors, so use only half of them.
         limits = limits or ConnectionLimits.for_descriptors(descriptors.limit() // 2, idle_s=_KEEP_ALIVE_S)
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
@@ -328,7 +329,7 @@ class HubThread:
         self._listener.listen()
         start_thread(self._thread)
         deadline = time.monotonic() + _START_S
-        # uvicorn only sets an attribute, so poll.
+        # uvicorn only sets an attribute when it has started, so poll.
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise HubUnavailable("the hub's thread did not start", uri=self.url)
@@ -337,7 +338,7 @@ class HubThread:
     def stop(self) -> None:
         """Finish running requests, then stop within some seconds. Idempotent."""
         self._server.should_exit = True
-        # The hub's thread may call this method from a finalizer, and cannot wait for itself.
+        # A finalizer in the hub's thread may call this method, and a thread cannot wait for itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
         self._listener.close()

@@ -40,7 +40,7 @@ from penstock.plan.relay import Relay
 from penstock.plan.relay_parents import DISTRUST, Node
 
 T = TypeVar("T")
-# A snapshot that takes at most this many seconds is made for every request, which is enough for some tens of members.
+# A snapshot that takes at most this many seconds is made for every request, which suffices for a few dozen members.
 # Source: bench_hub.
 _CHEAP_READ_S = 0.0005
 
@@ -103,7 +103,7 @@ class HubSnapshot:
     Args:
         held: entries of the members that have or fetch the key.
         complaints: complaints that still count.
-        before: the previous snapshot. Its parents stay for members that do not report theirs.
+        before: the previous snapshot. A member that does not report its parents keeps the parents of this snapshot.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class HubSnapshot:
         """Number of members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
         """Members that joined after the snapshot was made."""
-        # Version of a table of claims that has no chunk for new claimants, and the claimants in it.
+        # Version of a table of claims without a free chunk for new claimants, and the claimants in that table.
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
-        # Created on demand, because most requests in a large fleet need one relay and one reader's chunks.
+        # Created on demand, because most requests in a large fleet use one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._readable: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, tuple[str, str]]:
-        """Return each receiver's parents in the first and in the last tree of the relays made so far."""
+        """Return each receiver's parents in the first and in the last tree of the relays created so far."""
         # A snapshot without relays has the parents of the previous snapshot.
         relays = list(self._relays.values())
         parents = dict(self._parents) if not relays else {}
@@ -145,7 +145,7 @@ class HubSnapshot:
 
     @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
-        """Return for each member the members that complain about it."""
+        """Return, for each member, the members that complain about it."""
         return _grouped((complaint.of, complaint.member) for complaint in self.complaints)
 
     @cached_property
@@ -173,7 +173,7 @@ class HubSnapshot:
         return frozenset(name for name, holder in self.held.items() if holder.holding.claims)
 
     def reader_silent_s(self, *, besides: str) -> float:
-        """Return the shortest time since another storage reader received bytes, or -1."""
+        """Return the shortest time since a storage reader other than `besides` received bytes, or -1."""
         silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
@@ -196,12 +196,12 @@ class HubSnapshot:
         self._all_claimed = version, frozenset(claimants)
 
     def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
-        """Return whether `note_all_claimed` recorded this version, and the member `besides` is no claimant in it."""
+        """Return whether `note_all_claimed` recorded this version and `besides` is not a claimant in it."""
         known = self._all_claimed
         return known is not None and known[0] == version and besides not in known[1]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
-        """Return the upstreams for each tree in order. A reader that cannot follow trees gets one order."""
+        """Return the upstreams for each tree, in order. A reader that cannot follow trees gets a single order."""
         relay = self.relay(num_chunks)
         # The reader may need a lease at each upstream, so two trees have fewer upstreams each.
         limit = 4 if len(relay.trees) == 1 else 3
@@ -212,7 +212,7 @@ class HubSnapshot:
         return orders if messages.follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
 
     def relay(self, num_chunks: int) -> Relay:
-        """Return the relay of the members that divide the weights into this number of chunks."""
+        """Return the relay for the members that divide the weights into this number of chunks."""
         if num_chunks not in self._relays:
             # Members that divide the weights differently have different chunks under the same numbers.
             same = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
@@ -227,7 +227,7 @@ class HubSnapshot:
 
     def holders_near(self, reader: messages.Hello, holding: messages.HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, nearby holders first."""
-        # A member that does not know the layout yet gets members with the most common layout.
+        # For a member that does not know the layout yet, return members with the most common layout.
         num_chunks = holding.num_chunks or self._usual_num_chunks
         asks = Node(
             member=reader.member,
@@ -250,13 +250,13 @@ class HubSnapshot:
     def _chunks_without(self, avoid: frozenset[str], num_chunks: int) -> Bools:
         named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
         holders = [holder for name, holder in named if name not in avoid]
-        # Skip the count if a member has all chunks. Receivers with two trees report thousands of ranges of one chunk
-        # each.
+        # Skip the count below if a member has all chunks. Receivers with two trees report thousands of one-chunk
+        # ranges.
         if any(holder.num_have >= num_chunks for holder in holders):
             return np.ones(num_chunks, np.bool_)
         edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
-        # The number of ranges that begin up to a chunk, minus the number that end, is the number of members that have
-        # it.
+        # The number of ranges that begin at or before a chunk, minus those that end there, is the number of members
+        # that have it.
         begun = np.bincount(edges[::2], minlength=num_chunks + 1)
         ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
         return np.cumsum(begun - ended)[:num_chunks] > 0
@@ -295,7 +295,7 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
 
 
 def _shares_storage(holder: HoldingEntry) -> bool:
-    """Return whether a member fetches the key and can read storage."""
+    """Return whether a member is fetching the key and can read storage."""
     return holder.reads_storage and holder.holding.state == "filling"
 
 
@@ -306,12 +306,12 @@ def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 class SnapshotCache:
-    """The latest snapshot of one key, renewed only as often as its share of the time allows."""
+    """The latest snapshot of one key, renewed only as often as its share of time allows."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
-        # For each member, the version of its entry and the decoded entry.
+        # For each member, its entry's version and the decoded entry.
         self._held: dict[str, tuple[bytes, HoldingEntry]] = {}
         self._complaints: dict[str, tuple[bytes, ComplaintEntry]] = {}
         self._lock = threading.Lock()
@@ -335,16 +335,16 @@ class SnapshotCache:
     def at(
         self, timer: Callable[[], float], share: float, *, again: bool, newcomer: HoldingEntry | None = None
     ) -> HubSnapshot:
-        """Return a snapshot that includes the member `newcomer`. It may be cached, except with `again`."""
-        # One of many concurrent requests renews the snapshot and the others use it, so hold the lock.
+        """Return a snapshot that includes the member `newcomer`. It may be cached unless `again` is set."""
+        # Hold the lock, so that one of many concurrent requests renews the snapshot and the others use it.
         with self._lock:
             start = timer()
             if self._view is None or again or start >= self._next:
                 self._view = self._read()
                 stop = timer()
                 read_s = stop - start
-                # Count the time of the relays too, because they dominate for a large fleet. A claim that lost a race
-                # needs no relays.
+                # Include the time for relays, which dominates in a large fleet. A claim that lost a race requires no
+                # relays.
                 if not again:
                     for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
                         self._view.relay(num_chunks)
@@ -364,7 +364,7 @@ def _decoded(
     decoded = {}
     for name, entry in entries.items():
         known = before.get(name)
-        # Decoding takes most of the time, and only some of 1,000 members have written since the last snapshot.
+        # Decoding takes most of the time, and only some members have written since the last snapshot.
         is_same = known is not None and known[0] == entry.version
         decoded[name] = known if known is not None and is_same else (entry.version, decoder.decode(entry.value))
     return decoded
@@ -372,12 +372,12 @@ def _decoded(
 
 def record_key(store: Store, holding: messages.HoldingState, *, ttl_s: float) -> None:
     """Record a holding's key, so that `keys_of` finds it for `ttl_s`."""
-    # The model's name may have slashes, which separate the parts of names in the store.
+    # The model's name may contain slashes, which separate the parts of names in the store.
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
 
 def keys_of(store: Store, model: str) -> tuple[str, ...]:
-    """Return the keys under which members have or fetch a model."""
+    """Return the keys under which members hold or fetch a model."""
     return tuple(sorted(store.scan(f"model/{quote(model, safe='')}/")))
 
 
@@ -428,14 +428,14 @@ def status(store: Store, model: str | None, now: float) -> messages.Status:
 
 
 def encode_state(boot: Boot | None) -> bytes:
-    """Encode the state and phase of a start for the store. Empty if the member has loaded nothing."""
+    """Encode the state and phase of a start for the store. Return b"" if the member has loaded nothing."""
     if boot is None:
         return b""
     return msgspec.msgpack.encode(Boot(started_at=boot.started_at, state=boot.state, phase=boot.phase))
 
 
 def _standing(known: MemberEntry) -> str:
-    """Describe a member's start in a few words. Empty if it has loaded nothing."""
+    """Describe a member's start in a few words. Return an empty string if it has loaded nothing."""
     if not known.boot:
         return ""
     boot = BOOT_DECODER.decode(known.boot)
@@ -517,7 +517,7 @@ def decision_name(request: messages.DecideRequest) -> str:
 
 
 def decide(store: Store, request: messages.DecideRequest) -> messages.DecideReply:
-    """Return the decision on a version, which is the first proposal.
+    """Return the decision on a version. The first proposal becomes the decision.
 
     Raises:
         PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the publishers.
@@ -550,12 +550,12 @@ def standing(
     Args:
         proposal: the caller's proposal. An empty outcome only requests the decision.
         states: states of all members of the sync, as they reported them.
-        is_recent: whether the hub may have lost a record and members that know it may not have reported yet.
+        is_recent: whether the hub may have lost a record that members have not reported again yet.
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
     ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
-    # The hub with the record may be gone, so prefer the members' decisions. A subscriber's refusal counts last, because
-    # the fleet may have committed without it.
+    # The hub that had the record may be gone, so prefer decisions that members report. A subscriber's refusal counts
+    # last, because the fleet may have committed without it.
     for outcome in ("committed", "withdrawn"):
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
@@ -563,8 +563,8 @@ def standing(
                 return messages.DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
         return messages.DecideReply(is_past=True)
-    # A subscriber that acts on a lost record may not have reported yet. Rank 0 alone commits, so it may withdraw at any
-    # time.
+    # A subscriber that follows a lost record may not have reported it yet. Only rank 0 commits, so rank 0 may withdraw
+    # at any time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return messages.DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 

@@ -2,7 +2,7 @@
 
 Every write gives an entry a new version. `MemoryStore` is for a hub of one process. `RedisStore` is for several hubs
 that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its version (16
-random bytes) and then the value. One sorted set has all names and another has their expiry times.
+random bytes) and then the value. One sorted set contains all names and another their expiry times.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Store(Protocol):
         Args:
             name: parts joined by `/`.
             ttl_s: seconds until the entry expires. None means never.
-            expected: the version from an earlier `read`, or `ANY`, or `ABSENT`.
+            expected: the version from an earlier `read`, `ANY`, or `ABSENT`.
 
         Raises:
             HubUnavailable: the store did not respond. Whether the value was written is unknown.
         """
 
     def scan(self, prefix: str) -> dict[str, StoreEntry]:
-        """Return every entry whose name starts with `prefix`, by the rest of its name."""
+        """Return every entry whose name starts with `prefix`, keyed by the rest of its name."""
 
     def now(self) -> float:
         """Return the seconds on a clock that all users of the store share. It never goes back for this object."""
@@ -67,7 +67,7 @@ class Store(Protocol):
 class RunningTimeClock:
     """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
 
-    A hub that was stopped received no messages meanwhile. By a wall clock all its members would have expired.
+    A stopped hub receives no messages. With a wall clock, all its members would have expired when it continues.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -77,7 +77,7 @@ class RunningTimeClock:
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        """Return the seconds for which this process ran since the clock was created."""
+        """Return how many seconds this process has run since the clock was created."""
         with self._lock:
             now = time.monotonic()
             self._running_s += min(now - self._last, self._most_s)
@@ -128,7 +128,7 @@ class MemoryStore:
             expires = None if ttl_s is None else self.clock() + ttl_s
             if expires is not None:
                 self._schedule(expires, name)
-            # A value that returns to an earlier value still needs a new version, so use a serial number and not a
+            # A value that returns to an earlier value still requires a new version, so use a serial number and not a
             # digest.
             entry = StoreEntry(bytes(value), self._serial.to_bytes(8, "big"))
             self._folders.setdefault(folder, {})[last] = _Stored(entry, expires)
@@ -160,7 +160,7 @@ class MemoryStore:
         return self.clock()
 
     def close(self) -> None:
-        """See `Store`. The entries stay, for replicas in one process."""
+        """See `Store`. The entries remain for replicas in the same process."""
 
     def _remove_expired(self) -> None:
         """Remove at most `_REMOVED_A_WRITE` expired entries. The caller holds the lock."""
@@ -204,7 +204,7 @@ def _split(name: str) -> tuple[str, str]:
 
 ANSWER_S = 2.0
 """Deadline for a response. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
-# Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms in that time.
+# Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms in this time.
 _COMPARE_S = 5.0
 # The scripts below use this length too.
 _VERSION_BYTES = 16
