@@ -1,4 +1,4 @@
-"""Checks for arguments. A wrong argument raises a ConfigError that names it, and not a TypeError deep inside."""
+"""Checks for arguments. A wrong argument raises a ConfigError that names it, not a TypeError in an inner function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def former_value(what: str, value: T, former: Mapping[str, T]) -> T:
 
 def wrong(what: str, value: object, expected: str) -> ConfigError:
     """Return the error for an argument with an unexpected type or value."""
-    # The value may be a dict with thousands of tensors.
+    # Shorten the text, because the value may be a dict with thousands of tensors.
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"give {expected}")
@@ -55,28 +55,28 @@ def require_type(what: str, value: object, kinds: type | tuple[type, ...], expec
 
 
 def require_seconds(what: str, value: object) -> None:
-    """Raise ConfigError unless a value is None or a number of seconds that is not negative."""
+    """Raise ConfigError unless a value is None or a non-negative number of seconds."""
     if value is None:
         return
-    # `not value >= 0` also rejects NaN, with which a wait would never end.
+    # `not value >= 0` also rejects NaN, because a wait with NaN would never end.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise wrong(what, value, "a number of seconds, 0 or more, or None")
 
 
 def require_version(value: object) -> None:
-    """Raise ConfigError unless a value is None or a version number."""
+    """Raise ConfigError unless a value is None or a valid version number."""
     if value is not None:
         require_type("version", value, int, "the number of a version, or None")
 
 
 def require_name(what: str, value: object) -> None:
-    """Raise ConfigError unless a value is a str that is not empty."""
+    """Raise ConfigError unless a value is a non-empty str."""
     if not isinstance(value, str) or not value:
         raise wrong(what, value, "a name: a str that is not empty")
 
 
 def require_texts(what: str, value: object, expected: str) -> None:
-    """Raise ConfigError unless a value is None or a collection of texts. A single str is rejected."""
+    """Raise ConfigError unless a value is None or a collection of strings. A single str is rejected."""
     if value is None:
         return
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):

@@ -96,7 +96,7 @@ def metrics_address(text: str) -> MetricsAddress:
 
 
 def asks_for_metrics() -> bool:
-    """Return whether `PENSTOCK_METRICS` is set. Unlike reading all settings, this does not take 80 us."""
+    """Return whether `PENSTOCK_METRICS` is set. This avoids reading all settings, which takes 80 us."""
     return bool(os.environ.get("PENSTOCK_METRICS"))
 
 
@@ -277,7 +277,7 @@ class ReadSettings:
     arena: bool = False
 
     def __post_init__(self) -> None:
-        # Reject an invalid size where it is written.
+        # Reject an invalid size when the settings are created.
         if self.memory_bytes is not None:
             parse_bytes(self.memory_bytes)
         require_type("storage_options", self.storage_options, (Mapping, type(None)), "options by name, or None")
@@ -294,7 +294,7 @@ class ReadSettings:
 
 
 def _check_token(token: object) -> None:
-    # Errors are logged, so no message may contain the token.
+    # Errors are logged, so their messages must not contain the token.
     if not isinstance(token, str):
         raise ConfigError(f"token is a {type(token).__name__}", hint="give a str, or None")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -317,7 +317,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
     """Return the directory for the sockets and locks of this user's processes. It may not exist yet.
 
     It is the first of `PENSTOCK_RUNTIME_DIR`, `XDG_RUNTIME_DIR/penstock` and `/tmp/penstock-UID` that this user can
-    own. If another user owns the last, it is this user's oldest `/tmp/penstock-UID-*`, which is created if needed.
+    own. If another user owns the last one, it is this user's oldest `/tmp/penstock-UID-*`, created if needed.
     """
     environ = os.environ if environ is None else environ
     configured = Settings.read(environ).runtime_dir
@@ -332,7 +332,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
 
 def _own_directory(shared: Path, name: str) -> Path:
     usual = shared / name
-    # Check the other names first, because a running process may use one after the usual name became free.
+    # Check the other names first, because a running process may still use one after the usual name became free.
     others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
     if others and not _is_private(usual):
         return others[0]
@@ -394,7 +394,7 @@ class NetworkEnvironment:
 
     Attributes:
         proxies: name and value of the proxy variable for each scheme (`http`, `https`, `all`).
-        no_proxy: hosts that are reached without a proxy.
+        no_proxy: hosts to connect to without a proxy.
         bundles: variables that name a certificate bundle, each with the bundle's path.
     """
 
@@ -428,7 +428,7 @@ _UCX = {
     # Penstock's errors already report failures of NIXL and UCX.
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "FATAL",
-    # Larger segments and buffers mean fewer wake-ups of the TCP threads. They reach 0.95 of a 10 Gb/s link instead of
+    # Larger segments and buffers wake the TCP threads less often. They reach 0.95 of a 10 Gb/s link's rate instead of
     # 0.5 to 0.9, with half the holder's CPU time. Source: benchmarks/results/cpu2_202611/hosts.md.
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
@@ -439,7 +439,7 @@ _UCX = {
 
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """Set the variables that UCX reads when it starts. The user's values stay, except that `tls` replaces UCX_TLS."""
+    """Set the variables that UCX reads when it starts. Keep the user's values, except that `tls` replaces UCX_TLS."""
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
     # On a host without RDMA devices, UCX's RDMA modules with Debian's ibverbs-providers crash the process at exit.
     if not any(Path("/sys/class/infiniband").glob("*")):

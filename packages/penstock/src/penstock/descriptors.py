@@ -1,6 +1,6 @@
 """The limit on open file descriptors.
 
-The soft limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,024. It
+The soft limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,023. It
 stays raised for the rest of the process.
 """
 
@@ -17,13 +17,13 @@ from penstock.errors import ConfigError
 T = TypeVar("T")
 
 _UNLIMITED = 1 << 30
-# The soft limit is raised to at least this number. It exceeds the need of any load, and a subprocess that closes every
-# possible descriptor is still quick.
+# The soft limit is raised to at least this number. No load needs more, and a subprocess that closes every possible
+# descriptor still starts quickly.
 _ROOM = 1 << 16
 # Descriptors for sockets, pipes and libraries, in addition to the files of a load.
 _SPARE = 64
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
-# The largest number of descriptors that a call needed. The error message of a later call suggests it.
+# The largest number of descriptors that any call has needed. The error of a later call suggests it as the limit.
 _needed = 0
 
 
@@ -54,16 +54,16 @@ def make_room(count: int) -> None:
     A hard limit that is too low raises no error here, because fewer descriptors may suffice.
     """
     global _needed
-    # Most loads have few files. Skip the count of open descriptors for them.
+    # Most loads have few files, so skip the count of open descriptors for them.
     if count > limit() // 4:
         _needed = max(_needed, _open_now() + count + _SPARE)
         raise_limit(_needed)
 
 
 def opened(call: Callable[[], T], uri: str | None = None) -> T:
-    """Make a call that opens a file or a URL. If no descriptor is free, raise the limit and call again.
+    """Call a function that opens a file or a URL. If no descriptor is free, raise the limit and call again.
 
-    Raises ConfigError at the hard limit. Other errors of the call are raised unchanged.
+    Raises ConfigError at the hard limit. Other errors from the call are raised unchanged.
     """
     try:
         return retried(call)
@@ -74,7 +74,7 @@ def opened(call: Callable[[], T], uri: str | None = None) -> T:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Make a call that opens a file, as `opened` does, but raise the system's OSError at the hard limit."""
+    """Call a function that opens a file, as `opened` does, but raise the system's OSError at the hard limit."""
     try:
         return call()
     except OSError as error:

@@ -32,7 +32,7 @@ _OWN = {"compile-cache", "convert", "dcp", "rl", "sglang", "tools", "transformer
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
-    """Return the entry points in a group, optionally only those with one name. The scan takes milliseconds."""
+    """Return the entry points in a group, optionally only those with a given name. The scan takes milliseconds."""
     in_group = importlib.metadata.entry_points(group=group)
     return iter(in_group if name is None else in_group.select(name=name))
 
@@ -59,7 +59,7 @@ def own_version() -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra's packages, however Penstock was installed."""
+    """Return the command that installs an extra's packages. It works however Penstock was installed."""
     if extra in _OWN:
         return f'pip install "penstock[{extra}]"'
     try:

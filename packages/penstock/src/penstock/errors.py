@@ -45,8 +45,8 @@ def printable(text: str, *, keep_lines: bool = False) -> str:
 
 
 def sendable(text: str, limit: int) -> str:
-    """Return a text that may be sent to other processes: no secrets, at most `limit` characters, valid UTF-8."""
-    # Python decodes a file name that is not UTF-8 with surrogates, which no message can carry.
+    """Make a text safe to send to other processes: no secrets, at most `limit` characters, valid UTF-8."""
+    # Python decodes a file name that is not UTF-8 to surrogates, which no message can contain.
     return without_secrets(text)[:limit].encode("utf-8", "replace").decode()
 
 
@@ -74,7 +74,7 @@ class PenstockError(Exception):
         byte_range: tuple[int, int] | None = None,
         hint: str | None = None,
     ) -> None:
-        # Errors are logged and shown to other members, so no message may carry credentials.
+        # Errors are logged and shown to other members, so no message may contain credentials.
         message = printable(without_secrets(message), keep_lines=True)
         super().__init__(message)
         self.message = message
@@ -100,7 +100,7 @@ class PenstockError(Exception):
 
     @property
     def summary(self) -> str:
-        """Return the message and the file, object or peer concerned, for lists of errors."""
+        """Return the message and the affected file, object or peer, for lists of errors."""
         return self.message if self.uri is None else f"{self.message} in {self.uri}"
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
     """Return `error` as an instance of its class and of `others`. Return it unchanged if it already is one.
 
-    A program that catches the errors of another library then also catches Penstock's error for the same fault.
+    A program that catches another library's errors then also catches Penstock's error for the same fault.
     """
     bases = _bases_of(type(error))
     missing = tuple(other for other in others if not isinstance(error, other))
@@ -157,7 +157,7 @@ def _bases_of(kind: type[PenstockError]) -> tuple[type[BaseException], ...]:
 
 
 def _made(bases: tuple[type[BaseException], ...], args: tuple[object, ...]) -> PenstockError:
-    """Create an error of one class, or of a class with several bases, without calling a constructor."""
+    """Create an error of one class, or of a new class with several bases, without calling a constructor."""
     kind: type[PenstockError]
     first = kind = bases[0]  # type: ignore[assignment]
     if len(bases) > 1:
@@ -173,7 +173,7 @@ def _made(bases: tuple[type[BaseException], ...], args: tuple[object, ...]) -> P
 
 
 def without_frames(error: PenstockError) -> PenstockError:
-    """Drop the tracebacks of an error and its causes. A stored traceback keeps every object of its frames alive."""
+    """Drop the tracebacks of an error and its causes. A stored traceback keeps every object in its frames alive."""
     # Causes may form a cycle, so remember the visited causes.
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
@@ -226,7 +226,7 @@ class PermissionDenied(SourceError, PermissionError):
 
 
 class SourceBusy(SourceError):
-    """A holder has reached its maximum number of readers. Each of these readers has, or will have, the same bytes."""
+    """A holder has reached its maximum number of readers. Each of these readers has or will have the same bytes."""
 
 
 class GrantRefused(PermissionDenied):
@@ -322,7 +322,7 @@ class PeerLost(PenstockError):
 
 
 class VersionRefused(PenstockError):
-    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version is served.
+    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version stays live.
 
     Attributes:
         version: the version number.
@@ -354,9 +354,9 @@ class VersionNotLive(PenstockError):
 
 
 def class_named(name: str, least: type[PenstockError]) -> type[PenstockError]:
-    """Return the error class that another process named, which may be any text.
+    """Return the error class with a name that another process sent. The name may be any text.
 
-    Return `least` if the name is no class that derives from it and can be constructed from a message.
+    Return `least` unless the name is that of a subclass of `least` that can be constructed from a message.
     """
     found = globals().get(name)
     if not isinstance(found, type) or not issubclass(found, least) or found.__init__ is not PenstockError.__init__:

@@ -114,7 +114,7 @@ GUESSES = {
 """Names that people look for in `penstock`, with the alternative that the AttributeError mentions."""
 
 SPI = {
-    # A plug-in for an engine, its options and its log.
+    # Support for an engine's plug-in, its options and its log.
     "HostPlugin": "penstock.spi.host_plugin",
     "patch_once": "penstock.spi.host_plugin",
     "read_options": "penstock.spi.engine_weights",
@@ -161,7 +161,7 @@ SPI = {
     "revision_of": "penstock.peer.local_weights",
     "NetworkFile": "penstock.storage.network_files",
     "network_file_system": "penstock.storage.network_files",
-    # Streams, slices, and reads that ranks share.
+    # Streams, slices, and reads shared by ranks.
     "LoadSession": "penstock.loader.session",
     "MIN_CHUNK_BYTES": "penstock.loader.session",
     "ProgressOption": "penstock.loader.progress",
@@ -195,7 +195,7 @@ SPI = {
     "regions_of": "penstock.sync.shards",
     "require_same": "penstock.sync.publish.registered",
     "unwrapped": "penstock.sync.shards",
-    # A model's own loader, recorded.
+    # Recordings of a model's own loader.
     "LoadFunction": "penstock.sync.recording.layout:Load",
     "Requirements": "penstock.sync.recording.requirements",
     "layout": "penstock.sync.recording",
@@ -244,7 +244,7 @@ def lazily(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` for a module with a table of names.
 
-    Submodules can be used as attributes without an import. Guesses are names that people look for, with alternatives.
+    Submodules can be used as attributes without an import. Guesses map names that users may try to the right names.
     """
 
     def resolve(name: str) -> Any:
@@ -255,7 +255,7 @@ def lazily(
             hint = f"; use {instead}" if instead else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
         place, _, there = table[name].partition(":")
-        # Modules import torch at their beginning, so a missing package is reported here for all verbs.
+        # Modules import torch when they are loaded, so a missing package is reported here for all verbs.
         with extras_named():
             return getattr(importlib.import_module(place), there or name)
 

@@ -2,7 +2,7 @@
 
 Python can raise KeyboardInterrupt between any two steps of the main thread, for example after opening a descriptor and
 before storing it. The verbs therefore run inside `deferred`, where the handler only notes the signal. Waits call
-`raise_if_noted`, and the end of the block raises. Programs that install a SIGINT handler are not affected.
+`raise_if_noted`, and the end of the block raises it. Programs that install a SIGINT handler are not affected.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class Interrupt:
             self.state = State.DEFERRING
 
     def note(self, now_s: float) -> bool:
-        """Note a signal. Return whether it must raise at once, because the user insists."""
+        """Note a signal. Return whether to raise at once, because the first signal was noted `INSISTS_S` ago."""
         if self.state in {State.OUTSIDE, State.DEFERRING}:
             self.state, self._noted_at_s = State.NOTED, now_s
         return now_s - self._noted_at_s > INSISTS_S
 
     def take(self) -> bool:
-        """Return whether a noted signal must raise now. This happens once in a block."""
+        """Return whether a noted signal must raise now. The result is True at most once per block."""
         is_due = self.state is State.NOTED
         if is_due:
             self.state = State.RAISED
         return is_due
 
     def end(self) -> bool:
-        """Leave the block. Return whether a signal arrived in it."""
+        """Leave the block. Return whether a signal arrived inside it."""
         was_noted = self.state in {State.NOTED, State.RAISED}
         self.state = State.OUTSIDE
         return was_noted
@@ -92,13 +92,13 @@ class deferred:
 
 
 class defer_in_finalizer(deferred):
-    """`deferred` for finalizers (`__del__`). Python discards their exceptions, so the signal is sent again later."""
+    """`deferred` for `__del__`. Python discards exceptions in finalizers, so the signal is sent again later."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_outermost and _end():
-            # During interpreter shutdown no thread can start, and there is nothing to interrupt.
+            # During interpreter shutdown no thread can start, and no code remains to interrupt.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=_send_again, name="penstock-interrupt", daemon=True).start()
 
@@ -131,7 +131,7 @@ def is_deferring() -> bool:
 
 
 def raise_if_noted() -> None:
-    """Raise KeyboardInterrupt if a signal was noted, but only once in a block, so that the cleanup can finish."""
+    """Raise KeyboardInterrupt if a signal was noted, but only once per block, so that the cleanup can finish."""
     if is_deferring() and _interrupt.take():
         raise KeyboardInterrupt
 
@@ -163,7 +163,7 @@ def _codes_of_handlers() -> set[object]:
         while isinstance(handler, functools.partial):
             handler = handler.func
         if callable(handler):
-            # A bound method has its function's code. Any other object has the code of its class's `__call__`.
+            # A bound method has its function's code. For any other object, use the code of its class's `__call__`.
             function = handler if hasattr(handler, "__code__") else type(handler).__call__
             codes.add(getattr(function, "__code__", None))
     return codes - {None}
@@ -206,7 +206,7 @@ def _send_again() -> None:
 
 
 def _forked() -> None:
-    # If another thread forked, the child does not have the parent's main thread, which is inside the block.
+    # If another thread forked, the child lacks the parent's main thread, which is inside the block.
     if _interrupt.state is not State.OUTSIDE:
         _end()
 

@@ -20,25 +20,25 @@ class Log(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """See `logging.Logger.log`."""
         if self.isEnabledFor(level):
-            # Without this, each record would name this method as its caller.
+            # Without this, each record would name this method as the caller.
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             is_shown = "%r" in str(msg)
             self.logger.log(level, msg, *(_escaped(arg, is_shown) for arg in args), **kwargs)
 
 
 def log_named(name: str) -> Log:
-    """Return the logger of this name."""
+    """Return the logger with this name."""
     return Log(logging.getLogger(name), {})
 
 
 class _Escaped:
-    """The escaped texts of an argument. A record with the argument itself could keep an error's frames alive."""
+    """The escaped texts of an argument. A record that holds the argument itself could keep an error's frames alive."""
 
     __slots__ = ("_repr", "_str")
 
     def __init__(self, value: object, is_shown: bool) -> None:
         if isinstance(value, Readable):
-            # Penstock composed this text. Indent its lines, so that none of them looks like a new log record.
+            # Penstock composed this text. Indent its lines, so that no line looks like a new log record.
             self._str = printable(str(value), keep_lines=True).replace("\n", "\n    ")
         else:
             self._str = printable(str(value))

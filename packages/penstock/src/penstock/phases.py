@@ -1,7 +1,8 @@
 """The phases of this process's start, as seconds for reports and as a record for health checks and `penstock status`.
 
 Each load, fetch and attach has a stopwatch, `Phases`. A process has one record, because an engine that loads a model
-and its draft model is ready when both are loaded. A phase after `NEW_BOOT_S` without phases begins a new record.
+and its draft model is ready when both are loaded. The first phase after `NEW_BOOT_S` without phases begins a new
+record.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class _PhaseSpan:
         self.stop, self.state = now, state
 
     def value(self, zero: float, now: float) -> Phase:
-        # Read the attribute once, because the journey's thread may end the phase between a check and the call.
+        # Read the attribute once, because the journey's thread may end the phase between the check and the call.
         look = self.look
         done, total = self.moved if look is None else look()
         return Phase(
@@ -161,7 +162,7 @@ class BootRecord:
         return self._serial
 
     def wait(self, serial: int, timeout_s: float) -> None:
-        """Wait until the number of changes differs from `serial`, at most `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds until the number of changes differs from `serial`."""
         with self._changed:
             self._changed.wait_for(lambda: self._serial != serial, timeout_s)
 
@@ -175,7 +176,7 @@ class BootRecord:
             phases = tuple(span.value(self._zero, now) for span in spans)
             running = [span for span in spans if span.stop is None]
             failed = [span for span in spans if span.state == "failed"]
-            # A journey that begins after a failure is another attempt and hides the failure.
+            # A journey that begins after a failure is a new attempt, so do not report the failure.
             fault = next(
                 (span for span in reversed(failed) if not any(other.began > (span.stop or now) for other in spans)),
                 None,
@@ -238,7 +239,7 @@ class Phases:
             self._span.end(now, state)
 
     def enter(self, name: str, look: Look | None = None) -> None:
-        """End the running phase and begin `name`. While it runs, `look` returns its bytes."""
+        """End the running phase and begin phase `name`. While the phase runs, `look` returns its byte counts."""
         now = time.perf_counter()
         self._end(now, "done")
         self._begin(name, now, look)
@@ -307,8 +308,8 @@ def boot_record() -> BootRecord:
 
 def _process_age_s() -> float:
     try:
-        # The name in parentheses may contain spaces, so split after it. Field 22 is the start time in clock ticks since
-        # the host booted.
+        # The process name in parentheses may contain spaces, so split the line after it. Field 22 is the start time in
+        # clock ticks since the host booted.
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)

@@ -34,7 +34,7 @@ class Readable:
 
 
 class Summarised(Readable, ABC):
-    """A report that is a dataclass. A msgspec struct has a different metaclass and derives from `Readable` instead."""
+    """A report that is a dataclass. Reports that are msgspec structs derive from `Readable` (other metaclass)."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
-    # Only numpy scalars remain. Any other type fails here, in tests, and not in a user's JSON parser.
+    # Only numpy scalars remain. Any other type fails here in tests, and not in a user's JSON parser.
     return value.item()
 
 
@@ -70,7 +70,7 @@ def pre(text: str) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Return the first three names and the number of further names."""
+    """Return a text with the first three names and the number of remaining names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

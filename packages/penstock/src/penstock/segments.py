@@ -35,7 +35,7 @@ class Segments:
         return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
-        """Raise PlanError for the first segment that lies outside memory of these sizes."""
+        """Raise PlanError for the first segment that lies outside memory regions of these sizes."""
         if not len(self.src) == len(self.dst) == len(self.nbytes):
             lengths = f"{len(self.src)}, {len(self.dst)} and {len(self.nbytes)}"
             raise PlanError(f"the columns of the segments have different lengths: {lengths}")
@@ -111,7 +111,7 @@ class Rectangles:
         return self.run_bytes * self.num_rows
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
-        """Raise PlanError for the first rectangle that is outside memory of these sizes."""
+        """Raise PlanError for the first rectangle that lies outside memory regions of these sizes."""
         if len({len(getattr(self, name)) for name in _COLUMNS}) != 1:
             raise PlanError("the columns of the rectangles have different lengths")
         outside = self.outside(src_nbytes=src_nbytes, dst_nbytes=dst_nbytes)
@@ -122,7 +122,7 @@ class Rectangles:
             raise PlanError(f"rectangle {i} is outside the memory: {runs} {where}")
 
     def outside(self, *, src_nbytes: int | I64, dst_nbytes: int) -> npt.NDArray[np.bool_]:
-        """Return which rectangles are outside memory of these sizes. The source size may differ for each rectangle."""
+        """Return which rectangles lie outside memory of these sizes. The source size may differ for each rectangle."""
         outside: npt.NDArray[np.bool_] = (self.run_bytes < 1) | (self.num_rows < 1)
         for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
             space = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
@@ -146,7 +146,7 @@ class Rectangles:
         return Segments(src=src, dst=dst, nbytes=run[at])
 
     def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
-        """Separate long runs, which copy engines move, from short runs, which a kernel moves.
+        """Separate long runs, which copy engines copy, from short runs, which a kernel copies.
 
         If there are fewer than `many` short runs, return all runs as segments for the copy engines.
         """
@@ -163,7 +163,7 @@ class Rectangles:
 
 
 def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
-    """Yield slices of rows. Each has about `about_bytes` bytes and, unless `most_rows` is 0, at most that many rows."""
+    """Yield slices of rows, each with about `about_bytes` bytes and at most `most_rows` rows (0 means no limit)."""
     if not len(nbytes):
         return
     is_edge = np.diff((np.cumsum(nbytes) - 1) // about_bytes) != 0

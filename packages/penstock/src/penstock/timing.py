@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Timing:
     """The waiting times of the journeys, in seconds."""
 
-    # -- sync: a subscriber that receives.
+    # -- sync: a subscriber that receives versions.
 
     version_grace_s: float = 1.0
     """How long an update retries while no member has its version."""
@@ -44,7 +44,7 @@ class Timing:
     decision_pause_s: float = 0.1
     """Pause between two requests for the fleet's decision."""
 
-    # -- sync: the ranks of a trainer that publishes.
+    # -- sync: the ranks of a trainer that publishes versions.
 
     group_pause_s: float = 0.2
     """Pause between two requests for the members while a rank claims the name or joins rank 0. A quarter of the pause

@@ -58,7 +58,7 @@ class DType(enum.StrEnum):
 NOT_IN_TORCH = frozenset({DType.F6_E2M3, DType.F6_E3M2})
 """Dtypes without a counterpart in torch."""
 
-# The first number in each name but BOOL is the number of bits.
+# The first number in each name except BOOL is the number of bits.
 _BITS = {dtype: 8 if dtype is DType.BOOL else int(re.findall(r"\d+", dtype)[0]) for dtype in DType}
 
 
@@ -91,7 +91,7 @@ class Box:
 
     @classmethod
     def of(cls, *slices: slice) -> Box:
-        """Return the box with one slice for each dim. Raise ValueError if a slice has no stop, or a step besides 1."""
+        """Return the box for one slice per dim. Raise ValueError if a slice has no stop or a step other than 1."""
         for one in slices:
             if one.stop is None or one.step not in {None, 1}:
                 raise ValueError(f"{one} needs a stop and a step of 1, because the size of the dim is unknown here")

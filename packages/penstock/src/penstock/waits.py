@@ -30,7 +30,7 @@ interrupted."""
 
 
 class Scope:
-    """The waits in the threads of one call. Thread-safe. A scope created inside another scope is left with it."""
+    """The waits in the threads of one call. Thread-safe. Leaving a scope also leaves the scopes created inside it."""
 
     def __init__(self) -> None:
         self.is_left = False
@@ -56,10 +56,10 @@ class Scope:
                 self._ends.pop(number, None)
 
     def leave(self) -> None:
-        """Abort all waits and refuse later ones. Idempotent."""
+        """Abort all waits and refuse later waits. Idempotent."""
         with self._lock:
             self.is_left = True
-            # Hold the lock, so that `end` cannot reach a connection that its wait has returned to the pool.
+            # Hold the lock, so that `end` cannot abort a connection that its wait has already returned to the pool.
             for end in self._ends.values():
                 end()
             self._ends.clear()
@@ -103,9 +103,9 @@ def require_wanted() -> None:
 
 @contextlib.contextmanager
 def ended_by(end: Callable[[], object]) -> Iterator[None]:
-    """Run a block that waits. To abort the wait, another thread calls `end`, which makes the block fail.
+    """Run a block that waits. To abort the wait, another thread calls `end`, which must make the block fail.
 
-    Cancelled replaces the error that `end` caused. In the main thread Ctrl-C raises at once.
+    Cancelled replaces the error that `end` caused. In the main thread Ctrl-C raises KeyboardInterrupt at once.
     """
     scope = current()
     if scope is None:
@@ -127,12 +127,12 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
 
 
 def jitter(low: float, high: float) -> float:
-    """Return a random number for spreading requests, without using the global generator of `random`."""
+    """Return a random number between `low` and `high`, to spread requests, without the global generator of `random`."""
     return _random.uniform(low, high)
 
 
 def pause(seconds: float) -> None:
-    """Sleep until the time is over or the call is left. Raise what `require_wanted` raises."""
+    """Sleep for this time, or until the call is left. Raises the errors of `require_wanted`."""
     over, until_s = threading.Event(), time.monotonic() + seconds
     with _registered(over.set):
         while (left_s := until_s - time.monotonic()) > 0:
@@ -163,7 +163,7 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
 
     timer = threading.Timer(wait_s, end)
     timer.daemon = True
-    # If the timer's thread cannot start, each wait still has a deadline.
+    # The timer is optional, because each wait also has its own deadline.
     start_thread(timer, is_needed=False)
     try:
         with scope.inside():
@@ -179,7 +179,7 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
 
 
 def in_helper(function: Callable[[], T]) -> T:
-    """Make a call that cannot be interrupted in another thread, and return its result.
+    """Run a function that cannot be interrupted in another thread, and return its result.
 
     If the wait is aborted, the thread is abandoned. The function must have deadlines and must not write to memory that
     the caller may free. Raises the function's errors and those of `require_wanted`.
@@ -234,7 +234,7 @@ class Threads:
         self._is_left = False
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Make a call in one of the threads and return its future."""
+        """Call the function in one of the threads and return its future."""
         done: Future[T] = _Result()
         call = _Call(done, function, args)
         self._num_posted += 1
@@ -249,12 +249,12 @@ class Threads:
         return done
 
     def map(self, function: Callable[..., T], *arguments: Iterable[Any]) -> Iterator[T]:
-        """Submit one call for each set of arguments at once, and yield the results in order."""
+        """Submit all calls at once, one for each set of arguments, and yield the results in order."""
         futures = [self.submit(function, *args) for args in zip(*arguments, strict=True)]
         return (future.result() for future in futures)
 
     def end(self) -> None:
-        """Stop the threads after the submitted calls. Does not wait."""
+        """Stop the threads after the submitted calls, without waiting for the calls."""
         for _ in self._threads:
             self._calls.put(None)
 
@@ -314,7 +314,7 @@ class _Call:
 
 
 def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread. If it cannot start, raise DestinationError, or return False if it is not needed."""
+    """Start a thread. If it cannot start, raise DestinationError, or return False if `is_needed` is False."""
     try:
         thread.start()
     except RuntimeError as error:

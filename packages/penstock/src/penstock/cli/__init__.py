@@ -1,5 +1,5 @@
 """The command line. Each command has its own file and is registered in `main`.
 
 A command only calls public verbs and prints their results. It writes data to stdout, and progress and errors to stderr.
-Nothing heavy is imported before the verb is called.
+Modules that take long to import are imported only when the verb is called.
 """

@@ -69,10 +69,10 @@ def inspect(
     files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
     terminal.write_columns(["file", "bytes", "tensors"], files)
     terminal.write_lines("")
-    # An MoE checkpoint has 60,000 tensors. The JSON output has all of them for programs.
+    # An MoE checkpoint has 60,000 tensors, so show only some. The JSON output contains all of them.
     num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
     shown = (_tensor_row(report, i) for i in range(num_shown))
-    # Show a quantised type and its elements instead of the stored dtype U8 and bytes.
+    # For a quantised tensor, show its type and elements instead of the stored dtype U8 and bytes.
     rows = [
         [row["name"], row.get("type", row["dtype"]), row.get("elements", row["shape"]), row["nbytes"], row["file"]]
         for row in shown
@@ -83,7 +83,7 @@ def inspect(
 
 
 def _tensor_row(report: InspectReport, row: int) -> dict[str, object]:
-    """Return a tensor as plain values. A quantised GGUF tensor also has its type and its shape in elements."""
+    """Return a tensor as plain values, including the type and the shape in elements of a quantised GGUF tensor."""
     table = report.manifest.tensors
     blocks = report.blocks.get(table.names[row])
     return {
@@ -157,5 +157,5 @@ def verify(
             }
         )
     if not verdict.verified:
-        # Exit with the code for a failure that leaves the destination intact (`main.FAILED`), for scripts.
+        # For scripts, exit with the code for a failure that leaves the destination intact (`main.FAILED`).
         raise typer.Exit(3)

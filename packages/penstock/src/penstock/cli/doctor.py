@@ -24,7 +24,7 @@ _ECOSYSTEMS = {
     "RUNAI_STREAMER_": "penstock_hf.runai_streamer",
 }
 
-# Exceeds the processor's caches, so that the memory's rate is measured.
+# This exceeds the processor's caches, so that the rate of the memory is measured.
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
 _READ_S = 1.0
@@ -115,7 +115,7 @@ def find_devices() -> list[Fact]:
 
 
 def find_engines() -> list[Fact]:
-    """Return the kernel features and packages that move or check bytes, and whether they are available."""
+    """Return the kernel features and packages for moving or checking bytes, and whether each is available."""
     kernel = os.uname().release
     direct = "yes" if hasattr(os, "O_DIRECT") else "no"
     nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"
@@ -144,7 +144,7 @@ def find_engines() -> list[Fact]:
     for name, what in needs.items():
         version = terminal.package_version(name)
         value = version or ("yes" if terminal.importable(name) else "not installed")
-        # Only a missing package needs its install command.
+        # Show the install command only for a missing package.
         facts.append(Fact(name, value, what.partition("; pip")[0] if version else what))
     return facts
 
@@ -167,7 +167,7 @@ def find_variables() -> list[tuple[str, str | None, str]]:
 
 
 def measure_limits(path: Path | None) -> list[Limit]:
-    """Measure a host copy, reads of `path` if it is given, and copies from the host to every CUDA device."""
+    """Measure a copy in host memory, reads of `path` if it is set, and copies from the host to every CUDA device."""
     limits = [_host_copy(), *_disk(path)]
     if not terminal.importable("torch"):
         return limits
@@ -180,7 +180,7 @@ def measure_limits(path: Path | None) -> list[Limit]:
 def _copy_rate(copy: Callable[[], object]) -> float:
     """Return the best rate in GB/s of three copies of `_COPY_BYTES`."""
     rates = []
-    # The first copy also touches the pages, and other processes can only slow a copy down.
+    # Use the best of several copies. The first also touches the pages, and other processes can only slow copies down.
     for _ in range(3):
         begin = time.perf_counter()
         copy()
@@ -191,7 +191,7 @@ def _copy_rate(copy: Callable[[], object]) -> float:
 def _host_copy() -> Limit:
     import numpy as np
 
-    # Write the pages first. Otherwise all of them are the same zero page, which stays in the processor's cache.
+    # Write the pages first. Otherwise all pages map to one zero page, which stays in the processor's cache.
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
     return Limit("host memory copy, one thread", _copy_rate(lambda: np.copyto(target, source)))
@@ -211,7 +211,7 @@ def _read(path: Path, how: str, flags: int) -> Limit:
         file = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
         return Limit(name, None, f"{path}: {error.strerror}")
-    # Direct I/O requires memory that is aligned to pages, as a mapping is.
+    # Direct I/O requires page-aligned memory, which an anonymous mapping provides.
     buffer = memoryview(mmap.mmap(-1, _READ_CHUNK_BYTES))
     try:
         offset = 0
@@ -219,7 +219,7 @@ def _read(path: Path, how: str, flags: int) -> Limit:
         while offset < 4 * GIB and time.perf_counter() - begin < _READ_S:
             nbytes = os.preadv(file, [buffer], offset)
             offset += nbytes
-            # A direct read at the end of the file would not be aligned.
+            # Skip the end of the file, where a direct read would not be aligned.
             if nbytes < _READ_CHUNK_BYTES:
                 break
         wall_s = time.perf_counter() - begin

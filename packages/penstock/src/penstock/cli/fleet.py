@@ -62,7 +62,7 @@ def status(
     from penstock.hub.client import HubClient, resolve_connection
 
     connection = resolve_connection(connection)
-    # One client keeps its connection and waits for a hub that is unavailable for a moment.
+    # Use one client, which keeps its connection and retries while the hub is unavailable.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
         if format is terminal.OutputFormat.human and sys.stdout.isatty():
             _redraw(lambda: client.status(model), model, watch)
@@ -75,7 +75,7 @@ def status(
 
 
 def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoReturn:
-    """Show the members full screen until Ctrl-C, and leave the last state on the terminal."""
+    """Show the members on the full screen until Ctrl-C, and leave the last state on the terminal."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -85,7 +85,7 @@ def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoR
     def screen() -> Text:
         head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s. Stop with Ctrl-C."
         lines = [head, "", *_lines(fleet, model, console.width)]
-        # The last line says how many lines are missing, because the screen does not scroll.
+        # The last line states how many lines are hidden, because the screen does not scroll.
         if (excess := len(lines) - console.height) > 0:
             lines[console.height - 1 :] = [f"... and {excess + 1} more lines"]
         return Text("\n".join(lines), no_wrap=True, overflow="crop")
@@ -111,7 +111,7 @@ def _show(fleet: Status, model: str | None, format: terminal.OutputFormat) -> No
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
     """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then lost members."""
-    # A process that failed or was killed is no longer a member. The fleet page shows the failures of live members.
+    # List the failures of processes that are no longer members. The fleet page shows the failures of live members.
     live = {member.member for member in fleet.members}
     failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
     lost = [terminal.cut(printable(line), width) for line in failure_lines(failures)]
@@ -133,10 +133,10 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     """Return a row for each set of weights. A member without weights or syncs also has a row."""
     who = _who(member)
-    # A member that is silent for almost the hub's TTL is about to be removed.
+    # Show how long a member has been silent, because it is removed when it reaches the hub's TTL.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
-    # The hub lists all weights of a member, and not only the requested model.
+    # The hub lists all weights of a member, not only those of the requested model.
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding, member.boot), silent])
@@ -147,7 +147,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
 
 
 def _who(member: MemberStatus) -> str:
-    # Paths and `why` show the same name.
+    # Use the same name as in paths and in `why`.
     return f"{member.member[:8]} {member.name}"
 
 
@@ -187,14 +187,14 @@ def _job_row(job: JobState) -> list[object]:
 
 
 def _cells(holding: HoldingState, boot: str) -> list[object]:
-    """Return the cells for one set of weights. `boot` is the start of its process."""
+    """Return the cells for one set of weights. `boot` describes the start of its process."""
     num_have = sum(stop - start for start, stop in holding.have)
     share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
     readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
     return [
         holding.identity.model,
         holding.key[:8],
-        # Reports show the same prefix, which is enough for `--revision`.
+        # Use the same prefix as reports. It suffices for `--revision`.
         holding.revision[:19],
         # While the holding is filling, its state and chunks are more specific than the phase of the fetch.
         holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
@@ -323,7 +323,7 @@ def cache(
             terminal.write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
             terminal.write_lines(*(report.summary() for report in reports))
-        # Scripts wait for the reports before they start engines, and stdout is buffered if it is a pipe.
+        # Scripts wait for the reports before they start engines, and stdout to a pipe is buffered.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         kept = ", ".join(names) if names else "parameters that engines hand over"
@@ -423,7 +423,7 @@ def fetch(
         )
     except NotFound as error:
         if fallback is None:
-            # The word MODEL is a name in the fleet, even if it looks like a location.
+            # The argument MODEL is a name in the fleet, even if it looks like a location.
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
             error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
         raise

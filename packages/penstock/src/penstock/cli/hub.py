@@ -85,15 +85,15 @@ def _print_url(url: str) -> None:
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:
-    """Return the URL of Redis, or an empty text, and the password from its file.
+    """Return the URL of Redis, or an empty string, and the password from the password file.
 
-    Raise ConfigError if either is wrong.
+    Raise ConfigError if the URL or the password file is wrong.
     """
     from penstock.config import Settings, without_password
     from penstock.errors import ConfigError
 
     settings = Settings.read()
-    # Every user of the host can read the command line of every process.
+    # Refuse a password in the URL, because every user of the host can read the command line of every process.
     if url is not None and (urlsplit(url).password or "password=" in urlsplit(url).query):
         raise ConfigError(
             f"--redis {without_password(url)} was given with a password, which every user of this host can read",
@@ -121,7 +121,7 @@ def _log(audit: bool, audit_file: Path | None) -> None:
     """
     from penstock.hub.audit import audit_handler
 
-    # Only a command configures logging. As a library Penstock configures none.
+    # Only commands configure logging. As a library, Penstock does not configure it.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     for name in ("penstock.hub", "penstock.net"):

@@ -39,9 +39,9 @@ def load(
     import penstock
     from penstock.storage.locate import require_local
 
-    # Check the path before importing torch, which takes seconds.
+    # Check the path before torch is imported, which takes seconds.
     require_local(uri)
-    # Import the progress bar's library now, because the load would count the time of the import.
+    # Import the progress bar's library now, because the load's time would otherwise include the import.
     import rich.progress  # noqa: F401
 
     weights = penstock.load(
@@ -57,12 +57,12 @@ def load(
         terminal.write_lines(weights.report.summary())
 
 
-# Bytes that a dry run reads for its prediction, enough to measure the link in a short time.
+# Number of bytes that a dry run reads for its prediction, enough to measure the link in a short time.
 _SAMPLE_BYTES = 64 * MIB
 
 
 def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, format: terminal.OutputFormat) -> None:
-    """Plan a load from the headers, predict its time from a sample read of the source, and write both to stdout."""
+    """Plan a load from the headers, predict its time by reading a sample of the source, and write both to stdout."""
     from penstock.plan.schedule import plan_load
     from penstock.storage.weight_set import open_weights
 
@@ -76,7 +76,7 @@ def _write_plan(uri: str, names: list[str] | None, memory_bytes: int | None, for
         )
         read_bytes = int(plan.read_nbytes.sum())
         path, rate = "none", 0.0
-        # Sample the largest file, because the sample must not reach the end of the file.
+        # Read the sample from the largest file, because the sample must not reach the end of the file.
         largest = int(max((file.nbytes for file in files), default=0))
         if largest:
             source = weights.sources[[file.nbytes for file in files].index(largest)]

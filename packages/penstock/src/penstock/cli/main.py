@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-# An interrupt during the imports exits without a traceback and with the same code as a later interrupt.
+# An interrupt during the imports ends the process without a traceback, with the exit code of later interrupts.
 try:
     import typer
 
@@ -125,7 +125,7 @@ _add_commands()
 
 
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code for an error: wrong usage, or a failure with an intact or a changed destination."""
+    """Return the exit code for an error: wrong usage, or a failure that left the destination intact or changed it."""
     if isinstance(error, ConfigError):
         return USAGE
     return DIRTY if error.mutated else FAILED
@@ -150,7 +150,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     # This is the only handler for all exceptions. An exception that is not a PenstockError is a bug in Penstock and
     # leaves the destination in an unknown state, which counts as dirty.
     except Exception as error:  # noqa: BLE001
-        # The OSError may come from stdout in the middle of a command. Writing another byte repeats such an error.
+        # The OSError may come from stdout in the middle of a command. If so, writing another byte raises it again.
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
             code = _lost_code(lost)
         # Commands import the modules that they use, so a missing package such as torch fails here.
@@ -174,7 +174,7 @@ def _require_package(words: Sequence[str]) -> None:
 
 
 def _report_error(error: PenstockError, words: Sequence[str]) -> int:
-    """Write an error to stderr, as JSON if the command line asks for JSON. Return the exit code."""
+    """Write an error to stderr, as JSON if the command line requests JSON. Return the exit code."""
     code = exit_code(error)
     terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
     return code
@@ -211,7 +211,7 @@ def _lost_code(lost: OSError) -> int:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether errors are written as JSON. The arguments may be invalid."""
+    """Return whether the arguments, which may be invalid, request errors as JSON."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return "--format=json" in arguments or ("--format", "json") in pairs
 

@@ -1,7 +1,7 @@
 """Shared options of the commands, and functions that write data and errors to the terminal.
 
-Data on stdout is one JSON document or plain columns. Errors go to stderr. Text for people has decimal units (GB = 10^9
-bytes). JSON has bytes and seconds.
+Data on stdout is one JSON document or plain columns. Errors go to stderr. Text for people uses decimal units (GB = 10^9
+bytes). JSON uses bytes and seconds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def write_lines(*lines: str) -> None:
 
 
 def write_fields(fields: Mapping[str, object]) -> None:
-    """Write aligned names and values to stdout, one pair in each line."""
+    """Write aligned names and values to stdout, one pair per line."""
     width = max((len(name) for name in fields), default=0)
     write_lines(*(f"{name:<{width}}  {value}".rstrip() for name, value in fields.items()))
 
 
 def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write columns to stdout, two spaces apart, with numbers to the right.
+    """Write columns to stdout, two spaces apart, with numbers right-aligned.
 
-    Nothing is cut, because the output may be piped.
+    No cell is shortened, because the output may be piped.
     """
     write_lines(*columns(header, rows))
 
@@ -52,12 +52,12 @@ def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 def columns(
     header: Sequence[str], rows: Sequence[Sequence[object]], *, width: int | None = None, spare: Sequence[str] = ()
 ) -> list[str]:
-    """Return lines of columns, two spaces apart, with numbers to the right.
+    """Return the columns as lines, two spaces apart, with numbers right-aligned.
 
     Args:
-        width: maximum length of a line. Long cells are cut, then columns are left out and named below. None means no
-            limit.
-        spare: columns that may be left out, in this order.
+        width: maximum length of a line. Long cells are shortened, then columns are omitted and named below. None means
+            no limit.
+        spare: columns that may be omitted, in this order.
     """
     cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
@@ -93,7 +93,7 @@ _LEAST_CELL = 16
 
 
 def cut(text: str, width: int | None) -> str:
-    """Cut a text to this width. None leaves it unchanged."""
+    """Shorten a text to this width. None leaves it unchanged."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 
@@ -109,7 +109,7 @@ def note(text: str) -> None:
 
 
 def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
-    """Write an error to stderr, with its location, cause, the state of the destination, and a hint."""
+    """Write an error to stderr with its location and cause, the state of the destination, and a hint."""
     message, hint = _in_options(error.message), None if error.hint is None else _in_options(error.hint)
     if as_json:
         facts = {
@@ -136,19 +136,19 @@ def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
         note(f"  hint: {hint}")
 
 
-# Errors name Python arguments, because programs call the same functions.
+# Errors name Python arguments, because programs call the same functions. The command line shows options instead.
 _OPTIONS = {"num_workers": "--workers", "private_key": "--sign"} | {
     name: f"--{name.replace('_', '-')}"
     for name in ("fallback", "memory_bytes", "public_key", "shard_bytes", "task_bytes", "timeout_s")
 }
-# The bare word `fallback` may be English or part of a path.
+# Replace `fallback` only with `=`, because the bare word may be English or part of a path.
 _ARGUMENT = re.compile(
     rf"(?<![\w(./'\"-])(fallback(?==)|{'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)(?=(\S?))"
 )
 
 
 def _in_options(text: str) -> str:
-    """Replace Python arguments in an error's text with the options of the command line."""
+    """Replace Python arguments in an error's text with the command line's options."""
 
     # `memory_bytes=400` becomes `--memory-bytes 400`, and `fallback= to read` becomes `--fallback to read`.
     return _ARGUMENT.sub(
@@ -175,17 +175,17 @@ def importable(module: str) -> bool:
 
 def examples(*lines: str) -> str:
     """Format examples for the end of a command's help."""
-    # Typer joins the lines of a paragraph that does not begin with `\b`.
+    # Typer joins the lines of a paragraph unless it begins with `\b`.
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 def option(name: str, metavar: str, help: str) -> Any:
-    """Create an option whose default is not shown, because it is None."""
+    """Create an option with the default None, which the help text does not show."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
 
 
 class OutputFormat(enum.StrEnum):
-    """A form of the data on stdout."""
+    """A format of the data on stdout."""
 
     human = "human"
     json = "json"

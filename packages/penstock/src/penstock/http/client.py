@@ -1,6 +1,6 @@
-"""The client of an HTTP/1.1 connection: a request, and its response received straight into the caller's memory.
+"""The client side of an HTTP/1.1 connection, which receives a response directly into the caller's memory.
 
-A body with a Content-Length goes from the kernel into the caller's view without a copy, except for up to 8 KiB that
+A body with a Content-Length is received into the caller's view without a further copy, except for up to 8 KiB that
 arrive with the head. Chunked bodies, which object stores behind proxies send, are copied once.
 """
 
@@ -32,8 +32,8 @@ class TooLong(MalformedMessage):
 class HttpReply:
     """A response. Call `readinto` until it returns 0, or `read` once.
 
-    `headers` has names in lower case, and values of a repeated field joined by commas. `length` counts the remaining
-    bytes of the body. It is None if only the end of the body shows its length.
+    `headers` has names in lower case, and values of a repeated field joined by commas. `length` is the number of
+    remaining body bytes, or None if only the end of the body reveals its length.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HttpReply:
         return count
 
     def read(self, limit: int) -> bytes:
-        """Return the whole body, with the request's deadline. Raises TooLong above `limit` bytes."""
+        """Return the whole body, received before the request's deadline. Raises TooLong above `limit` bytes."""
         pieces: list[memoryview | bytes] = []
         total = 0 if self.length is None else self.length
         if total <= limit and self.length is not None:
@@ -93,7 +93,7 @@ class HttpReply:
         raise TooLong(f"the response has more than {limit} bytes")
 
     def read_some(self, limit: int, *, wait_s: float) -> bytes:
-        """Return up to `limit` bytes of the body that arrive within `wait_s`. Never raises OSError."""
+        """Return at most `limit` bytes of the body, those that arrive within `wait_s`. Never raises OSError."""
         received, until_s = b"", time.monotonic() + wait_s
         with contextlib.suppress(OSError, MalformedMessage):
             while len(received) < limit and self.length != 0 and (left_s := until_s - time.monotonic()) > 0:
@@ -101,7 +101,7 @@ class HttpReply:
                     piece = self._rest or self._piece(MessageDeadline(left_s))
                     self._rest = memoryview(b"")
                 else:
-                    # `receive_into` would wait until its view is full.
+                    # Do not use `receive_into`, which waits until its view is full.
                     self._wire.set_pace(left_s)
                     piece = memoryview(self._wire.receive_some(min(self.length, limit - len(received))))
                     self.length -= len(piece)
@@ -128,14 +128,14 @@ class HttpReply:
 
     @property
     def is_reusable(self) -> bool:
-        """True if the whole response was read, nothing followed it, and the server keeps the connection."""
+        """True if the whole response was read, no bytes followed it, and the server keeps the connection open."""
         parser = self._parser
         is_read = self.length == 0 if parser is None else parser.is_done and not parser.has_more and not self._rest
         return is_read and self._keeps_alive and not self._wire.has_unread
 
 
 class ClientConnection:
-    """A connection to one server. It serves one request at a time, and the next after the whole response was read.
+    """A connection to one server. Send one request at a time, and the next after reading the whole response.
 
     The connection owns `sock` from now on. `pace_s` limits the seconds that `HttpReply.readinto` waits for a byte.
     """
@@ -152,7 +152,8 @@ class ClientConnection:
         Args:
             target: path and query, percent-encoded. For a proxy, the whole URL.
             fields: header fields in order, including `Host`. The length of the body is added.
-            wait_s: seconds to send the request and receive the head, plus one for each `MIN_BYTES_PER_S` of the body.
+            wait_s: seconds for sending the request and receiving the head, plus one for each `MIN_BYTES_PER_S` of the
+                body.
 
         Raises:
             ConfigError: a field or the target contains a line break.
@@ -169,7 +170,8 @@ class ClientConnection:
             deadline.add_bytes(len(body))
         self.wire.set_pace(deadline.left_s())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server with too many connections may respond and close before it reads the request.
+            # A server with too many connections may respond and close before it has read the request, which is no
+            # error.
             self.wire.send_all(message)
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300
@@ -184,8 +186,8 @@ class ClientConnection:
 def open_tcp(
     host: str, port: int, timeout_s: float, *, check: Callable[[str], None] = lambda address: None
 ) -> socket.socket:
-    """Connect to the first address of `host` that accepts within `timeout_s`. `check` raises to refuse an address."""
-    # Resolving a name may take seconds and cannot be interrupted.
+    """Connect to the first address of `host` that accepts within `timeout_s`. `check` raises for refused addresses."""
+    # Resolve a name in a helper thread, because it may take seconds and cannot be interrupted.
     is_name = not host.replace(".", "").isdigit() and ":" not in host
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
@@ -209,7 +211,7 @@ def open_tcp(
 
 
 def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None = None) -> socket.socket:
-    """Connect by TCP within `timeout_s`, with TLS if `trust` is set. Raises OSError, also for TLS (ssl.SSLError)."""
+    """Connect by TCP within `timeout_s`, with TLS if `trust` is set. Raises OSError, including ssl.SSLError."""
     deadline = time.monotonic() + timeout_s
     try:
         sock = open_tcp(host, port, timeout_s)

@@ -1,10 +1,10 @@
 """Lossless compression of weights on a link: a codec that separates byte planes, and the decision whether to use it.
 
-A frame groups bytes of the same significance, and compresses with zstd the planes that are worth it. A BF16 weight has
-about 2.7 bits of information in the byte with its exponent, and 8 in the other. The width follows from the histograms
-of each block, so callers need not know the dtype.
+A frame groups bytes of the same significance into planes, and compresses with zstd those planes that shrink enough. A
+BF16 weight has about 2.7 bits of information in the byte with its exponent, and 8 in the other. The element width is
+derived from the histograms of each block, so callers need not know the dtype.
 
-A link is measured without compression first. Compression is tried if it is promising, and kept if it was faster.
+A link is first measured without compression. Compression is then tried if it is promising, and kept if it is faster.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Planes:
         if len(stored) == count:
             return np.frombuffer(stored, np.uint8)
         try:
-            # The decoder allocates the stated size, which comes from a peer.
+            # Check the size in the frame, because the decoder allocates that size and it comes from a peer.
             if zstandard.frame_content_size(stored) != count:
                 raise FormatError("the size of a plane does not match its block")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
@@ -95,7 +95,7 @@ class Planes:
 
 
 def block_bytes(frame: memoryview) -> int:
-    """Return the size of a frame's block, at most `BLOCK_BYTES`. FormatError if the frame is malformed."""
+    """Return the size of a frame's block, at most `BLOCK_BYTES`. Raises FormatError if the frame is malformed."""
     return _head(frame)[0]
 
 
@@ -114,7 +114,7 @@ def _head(frame: memoryview) -> tuple[int, Sequence[int], int]:
 
 
 def _shape(block: U8) -> tuple[int, Sequence[bool]]:
-    """Return the width with the smallest total entropy, and for each plane whether to compress it."""
+    """Return the element width with the smallest total entropy, and whether to compress each plane."""
     pieces = max(1, min(_PIECES, len(block) // _PIECE_BYTES))
     starts = [(len(block) - len(block) // pieces) * i // max(1, pieces - 1) // 4 * 4 for i in range(pieces)]
     sampled = np.concatenate([block[at : at + _PIECE_BYTES] for at in starts])
@@ -127,7 +127,7 @@ def _shape(block: U8) -> tuple[int, Sequence[bool]]:
         shares = [_entropy(seen[at::width].sum(axis=0)) / 8 for at in range(width)]
         coded = tuple(share < _WORTH for share in shares)
         whole = sum(share if is_worth else 1.0 for share, is_worth in zip(shares, coded, strict=True)) / width
-        # A larger width needs more copies, so require a gain.
+        # A larger width requires more copies, so accept it only for a gain.
         if whole < best[0] - 0.01:
             best = (whole, width, coded)
     return best[1], best[2]
@@ -172,17 +172,17 @@ class _Sampled:
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of the slower end, in bytes/s."""
+        """Rate at the slower end, in bytes/s."""
         return self.nbytes / max(self.encode_s, self.decode_s, 1e-9)
 
 
 class CompressionChoice:
-    """The decision for one link, shared by all connections to a peer. `always=None` decides by measurement."""
+    """The decision for one link, shared by all connections to a peer. With `always=None` it depends on measurements."""
 
     def __init__(self, always: bool | None = None) -> None:
         self._always = always
         self._lock = threading.Lock()
-        # Requests in flight without and with compression.
+        # Number of requests in flight without and with compression.
         self._active = [0, 0]
         self._at = self._decided_at = time.monotonic()
         self._num_bytes = 0
@@ -231,14 +231,14 @@ class CompressionChoice:
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
         """Compress a sample of raw bytes, to measure the codec's ratio and speed."""
-        # The lock is not held while the codec runs, so that other connections can receive.
+        # Do not hold the lock while the codec runs, so that other connections can receive.
         with self._lock:
             is_wanted = self._is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
             if not is_wanted or len(piece) < SAMPLE_BYTES:
                 return
             self._sampled.count += 1
         block = np.frombuffer(piece[:SAMPLE_BYTES], np.uint8)
-        # Measure the processor time of this thread. The trial shows whether other work competes for the processors.
+        # Measure this thread's CPU time. The trial will show whether other work competes for the processors.
         started = time.thread_time()
         frame = memoryview(b"".join(planes.encode(block)))
         encoded = time.thread_time()
@@ -251,14 +251,14 @@ class CompressionChoice:
             self._sampled.decode_s += decoded - encoded
 
     def add_bytes(self, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """Record `nbytes` received, and the `wire_bytes` that were sent over the link for them."""
+        """Record that `nbytes` were received, for which `wire_bytes` were sent over the link."""
         with self._lock:
             now = time.monotonic()
             if is_coded:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
             is_watched = self._always is None and (self._is_open or is_coded)
-            # Requests of the other kind in flight would spoil the measurement.
+            # Skip this measurement if requests of the other kind are in flight, because they would distort it.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
                 return
@@ -286,7 +286,7 @@ class CompressionChoice:
         else:
             if self._is_open:
                 self._decide(is_coded=True, why=f"{rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
-            # Other work may occupy the processors later and make compression slow.
+            # Measure again later, because other work may then occupy the processors and slow compression down.
             self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a connected socket: heads, short bodies, and bytes straight from and into memory.
+"""HTTP/1.1 over a connected socket: heads, short bodies, and bytes sent from and received into memory directly.
 
 The *pace* limits a single call, so a body of gigabytes only has to make progress. A *deadline* limits a head or a short
 message as a whole, however many calls it takes.
@@ -31,7 +31,7 @@ _MAX_INTERIM = 8
 class MessageDeadline:
     """The deadline of a message: some seconds, plus one for each `MIN_BYTES_PER_S` received or sent.
 
-    A timeout for each read is not enough. One byte every five seconds held a fetch for 50 s with a `stall_s` of 6 s.
+    A timeout for each read is not enough. One byte every five seconds held up a fetch for 50 s with a `stall_s` of 6 s.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -44,7 +44,7 @@ class MessageDeadline:
     def left_s(self) -> float:
         """Return the remaining seconds. Raises TimeoutError after the deadline."""
         left = self._at - time.monotonic()
-        # A timeout of 0 would make a socket non-blocking and SO_RCVTIMEO endless.
+        # A timeout of 0 would make a socket non-blocking, and an SO_RCVTIMEO of 0 means no timeout.
         if left <= 0:
             raise TimeoutError("the message was not complete before its deadline")
         return left
@@ -71,7 +71,7 @@ class HttpConnection:
         self.set_pace(pace_s)
 
     def set_pace(self, pace_s: float) -> None:
-        """Set how long a call may wait for its first byte. A present pace up to 5 % longer is kept."""
+        """Set how long a call may wait for its first byte. If the current pace is at most 5 % longer, keep it."""
         # Keeping the pace saves three system calls for each piece of a read and for most messages.
         if pace_s <= self._pace_s <= 1.05 * pace_s:
             return
@@ -80,14 +80,14 @@ class HttpConnection:
         if self._is_tls:
             self._sock.settimeout(pace_s)
             return
-        # Python's timeout would make the socket non-blocking, and no call could fill a view.
+        # Python's timeout would make the socket non-blocking, and then no call could fill a view.
         limit = struct.pack("ll", int(pace_s), int(pace_s % 1 * 1e6))
         self._sock.settimeout(None)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def receive_request(self, wait_s: float, *, first_s: float, max_bytes: int) -> RequestHead | None:
-        """Receive a request's head within `wait_s` from its first byte. Return None if the client closes instead."""
+        """Receive a request's head within `wait_s` of its first byte, or return None if the client closes."""
         if not self._ahead:
             self.set_pace(first_s)
             self._ahead = self._receive(_HEAD_PIECE_BYTES)
@@ -96,7 +96,7 @@ class HttpConnection:
         return parser.request() if is_whole else None
 
     def receive_response(self, wait_s: float) -> tuple[ResponseHead, MessageParser]:
-        """Receive the head of a response, skipping interim ones. Return it with its parser, which reads chunks.
+        """Receive a response's head, skipping interim responses. Return the head and its parser, which reads chunks.
 
         Raises ConnectionResetError if the server closed the connection before the first byte, or MalformedMessage.
         """
@@ -115,7 +115,7 @@ class HttpConnection:
         raise MalformedMessage(f"the server sent {_MAX_INTERIM} consecutive interim responses")
 
     def _receive_head(self, parser: MessageParser, deadline: MessageDeadline) -> bool:
-        """Feed a head to its parser. Return False if the connection was closed too early."""
+        """Receive a head and feed it to its parser. Return False if the connection was closed too early."""
         # The peer may send single bytes, so one deadline limits the whole head.
         self._deadline = deadline
         received, self._ahead = self._ahead, b""
@@ -132,7 +132,7 @@ class HttpConnection:
     def receive_body(self, nbytes: int, wait_s: float | None = None) -> bytes:
         """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` of it.
 
-        If `wait_s` is None, use the remaining time of the message's head. Raises ConnectionAbortedError at an early
+        If `wait_s` is None, use the time that remains for the message's head. Raises ConnectionAbortedError at an early
         end.
         """
         received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
@@ -151,7 +151,7 @@ class HttpConnection:
         return b"".join(pieces)
 
     def fill(self, view: memoryview) -> None:
-        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed earlier."""
+        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed before that."""
         while view:
             count = self.receive_into([view])
             if not count:
@@ -165,7 +165,7 @@ class HttpConnection:
             return
         view, deadline = memoryview(data), None
         while True:
-            # On a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader would block `send`.
+            # Send without blocking, because on a Unix socket the kernel's timeout restarts for every few KiB.
             with contextlib.suppress(BlockingIOError):
                 view = view[self._sock.send(view, socket.MSG_DONTWAIT) :]
             if not view:
@@ -176,7 +176,7 @@ class HttpConnection:
             poll.poll(1000 * deadline.left_s())
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Send from the front of these views without a copy. Return the number of bytes sent."""
+        """Send bytes from the start of these views without a copy. Return the number of bytes sent."""
         try:
             if self._is_tls:
                 return self._sock.send(views[0])
@@ -185,7 +185,7 @@ class HttpConnection:
             raise TimeoutError("no byte could be sent in time") from error
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Receive into the front of these views, with TLS not always all of them. Return 0 at the end."""
+        """Receive into the start of these views. With TLS the views may not be filled. Return 0 at the end."""
         if self._ahead:
             count = min(len(self._ahead), len(views[0]))
             views[0][:count] = self._ahead[:count]
@@ -194,8 +194,8 @@ class HttpConnection:
         try:
             if self._is_tls:
                 return self._sock.recv_into(views[0])
-            # MSG_WAITALL saves processor time: 0.17 s instead of 0.23 for 512 MiB of an object at the same speed.
-            # Source: benchmarks/results/cpu2_202611/objects.md.
+            # MSG_WAITALL saves CPU time: 0.17 s instead of 0.23 s for 512 MiB of an object at the same speed. Source:
+            # benchmarks/results/cpu2_202611/objects.md.
             if len(views) == 1:
                 return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
             return self._sock.recvmsg_into(views[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
@@ -211,19 +211,19 @@ class HttpConnection:
 
     @property
     def has_unread(self) -> bool:
-        """True if received bytes remain that no call has returned."""
+        """True if bytes have been received that no call has returned yet."""
         return bool(self._ahead)
 
     @property
     def is_silent(self) -> bool:
-        """True if the connection is open and has no unread bytes, as between two messages."""
+        """True if the connection is open and no unread bytes have arrived, as between two messages."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not self._ahead and not poll.poll(0)
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`, perhaps in another thread."""
+        """True after `close` was called, perhaps by another thread."""
         return self._sock.fileno() < 0
 
     def _receive(self, nbytes: int) -> bytes:

@@ -1,8 +1,8 @@
 """Client of the control plane: small requests to a hub or to a member's server, each with one deadline.
 
-A request of 600 bytes over a Unix socket costs 20 us of processor time, compared with 68 us in the standard library's
-client (medians of 7 x 5,000 requests, 2 cores) and three to four times as much as that in httpx. httpx also limits only
-single reads, so a hub that sent single bytes held a fetch for 45 s.
+A request of 600 bytes over a Unix socket costs 20 us of CPU time, compared with 68 us in the standard library's client
+(medians of 7 x 5,000 requests, 2 cores) and three to four times 68 us in httpx. httpx also limits only single reads, so
+a hub that sent single bytes held up a fetch for 45 s.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def over_tcp(host: str, port: int, trust: ssl.SSLContext | None = None) -> Conne
 
 
 class ControlConnection(Closeable):
-    """A connection that its first request opens. One thread uses it at a time, but any thread may interrupt it.
+    """A connection that the first request opens. One thread uses it at a time, but any thread may interrupt it.
 
     Args:
-        connect: opens the socket. Called again after a failure.
+        connect: opens the socket. It is called again after a failure.
         host: the `Host` header.
     """
 
@@ -80,7 +80,7 @@ class ControlConnection(Closeable):
         """Send a request and return the status and body of its response. An exception closes the connection.
 
         Args:
-            timeout_s: seconds for the whole request, plus one for each `MIN_BYTES_PER_S` sent or received.
+            timeout_s: seconds for the whole request, plus one for each `MIN_BYTES_PER_S` that is sent or received.
 
         Raises:
             NoAnswer: the deadline passed after the connection was opened.
@@ -106,7 +106,8 @@ class ControlConnection(Closeable):
             except MalformedMessage as error:
                 raise MalformedAnswer(f"the response is malformed: {error.message}") from error
             except OSError as error:
-                # The number of a closed socket may belong to another connection by now, so the request is not retried.
+                # Another thread closed the socket, and its descriptor may now belong to another socket, so do not
+                # retry.
                 if client.wire.is_closed:
                     raise ConnectionAbortedError("another thread closed the connection") from error
                 raise
@@ -138,7 +139,7 @@ class ControlConnection(Closeable):
             client.wire.cut()
 
     def close(self) -> None:
-        """Close the connection. A later request opens a new one. Idempotent."""
+        """Close the connection. A later request opens a new connection. Idempotent."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -164,7 +165,7 @@ class ControlPool(Closeable):
                 raise PoolClosed("the pool was closed")
             lent = None
             while self._idle and lent is None:
-                # Prefer the connection used last, so that surplus connections of a burst become old and are closed.
+                # Prefer the connection used last, so that surplus connections from a burst become old and are closed.
                 candidate = self._idle.pop()
                 if candidate.is_reusable:
                     lent = candidate

@@ -1,7 +1,7 @@
-"""Heads of HTTP/1.1 messages: strict parsing as bytes arrive, and writing without injected lines.
+"""Heads of HTTP/1.1 messages: strict parsing as bytes arrive, and encoding that prevents injected lines.
 
-llhttp (through `httptools`) parses the lines. This module repeats the checks that decide where a body ends, because
-releases of llhttp differ in them. If two programs read a head differently, one request can hide inside another.
+llhttp (through `httptools`) parses the lines. This module repeats the checks that determine where a body ends, because
+releases of llhttp differ in these checks. If two programs read a head differently, one request can hide inside another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_FIELDS = 100
 
 
 class MalformedMessage(FormatError):
-    """The peer sent something that is not HTTP/1.1, is too long, or is ambiguous."""
+    """The peer sent a message that is not HTTP/1.1, is too long, or is ambiguous."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Head:
     """The head of a message. `version` is "1.0" or "1.1".
 
     `headers` has names in lower case, and values of a repeated field joined by commas. `content_length` is None if the
-    head does not state it.
+    head does not state a length.
     """
 
     version: str
@@ -60,7 +60,7 @@ class ResponseHead(Head):
 
 
 class _Events:
-    """Callbacks of the parser. They have no reference to the parser, so no cycle needs the garbage collector."""
+    """Callbacks for the parser. They hold no reference to the parser, so there is no cycle to be garbage-collected."""
 
     __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
 
@@ -79,7 +79,7 @@ class _Events:
         self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Fields after a chunked body are ignored, so that nothing depends on them.
+        # Ignore fields after a chunked body (trailers), so that nothing depends on them.
         if not self.is_in_body:
             if len(self.fields) == MAX_FIELDS:
                 raise MalformedMessage(f"the message head has more than {MAX_FIELDS} header fields")
@@ -89,7 +89,7 @@ class _Events:
         self.is_in_body = True
 
     def on_body(self, piece: bytes) -> None:
-        # Later bytes belong to a response that was not requested.
+        # Ignore bytes after the end, which belong to a response that was not requested.
         if not self.is_done:
             self.body.append(piece)
 
@@ -116,7 +116,7 @@ class MessageParser:
         """Add received bytes. Return the bytes after the head once it is complete. Raises MalformedMessage."""
         received = self._received + data
         end = received.find(b"\r\n\r\n", max(0, len(self._received) - 3))
-        # Parse whole lines as they arrive, to refuse other protocols early. The caller has memory for the body.
+        # Parse whole lines as they arrive, to refuse other protocols early. Do not parse the body.
         stop = received.rfind(b"\n") + 1 if end < 0 else end + 4
         if (len(received) if end < 0 else stop) > self._max_bytes:
             raise MalformedMessage(f"the message head has more than {self._max_bytes} bytes")
@@ -147,7 +147,7 @@ class MessageParser:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # A request may offer another protocol, which a server need not accept.
+            # Refuse only a response. A request may offer another protocol, which a server need not accept.
             if isinstance(self._parser, httptools.HttpResponseParser):
                 raise MalformedMessage("the response is in a protocol other than HTTP/1.1") from None
         except httptools.HttpParserError as error:
@@ -168,7 +168,7 @@ class MessageParser:
 
     def _common(self) -> dict[str, Any]:
         num_lines = self._received.count(b"\r\n")
-        # Parsers disagree whether a lone CR or LF, or a folded line, ends a line.
+        # Refuse a lone CR or LF and folded lines, because parsers disagree on where such lines end.
         if self._received.count(b"\n") != num_lines or self._received.count(b"\r") != num_lines:
             raise MalformedMessage("the message head has a line that does not end in CR LF")
         if b"\r\n " in self._received or b"\r\n\t" in self._received:
@@ -176,7 +176,7 @@ class MessageParser:
         version = self._parser.get_http_version()
         line = self._received.partition(b"\r\n")[0]
         protocol = line.partition(b" ")[0] if isinstance(self._parser, httptools.HttpResponseParser) else line[-8:]
-        # The parser also accepts requests of RTSP and ICE, and reports only the version.
+        # Check the protocol's name, because the parser also accepts RTSP and ICE requests and reports only the version.
         if version not in {"1.0", "1.1"} or not protocol.startswith(b"HTTP/"):
             raise MalformedMessage("the message is not HTTP/1.1")
         headers: dict[str, str] = {}
@@ -193,7 +193,7 @@ class MessageParser:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
                 raise MalformedMessage("the head has two or unknown definitions of the end of the body")
             return {"version": version, "headers": headers, "content_length": None, "is_chunked": True}
-        # Limit to 18 digits, so that a sum of two lengths fits 64 bits.
+        # Allow at most 18 digits, so that a sum of two lengths fits in 64 bits.
         if length is not None and not ((length.isascii() and length.isdigit()) and len(length) <= 18):
             raise MalformedMessage("the Content-Length is not a number")
         content_length = None if length is None else int(length)

@@ -1,8 +1,8 @@
 """Network settings from the environment: proxies, hosts reached without a proxy, and certificates.
 
-The variables are those that curl, requests, boto3 and huggingface_hub read. They do not apply to Penstock's own hubs
-and members, which are always reached directly. `HTTP_PROXY` or `HTTPS_PROXY` is used by the URL's scheme, else
-`ALL_PROXY`. `NO_PROXY` has `*`, hosts with their subdomains, ends of addresses, `host:port` and networks.
+The variables are those that curl, requests, boto3 and huggingface_hub read. Connections to Penstock's hubs and members
+are always direct. The URL's scheme selects `HTTP_PROXY` or `HTTPS_PROXY`, else `ALL_PROXY`. `NO_PROXY` lists `*`, hosts
+with subdomains, ends of addresses, `host:port` and networks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Prox
 
 
 def exclusions(environ: Mapping[str, str] | None = None) -> str:
-    """Return the hosts without a proxy in obstore's form, which has no entries with a port."""
+    """Return the hosts without a proxy in obstore's form, which does not support entries with a port."""
     entries = re.split(r"[,\s]+", network_environment(environ).no_proxy)
     return ",".join(entry.strip("[]") for entry in entries if entry and not _has_port(entry))
 
 
 def _parse(name: str, named: str) -> Proxy:
-    # Error messages leave out the value, which may contain a password.
+    # Error messages omit the value, which may contain a password.
     hint = f"write {name} as http://host:port, or http://user:password@host:port with special characters as %40"
     scheme, _, rest = named.rpartition("://")
     scheme = scheme.lower() or "http"
@@ -100,19 +100,19 @@ def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
             with contextlib.suppress(ValueError):
                 if address in ipaddress.ip_network(name, strict=False):
                     return True
-        # Other libraries compare an address as text too.
+        # Compare an address as text too, as other libraries do.
         if name and (host == name or host.endswith(f".{name}")):
             return True
     return False
 
 
 def _has_port(entry: str) -> bool:
-    # An IPv6 address contains colons, so its port follows brackets.
+    # An IPv6 address contains colons, so a port may only follow its brackets.
     return re.fullmatch(r"(\[[^\]]*\]|[^:]*):\d+", entry.rpartition("://")[2]) is not None
 
 
-# Link-local addresses, and metadata services of AWS instances and pods, Google, Azure, Oracle and Alibaba, which reveal
-# credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds.
+# Link-local addresses, and the metadata services of AWS instances and pods, Google, Azure, Oracle and Alibaba, which
+# reveal credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds.
 _LOCAL_SERVICES = [
     ipaddress.ip_network(network)
     for network in (
@@ -165,7 +165,7 @@ def _translated_addresses(address: ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def require_public(address: str, host: str) -> None:
-    """Raise SourceUnavailable if a redirect leads to a service of this machine's network."""
+    """Raise SourceUnavailable if a redirect leads to a local service, such as a cloud's metadata service."""
     if is_local_service(address):
         hint = "the server is at fault; if the address is intended, name it yourself"
         message = f"the server redirects to {host[:100]!r}, a service of this machine's network"
@@ -181,7 +181,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A file or directory of certificates, and the variable or argument that names it."""
+    """A file or directory of certificates, and the variable or argument in which it was set."""
 
     name: str
     path: Path

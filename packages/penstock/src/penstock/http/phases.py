@@ -1,4 +1,4 @@
-"""`GET /v1/phases` returns the startup record of a process as JSON or as server-sent events, `GET /v1/ready` a status.
+"""Handlers of `GET /v1/phases`, the startup record of a process as JSON or as events, and of `GET /v1/ready`.
 
 The servers that use these handlers authorise the requests.
 """
@@ -28,17 +28,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 def wants_stream(query: Mapping[str, object], accept: str) -> bool:
-    """Return whether a request is for events, by `?stream` or like an event source of a browser."""
+    """Return whether a request is for events, by `?stream` or by the Accept header of a browser's EventSource."""
     return "stream" in query or "text/event-stream" in accept
 
 
 def boot_of_process() -> Boot:
-    """Return the startup record of this process, which is empty before the first phase."""
+    """Return the startup record of this process. It is empty before the first phase."""
     return boot_record().snapshot() or Boot(started_at=0.0)
 
 
 def answer_ready(exchange: ServerExchange) -> None:
-    """Reply to `GET /v1/ready` with 200 once the process is ready, else 503. Probes need no token."""
+    """Reply to `GET /v1/ready` with 200 once the process is ready, and 503 before. Probes require no token."""
     exchange.answer(HTTPStatus.OK if boot_of_process().ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -53,7 +53,7 @@ class PhasesHandler:
     def answer(self, exchange: ServerExchange, query: Mapping[str, object], caller: str) -> None:
         """Reply in the thread of the request. A stream lasts `STREAM_S`, or until the client closes it.
 
-        Raises RequestRefused if there are `MAX_STREAMS` streams, and no other caller has more of them than this caller.
+        Raises RequestRefused if there are `MAX_STREAMS` streams and no other caller has more streams than this caller.
         """
         if not wants_stream(query, exchange.head.headers.get("accept", "")):
             body = _encode(self._describe(boot_of_process()))
@@ -72,7 +72,7 @@ class PhasesHandler:
         end_s = time.monotonic() + STREAM_S
         exchange.begin_stream(STREAM_S, "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n")
         while time.monotonic() < end_s and stream in self._streams:
-            # Read the serial first, so that a change before the snapshot ends the wait.
+            # Read the serial first, so that a change between the two reads ends the next wait.
             serial = record.serial
             boot = boot_of_process()
             body = _encode(self._describe(boot))

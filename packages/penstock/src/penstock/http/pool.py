@@ -1,4 +1,4 @@
-"""Connections for reading objects: kept alive, to any number of servers, with proxies and certificates."""
+"""Keep-alive connections for reading objects from any number of servers, with proxies and certificates."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
 
 
 class PooledConnection(ClientConnection):
-    """A connection to a server, or to the proxy that forwards to it and reads the whole URL.
+    """A connection to a server, or to a proxy that forwards requests and therefore requires the whole URL.
 
-    `silence_s` limits a head and each read of the body. The server may have closed a connection that `was_used`.
+    `silence_s` limits the wait for a head and each read of a body. The server may have closed one that `was_used`.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:
@@ -43,7 +43,7 @@ class PooledConnection(ClientConnection):
         self._wait: int | None = None
 
     def begin(self) -> None:
-        """Let the calling thread wait for this connection until its call is cancelled. See `waits.require_wanted`."""
+        """Register this connection with the calling thread's scope, so that a cancelled call aborts it. See `waits`."""
         self._scope = waits.current()
         if self._scope is not None:
             self._wait = self._scope.add(self.wire.cut)
@@ -52,7 +52,7 @@ class PooledConnection(ClientConnection):
                 waits.require_wanted()
 
     def end(self) -> None:
-        """Record that no thread waits for this connection. Idempotent."""
+        """Record that no thread is waiting for this connection. Idempotent."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.remove(self._wait)
@@ -81,7 +81,7 @@ class PooledConnection(ClientConnection):
 class Pool:
     """Idle connections to any number of servers. Thread-safe. A forked child starts without connections.
 
-    `trusted` certificates extend the system's. `silence_s` limits a connect, a head or a read.
+    `trusted` certificates are used in addition to the system's. `silence_s` limits a connect, a head or a read.
     """
 
     def __init__(self, *, trusted: tuple[Bundle, ...] = (), silence_s: float) -> None:
@@ -96,7 +96,7 @@ class Pool:
     def get(self, url: SplitResult, *, fresh: bool = False, is_redirected: bool = False) -> PooledConnection:
         """Return an idle connection to `url`'s server, or a new one. Raises OSError or ConfigError.
 
-        If a server chose the host (`is_redirected`), services of this machine's network raise SourceUnavailable.
+        If a server chose the host (`is_redirected`), a local service as host raises SourceUnavailable.
         """
         dropped = []
         with self._lock:
@@ -117,7 +117,7 @@ class Pool:
         return connection
 
     def put(self, url: SplitResult, connection: PooledConnection, reply: HttpReply | None) -> None:
-        """Return a connection after `reply`, and close it unless it can be used again."""
+        """Return a connection to the pool after `reply`, or close it if it cannot be reused."""
         connection.end()
         if reply is not None and reply.is_reusable:
             connection.idle_since_s = time.monotonic()
@@ -163,7 +163,7 @@ class Pool:
         port = url.port or (443 if is_tls else 80)
         proxy = proxy_of(url)
         try:
-            # Check even a name that only a proxy resolves. `wrap_socket` would not close its socket for a bad name.
+            # Check every name now, because `wrap_socket` does not close its socket if a name is invalid.
             url.hostname.encode("idna")
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
@@ -207,8 +207,8 @@ def _authority(url: SplitResult) -> str:
 
 
 def _open_tunnel(sock: socket.socket, proxy: Proxy, authority: str, *, wait_s: float) -> None:
-    """Request a tunnel from a proxy. Raises OSError if it refuses, and ConfigError if it refuses the user."""
-    # TLS uses the socket, so do not close the connection object.
+    """Request a tunnel from a proxy. Raises OSError if it refuses, and ConfigError if it rejects the credentials."""
+    # Do not close the connection object, because TLS continues to use the socket.
     fields = [("Host", authority), *proxy.headers]
     reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, fields, wait_s=wait_s)
     if reply.status == 407:

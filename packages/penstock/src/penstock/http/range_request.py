@@ -1,4 +1,4 @@
-"""Conditional range requests: one exchange checked against the object first seen, and pauses between attempts.
+"""Conditional range requests: exchanges that are checked against the object first seen, and pauses between attempts.
 
 `storage.http` and `storage.objects` contain the loops over attempts. `RequestFailed` means that another attempt may
 succeed, and other errors are final. `Patience` counts failures and silence since the last byte, and never the total
@@ -48,7 +48,7 @@ ATTEMPTS_PER_STALL = 3
 
 
 class Arrivals:
-    """Number and time of the last responses with bytes from a source, counted over all its readers."""
+    """Number of responses with bytes from a source, and time of the latest, for all readers of the source."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,10 +56,10 @@ class Arrivals:
 
 
 class Patience:
-    """Remaining retries for one range of a source. Each received byte restores all of them.
+    """Remaining retries for one range of a source. Each received byte restores all retries.
 
-    Bytes of other ranges also reset the failures. With many concurrent requests, a server that refuses every second
-    request refuses some range several times in a row. Silence is counted for this range alone. `arrivals` is shared by
+    Bytes from other ranges also reset the failures. With many concurrent requests, a server that refuses every second
+    request refuses some ranges several times in a row. Silence is counted for this range alone. `arrivals` is shared by
     all ranges.
     """
 
@@ -92,15 +92,15 @@ class Patience:
         self._num_seen = self._arrivals.count
 
     def pause(self, failed: RequestFailed, byte_range: tuple[int, int] | None) -> None:
-        """Count a failure of the missing bytes `[start, stop)`, and pause before the next attempt.
+        """Count a failure to read the missing bytes `[start, stop)`, and pause before the next attempt.
 
         Raises:
-            SourceStalled: there was silence for `stall_s`, or too many consecutive timeouts.
+            SourceStalled: no byte arrived for `stall_s`, or there were too many consecutive timeouts.
             SourceUnavailable: there were too many consecutive failures, or the server deferred for `stall_s`.
         """
-        # A cancelled call aborts its connection, which is not a failure of the source.
+        # A cancelled call aborts its own connection, which is not a failure of the source.
         waits.require_wanted()
-        # Bytes of other ranges prove that the source works, so count only failures since then.
+        # Bytes from other ranges prove that the source works, so count only later failures.
         if self._arrivals.count != self._num_seen:
             self._num_seen, self._failures = self._arrivals.count, 0
         self._failures += failed.wait_s is None
@@ -120,7 +120,7 @@ class Patience:
         # Without jitter, ranges that failed together would all be requested again at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * waits.jitter(0.5, 1.0)
         if failed.wait_s is not None:
-            # A server that limits requests serves the ranges in turns, so use the source's last byte.
+            # A server that limits requests serves the ranges in turn, so measure silence from the source's last byte.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
                 message = f"for {self._stall_s:.1f} s the server asked to wait and sent no byte ({failed})"
@@ -163,11 +163,11 @@ class Validators:
 
     @property
     def identity(self) -> str:
-        """The ETag, otherwise the date, otherwise ""."""
+        """The ETag, or else the modification date, or else ""."""
         return self.etag or self.last_modified
 
     def differs(self, headers: Mapping[str, str]) -> str | None:
-        """Return how a response's headers differ from these validators, or None if they match."""
+        """Return how the headers of a response differ from these validators, or None if they match."""
         etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
@@ -200,8 +200,8 @@ class Origin(Protocol):
 class RequestFailed(Exception):
     """A failed attempt that may be retried; see `Patience.pause`.
 
-    `wait_s` is the `Retry-After` of the server, which deferred the request. It is retried until the source sends no
-    byte for `stall_s`. A timeout is `silent`.
+    `wait_s` is the `Retry-After` of a server that deferred the request. The request is retried until the source sends
+    no byte for `stall_s`. A timeout is `silent`.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class RangeExchange:
     """A request and its response, after redirects. Leaving the block returns the connection to the pool.
 
     Args:
-        byte_range: the bytes to request, `[start, stop)`. With None, read the whole response by `read_whole`.
+        byte_range: the bytes to request, `[start, stop)`. If None, read the whole response with `read_whole`.
         seen: validators of the first response. None for the first request.
-        to_the_end: request all bytes from `start`, so that the connection can go on past `stop`.
+        to_the_end: request all bytes from `start`, so that the same response can continue past `stop`.
 
     Attributes:
         stop: end of the bytes in the response, after `check`. The server may have shortened the range.
-        code: the error code from a refusal's body, or "".
+        code: the error code in the body of a refusal, or "".
     """
 
     reply: HttpReply
@@ -267,7 +267,7 @@ class RangeExchange:
         raise SourceUnavailable(f"the server sent more than {_MAX_REDIRECTS} redirects", uri=self._uri)
 
     def _read_code(self) -> None:
-        """Read a refusal's short body for its code, and so that the connection can be reused."""
+        """Read a refusal's short body to get its error code, and so that the connection can be reused."""
         try:
             body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
         except BaseException:
@@ -301,11 +301,11 @@ class RangeExchange:
                     raise
 
     def refused(self) -> bool:
-        """Return whether the request was refused but may succeed with a new URL. Discard the old URL then."""
+        """Return whether the request was refused but may succeed with a new URL. If so, discard the old URL."""
         return self.reply.status in {400, 401, 403, 404, 410} and self._origin.renew(self._url, self.reply.status)
 
     def check(self) -> None:
-        """Raise unless the response has bytes of the requested range from the object first seen. Set `stop`."""
+        """Raise an error unless the response has bytes in the requested range of the object first seen. Set `stop`."""
         status, headers = self.reply.status, self.reply.headers
         start, stop = self._range
         if status not in {200, 206}:
@@ -346,7 +346,7 @@ class RangeExchange:
         return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
 
     def read_whole(self, limit: int) -> bytes:
-        """Return the body of a response. Raises like `check`, and FormatError if it exceeds `limit` bytes."""
+        """Return the body of a response. Raises like `check`, and FormatError if the body exceeds `limit` bytes."""
         if self.reply.status not in {200, 206}:
             raise self._error()
         self._require_plain()
@@ -412,7 +412,7 @@ class RangeExchange:
 
 
 def _seconds_of(after: str) -> float | None:
-    """Return the seconds of a `Retry-After` header, which is a number or a date. None if it is neither."""
+    """Return the seconds that a `Retry-After` header states as a number or a date, or None if it is invalid."""
     if re.fullmatch(r"\d{1,9}", after):
         return float(after)
     try:

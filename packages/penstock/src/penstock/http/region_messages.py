@@ -1,7 +1,7 @@
 """Messages of the data port: a request for runs of a region, and the framing of the response.
 
-A reader sends `POST /v1/regions/GENERATION` with a ReadRequest in msgpack. The response has the bytes of the runs and a
-trailer. With `Content-Encoding: penstock-planes` it is chunked, with a chunk for each frame of `compression`.
+A reader sends `POST /v1/regions/GENERATION` with a ReadRequest in msgpack. The response contains the bytes of the runs
+and a trailer. With `Content-Encoding: penstock-planes` it is chunked, one chunk per frame of `compression`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Columns = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_RUNS)]
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for runs of a region, with a key that proves that the reader has its descriptor.
+    """A request for runs of a region, with a key that proves that the reader has the region's descriptor.
 
     `src` and `length` are offsets and sizes of the runs in bytes, little-endian int64. `nbytes` is the size of the
     region.
@@ -49,8 +49,8 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     length: _Columns
 
     def runs(self) -> tuple[I64, I64]:
-        """Return offsets and sizes. Raises FormatError unless all runs are inside the region."""
-        # The columns are hostile. Subtract in the last check, because a sum of two large int64 could overflow.
+        """Return the offsets and sizes of the runs. Raises FormatError unless all runs are inside the region."""
+        # The columns may be hostile. Subtract in the last check, because a sum of two large int64 could overflow.
         if len(self.src) != len(self.length) or len(self.src) % 8:
             raise FormatError(f"the columns have {len(self.src)} and {len(self.length)} bytes")
         src = np.frombuffer(self.src, "<i8")

@@ -1,8 +1,8 @@
 """The server of the `http` transport, which sends regions of this process's memory to readers that have a key.
 
-It responds 410 if the generation is over or the key is not valid for it, 404 for another path, and 413 or 400 for a
-request that is too large or malformed. The trailer is sent only if the generation is still valid after the last byte,
-and readers discard bytes without it.
+It responds with 410 if the generation is over or the key is not valid for it, 404 for any other path, and 413 or 400
+for a request that is too large or malformed. The trailer is sent only if the generation is still valid after the last
+byte, and readers discard bytes without it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DECODER = msgspec.msgpack.Decoder(ReadRequest)
 class ServedRegion:
     """Memory that may be read while `generation` is current, with its own key or a key that is `lent` to a borrower.
 
-    `is_valid` returns whether the memory is still at the view's address. `in_progress` has the key of each response.
+    `is_valid` returns whether the memory is still at the view's address. `in_progress` holds the key of each response.
     """
 
     generation: int
@@ -58,7 +58,7 @@ class ServedRegion:
     lent: dict[str, bytes] = field(default_factory=dict)
 
     def opens(self, key: bytes) -> bool:
-        """Return whether this is a valid key of the region, in a time that does not depend on the key."""
+        """Return whether this key is valid for the region, in a time that does not depend on the key."""
         return any(hmac.compare_digest(key, valid) for valid in (self.key, *list(self.lent.values())))
 
 
@@ -83,7 +83,7 @@ class RegionServer(HttpServer):
 
     def lend(self, region: ServedRegion, borrower: str) -> bytes:
         """Return a key to this generation for one borrower."""
-        # A reader that retries a lost request must not end its other reads.
+        # Keep an existing key, because a reader that retries a lost request must not end its other reads.
         with self._lock:
             return region.lent.setdefault(borrower, secrets.token_bytes(16))
 
@@ -92,7 +92,7 @@ class RegionServer(HttpServer):
         with self._lock:
             key = region.lent.pop(borrower, None)
             in_progress = [wire for wire, used_key in region.in_progress.items() if used_key == key]
-        # The thread of each response needs the lock at its end.
+        # Do not hold the lock here, because the thread of each response acquires it at the end.
         for wire in in_progress:
             wire.cut()
 
@@ -126,13 +126,13 @@ class RegionServer(HttpServer):
         wire = exchange.wire
         with self._lock:
             region = self._regions.get(generation)
-            # Respond the same for an unknown generation and a wrong key, so that a stranger learns nothing.
+            # Send the same response for an unknown generation and a wrong key, so that it reveals nothing.
             is_same = region and request.endpoint == self.endpoint and request.nbytes == len(region.view)
             if not region or not (region.opens(request.key) and is_same):
-                # Keep the connection, on which the reader requests the next generation.
+                # Keep the connection open, because the reader uses it to request the next generation.
                 raise RequestRefused(HTTPStatus.GONE, closes=False)
             region.in_progress[wire] = request.key
-        # The key proves a lease.
+        # The key proves that the reader has a lease.
         exchange.prove()
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
@@ -151,7 +151,7 @@ class RegionServer(HttpServer):
         wire = exchange.wire
         exchange.begin_answer(total, f"Content-Length: {total + TRAILER.size}\r\n")
         while views:
-            # A fence aborts the response at the next piece.
+            # Check before each piece, so that a fence aborts the response.
             self._check_allowed(region, key)
             advance(views, wire.send(front(views, PIECE_BYTES)))
         wire.send_all(self._trailer(region, key))
@@ -159,7 +159,7 @@ class RegionServer(HttpServer):
     def _send_coded(
         self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
     ) -> None:
-        # A codec for each response takes 20 us, and one block takes 800.
+        # Creating a codec for each response takes 20 us, and compressing one block takes 800 us.
         wire, planes = exchange.wire, Planes()
         exchange.begin_answer(total, f"Transfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n")
         while views:
@@ -177,7 +177,7 @@ class RegionServer(HttpServer):
         wire.send_all(chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n")
 
     def _trailer(self, region: ServedRegion, key: bytes) -> bytes:
-        # A holder fences before it changes memory, so a generation that is still valid covers every byte sent.
+        # A holder fences before it changes memory, so if the generation is still valid, all bytes sent belong to it.
         self._check_allowed(region, key)
         return TRAILER.pack(TRAILER_WORD, region.generation)
 

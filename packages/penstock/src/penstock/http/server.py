@@ -1,7 +1,7 @@
-"""HTTP/1.1 server of a fleet member: one thread per connection, one request at a time, every wait limited.
+"""HTTP/1.1 server of a fleet member, with one thread per connection, one request at a time, and limits on all waits.
 
-A client that does not send or read holds one thread until a deadline of `ConnectionLimits`, and only memory for a head
-and for the body that its authority allows. The hub has thousands of clients and is an ASGI server instead.
+A client that stops sending or reading occupies one thread until a deadline of `ConnectionLimits`, and only memory for a
+head and for a body of the size that it may send. The hub has thousands of clients and is an ASGI server instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class RequestRefused(Exception):
-    """Raised by a handler to respond with a status and without a body. `closes` also closes the connection."""
+    """Raised by a handler to respond with a status and no body. If `closes` is set, the connection is closed."""
 
     def __init__(self, status: int, *, closes: bool = True) -> None:
         super().__init__(f"refused with status {status}")
@@ -55,20 +55,20 @@ class ServerExchange:
 
     @property
     def body_bytes(self) -> int:
-        """Announced length of the unread body."""
+        """Announced size of the unread body in bytes."""
         return self._unread_bytes
 
     def prove(self) -> None:
-        """Record a valid credential. Strangers can no longer displace this connection."""
+        """Record that the caller has valid credentials. Unproven connections can no longer displace this connection."""
         self._place.prove(self._peer or "unix")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """Receive the body, if the caller may send one of this length. Raises RequestRefused above `max_bytes`."""
+        """Receive the body, which is limited to `max_bytes`. Raises RequestRefused for a longer body."""
         nbytes = self._unread_bytes
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
-        # A client must not send a body that would be refused.
+        # Send this only now, so that a client does not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
         # If the body does not arrive, the OSError closes the connection.
@@ -77,7 +77,7 @@ class ServerExchange:
 
     @property
     def peer(self) -> str:
-        """The network of the client, or `unix`."""
+        """The client's network, or `unix` for a Unix socket."""
         return network_of(self._peer) if self._peer else "unix"
 
     @property
@@ -96,10 +96,10 @@ class ServerExchange:
             self.wire.send_all(body)
 
     def begin_answer(self, nbytes: int, fields: str) -> None:
-        """Send the head of a successful response, whose body the handler sends over `wire`.
+        """Send the head of a successful response. The handler then sends the body over `wire`.
 
-        `nbytes` sets the deadline for all of it. `fields` are header lines that define the end of the body, each with
-        its CR LF.
+        `nbytes` determines the deadline for the whole body. `fields` are header lines that define the end of the body,
+        each with its CR LF.
         """
         _, head = self._begin(HTTPStatus.OK, nbytes, fields)
         # The deadline of a large response is minutes away. The pace detects much sooner that a client reads nothing.
@@ -117,7 +117,7 @@ class ServerExchange:
         """Set the deadline for the client to read the response. Return the seconds until it, and the head."""
         self._has_begun = True
         if self._unread_bytes:
-            # The unread body would be read as the next request.
+            # Close the connection, because the unread body would be parsed as the next request.
             self.closes = True
         seconds = self._place.limits.answer_s + nbytes / MIN_BYTES_PER_S
         self._place.begin(seconds)
@@ -147,11 +147,11 @@ def _answer_wait_s(limits: ConnectionLimits) -> float:
 
 
 class HttpServer(ThreadedListener):
-    """A listener whose connections are served by a handler, from `start` to `close`. Forked children close their copy.
+    """A listener that serves its connections with a handler, from `start` to `close`. Forked children close their copy.
 
     Args:
         bound: a bound socket. The server owns it from now on.
-        handle: called for each request in the thread of its connection. It responds, or raises RequestRefused, or
+        handle: called for each request in the thread of its connection. It responds, raises RequestRefused, or raises
             FormatError for a malformed request. An OSError closes the connection.
         full_status: status of the response if there are too many connections.
     """
@@ -177,12 +177,12 @@ class HttpServer(ThreadedListener):
     def close(self) -> None:
         """Stop accepting, and abort all connections without waiting for their threads. Idempotent."""
         super().close()
-        # A stopped client would keep a thread, and the memory of the handler, alive.
+        # Abort connections, because a stopped client would keep a thread and the handler's memory alive.
         self.admission.cut_all()
 
     def forget(self) -> None:
         """In a forked child, close the copies of the parent's sockets."""
-        # The listener renews the lock that closing a connection needs.
+        # First let the listener renew its lock, because closing a connection acquires the lock.
         super().forget()
         for wire in list(self._wires):
             wire.close()
@@ -200,7 +200,7 @@ class HttpServer(ThreadedListener):
     def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
         """Serve one request. Return whether the connection stays open."""
         limits = place.limits
-        # A stranger must send its first request soon.
+        # An unproven client must send its first request within a short time.
         first_s = limits.idle_s if place.is_proven else limits.head_s
         try:
             head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)
@@ -213,7 +213,7 @@ class HttpServer(ThreadedListener):
         exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
-                # A chunked body could be checked only while it arrives, and no client of Penstock sends one.
+                # Refuse chunked bodies, because their size is unknown in advance and no client of Penstock sends them.
                 raise FormatError("the request body has no Content-Length")
             self._handle(exchange)
         except RequestRefused as refused:

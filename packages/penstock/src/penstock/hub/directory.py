@@ -507,7 +507,7 @@ class Directory:
         state = holding, num_have, requested_at, bool(reads_storage)
         holder = snapshot.HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
-        # Only `why` and `status` use the name, so do not write it for each request.
+        # Only `why` and `status` use the record of a key, so do not write it for each request.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             snapshot.record_key(self.store, holding, ttl_s=3 * self.ttl_s)

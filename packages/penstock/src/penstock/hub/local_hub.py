@@ -82,7 +82,7 @@ class LocalEndpoint(HubEndpoint):
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """Return the URL of the current hub. Host it here if no other process does, even after `within_s`.
+        """Return the URL of the current hub. If no other process hosts it, host it here, even after `within_s`.
 
         Raises:
             HubUnavailable: the process that holds the lock is not listening.

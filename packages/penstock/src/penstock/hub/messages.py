@@ -537,7 +537,7 @@ class Replica(Boot, frozen=True, kw_only=True):
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a model, for all fetching members, one member, or an identity that no member has yet."""
+    """A request to explain a model's sources, for all fetching members, one member, or an identity."""
 
     model: Word
     member: MemberId | None = None

@@ -77,8 +77,7 @@ class HubApp:
         self._count_refusal = count_refusal
         # This Starlette router has no routes and only implements ASGI's lifespan protocol.
         self._router = Router(lifespan=lifespan)
-        # Handlers by path and method. `_parameterized` contains the paths that end with a parameter, without the
-        # parameter.
+        # Handlers by path and method. `_parameterized` has paths that end with a parameter, without the parameter.
         self._exact: dict[str, dict[str, Handler]] = {}
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 

@@ -281,8 +281,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
         if auth.token_file is not None:
             auth.token_file.reread()
 
-    # uvicorn stops at a signal and then raises the signal again for the previous handler, which must not end the
-    # process.
+    # uvicorn stops at a signal and raises the signal again for the previous handler, which must not end the process.
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:

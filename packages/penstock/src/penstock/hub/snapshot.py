@@ -150,7 +150,7 @@ class HubSnapshot:
 
     @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
-        """Return for each member the callers whose complaints count for all readers, which excludes wrong bytes."""
+        """Return, for each member, the callers whose complaints (except about wrong bytes) count for all readers."""
         by_others = (entry for entry in self._complained if entry.complaint.fault != "wrong bytes")
         return _grouped((entry.complaint.of, entry.caller) for entry in by_others)
 
@@ -187,7 +187,7 @@ class HubSnapshot:
         return frozenset(name for name, holder in self.held.items() if holder.is_drained)
 
     def out_of_reach(self, reader: str) -> list[str]:
-        """Return the members from which this reader cannot read: its complaints, and demoted and drained members."""
+        """Return the members that this reader cannot read: members it complained about, and demoted or drained ones."""
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
 

@@ -58,7 +58,7 @@ class Store(Protocol):
         """Return every entry whose name starts with `prefix`, keyed by the rest of its name."""
 
     def now(self) -> float:
-        """Return the seconds on a clock that all users of the store share. It never goes back for this object."""
+        """Return the seconds of a clock that all users of the store share. They never decrease for this object."""
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

@@ -1,1 +1,1 @@
-"""Sockets: credentials of the peer, deadlines of messages, and limits on the connections of a listener."""
+"""Sockets: the peer's credentials, listeners, and limits on the connections of a listener."""

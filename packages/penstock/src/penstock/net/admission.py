@@ -1,8 +1,8 @@
-"""Admission control of a listener: limits, and the choice of connections to close if they are too many or too slow.
+"""Admission control for a listener: limits, and the choice of connections to close if there are too many or slow ones.
 
 A connection is unproven until its peer authenticates. Its server calls `prove`, `begin`, `end` and `release`, from any
-thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so that its server
-detects the end and closes it.
+thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so that the server
+detects the end of the connection and closes the socket.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ _MAX_UNPROVEN = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of a listener. A connection is *proven* once the peer authenticated by a token, a grant or its user.
+    """Limits of a listener. A connection is *proven* once the peer has authenticated by a token, a grant or its user.
 
     Attributes:
         total: maximum number of connections. A member serves each in a thread, so this also limits threads.
-        unproven: maximum number of unproven connections, counted within `total`. If it is reached, the oldest is
-            closed, or the new one is refused if all are younger than `grace_s`. Proven connections are never closed for
-            them.
-        unproven_per_address: maximum number from one address (or one /64 of IPv6), so that no host can use all.
-        per_principal: maximum number of proven connections of a token, member or user. The longest idle one is closed.
+        unproven: maximum number of unproven connections, counted within `total`. At the limit, the oldest is closed, or
+            the new one is refused if all are younger than `grace_s`. Proven connections are never closed for unproven
+            ones.
+        unproven_per_address: maximum number from one address (or one IPv6 /64), so that no host can use all.
+        per_principal: maximum number of proven connections per token, member or user. Above it, the most idle is
+            closed.
         head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads
             get the same time, counted from their first byte.
         head_bytes: maximum size of a head. Penstock's are below 1 KiB, and proxies add a few hundred bytes.
         grace_s: minimum age in seconds of an unproven connection that is closed for a newer one.
         idle_s: seconds without a request until a proven connection is closed.
-        answer_s: seconds for the peer to read a response, plus one for each `MIN_BYTES_PER_S`.
+        answer_s: seconds for the peer to read a response, plus one for each `MIN_BYTES_PER_S` of the response.
     """
 
     total: int = 512
@@ -60,7 +61,7 @@ class ConnectionLimits:
     def for_descriptors(cls, num_descriptors: int, *, idle_s: float = 60.0, answer_s: float = 30.0) -> ConnectionLimits:
         """Return the limits for a process that may open this many file descriptors."""
         total = max(16, min(num_descriptors - _KEPT_DESCRIPTORS, _MAX_CONNECTIONS))
-        # Closing an unproven connection before its deadline costs CPU time each time the peer reconnects.
+        # Allow many, because closing one before its deadline costs CPU time each time the peer reconnects.
         unproven = min(total // 2, _MAX_UNPROVEN)
         return cls(
             total=total,
@@ -82,10 +83,10 @@ _log = log_named("penstock.net")
 
 
 class Connection:
-    """An admitted connection. Its server moves its deadline, after which `Admission` aborts it.
+    """An admitted connection. The server extends the deadline, after which `Admission` aborts the connection.
 
-    Times are of the monotonic clock. An unproven connection counts for the network `address`, and a proven one for its
-    `principal`. A server may replace `cut`, which aborts the connection.
+    Times are on the monotonic clock. An unproven connection counts toward its network `address`, and a proven one
+    toward its `principal`. A server may replace `cut`, which aborts the connection.
     """
 
     __slots__ = (
@@ -126,7 +127,7 @@ class Connection:
         return self.principal is not None
 
     def prove(self, principal: str) -> bool:
-        """Count the connection for this principal. Return False if it already has too many busy connections."""
+        """Count the connection toward this principal. Return False if the principal has too many busy connections."""
         return self._admission._prove(self, principal)
 
     def begin(self, seconds: float) -> None:
@@ -153,13 +154,13 @@ class Admission:
         self._name = name
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
-        # A flood needs a victim for each connection, and ordered sets find it in constant time. Oldest first.
+        # In a flood, each new connection displaces the oldest one, which ordered sets find in constant time.
         self._unproven: OrderedDict[Connection, None] = OrderedDict()
         self._by_address: dict[str, OrderedDict[Connection, None]] = {}
-        # Connections of a principal, with the longest unused first.
+        # Connections by principal, the longest unused first.
         self._by_principal: dict[str, OrderedDict[Connection, None]] = {}
         self._swept_at = time.monotonic() - SWEEP_S
-        # Connections that were past their deadline at the last check and are not aborted yet.
+        # Connections that were past their deadline at the last check and have not been aborted yet.
         self._late: list[Connection] = []
         self._logged_at = -LOG_EVERY_S
         self._num_unlogged = 0
@@ -170,21 +171,21 @@ class Admission:
         return len(self._open)
 
     def admit(self, address: str, cut: Callable[[], None]) -> Connection | None:
-        """Admit a new connection of this host, aborting an older one if needed. Return None to refuse it."""
+        """Admit a new connection from `address`, aborting an older one if needed. Return None if it is refused."""
         limits = self.limits
         connection = Connection(self, network_of(address), cut)
         victim = None
         with self._lock:
             mine = self._by_address.get(connection.address)
             if mine is not None and len(mine) >= limits.unproven_per_address:
-                # A host displaces only its own connections.
+                # A host may displace only its own connections.
                 victim = next(iter(mine))
             elif self._unproven and (len(self._unproven) >= limits.unproven or len(self._open) >= limits.total):
                 victim = next(iter(self._unproven))
             elif len(self._open) >= limits.total:
                 connection._is_cut = True
             if victim is not None and victim.admitted + limits.grace_s > connection.admitted:
-                # In a flood, connections would displace each other before any can authenticate.
+                # Otherwise, connections in a flood would displace each other before any of them can authenticate.
                 victim = None
                 connection._is_cut = True
             if victim is not None:
@@ -194,7 +195,7 @@ class Admission:
                 self._open.add(connection)
                 self._unproven[connection] = None
                 self._by_address.setdefault(connection.address, OrderedDict())[connection] = None
-        # `cut` belongs to the server and may acquire other locks.
+        # Call `cut` without the lock, because it is the server's function and may acquire other locks.
         if victim is not None:
             victim.cut()
             self.report("an unauthenticated connection was closed in favour of a newer one")
@@ -204,10 +205,10 @@ class Admission:
         return connection
 
     def sweep(self, most: int | None = None) -> None:
-        """Abort connections past their deadline, at most `most`. Call this at least about once a second."""
+        """Abort at most `most` connections past their deadline. Call this method about once a second or more often."""
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
-            # A process that was stopped or short of CPU did not read what the peers sent.
+            # A process that was stopped or short of CPU time did not read what the peers sent, so extend the deadlines.
             paused_s = max(0.0, now - self._swept_at - _SWEPT_WITHIN_S)
             self._swept_at = now
             with self._lock:
@@ -231,7 +232,7 @@ class Admission:
         self.report("no file descriptor is left for a connection: raise RLIMIT_NOFILE")
 
     def _abort(self, victims: Iterable[Connection]) -> list[Connection]:
-        """Abort and return the connections that no other thread aborts. Iterate `victims` under the lock."""
+        """Abort and return the connections that no other thread is aborting. Iterate over `victims` under the lock."""
         with self._lock:
             chosen = [conn for conn in victims if not conn._is_cut]
             for conn in chosen:
@@ -263,12 +264,12 @@ class Admission:
             return True
         victim = None
         with self._lock:
-            # A connection that was already released would be counted forever.
+            # Ignore a connection that was already released, because it would be counted forever.
             if connection not in self._open:
                 return False
             mine = self._by_principal.setdefault(principal, OrderedDict())
             if len(mine) >= self.limits.per_principal:
-                # A busy connection is sending a response.
+                # Do not abort a busy connection, which is sending a response.
                 victim = next((conn for conn in mine if not conn._is_busy and not conn._is_cut), None)
                 if victim is None:
                     return False
@@ -325,5 +326,5 @@ def network_of(address: str) -> str:
         return address
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
-    # A host can choose its address in a whole /64. Source: RFC 7421.
+    # An IPv6 host can choose any address in its /64. Source: RFC 7421.
     return str(ipaddress.IPv6Network((parsed, 64), strict=False))

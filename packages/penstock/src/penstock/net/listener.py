@@ -31,12 +31,12 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def bound_socket(address: str | tuple[str, int]) -> socket.socket:
-    """Return a stream socket bound to a path, or to a host and port, of which 0 is a free one. Raises OSError."""
+    """Return a stream socket bound to a path, or to a host and port. Port 0 selects a free port. Raises OSError."""
     if isinstance(address, str):
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
         bound = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        # A restarted member can listen immediately, although its old connections are in TIME_WAIT.
+        # Let a restarted member listen immediately, although its old connections are in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -47,7 +47,7 @@ def bound_socket(address: str | tuple[str, int]) -> socket.socket:
 
 
 class AdmittedSocket(socket.socket):
-    """An accepted socket. Closing it releases its connection in the admission. `peer` is empty for a Unix socket."""
+    """An accepted socket. Closing it releases its connection in `Admission`. `peer` is empty for a Unix socket."""
 
     connection: Connection
     peer: str
@@ -61,8 +61,8 @@ class AdmittedSocket(socket.socket):
 class GuardedListener(socket.socket):
     """A listening socket that accepts the connections that `Admission` permits. `accept` never blocks.
 
-    A Unix socket accepts only its own user. The listener owns the descriptor of `bound`. A refused connection is sent
-    `refusal` before it is closed.
+    A listener on a Unix socket accepts only its own user. The listener owns the descriptor of `bound`. It sends
+    `refusal` on a refused connection before closing it.
     """
 
     def __init__(self, bound: socket.socket, admission: Admission, *, refusal: bytes = b"") -> None:
@@ -78,11 +78,11 @@ class GuardedListener(socket.socket):
         """Start to listen, or change the backlog of a listening socket."""
         super().listen(backlog)
         if self._spare < 0:
-            # Without a spare descriptor, a connection that cannot be accepted would wake the loop again and again.
+            # Without a spare descriptor, a connection that cannot be accepted would keep waking the loop.
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
-        """Accept the next permitted connection. Raises BlockingIOError if none waits."""
+        """Accept the next permitted connection. Raises BlockingIOError if no connection is waiting."""
         for _ in range(_REFUSED_A_TURN):
             try:
                 descriptor, address = self._accept()  # type: ignore[attr-defined]
@@ -97,12 +97,12 @@ class GuardedListener(socket.socket):
             if connection is not None:
                 self._by_descriptor[descriptor] = connection
                 return sock, address
-            # A reply would show another user of a Unix socket that a process listens here.
+            # On a Unix socket, send nothing to another user, because it would reveal that a process listens here.
             if self._refusal and (sock.family != socket.AF_UNIX or is_same_user(sock)):
                 with contextlib.suppress(OSError):
                     sock.setblocking(False)
                     sock.send(self._refusal)
-            # AdmittedSocket.close would release a connection.
+            # Do not call AdmittedSocket.close, which would release a connection.
             socket.socket.close(sock)
         raise BlockingIOError(errno.EAGAIN, f"{_REFUSED_A_TURN} connections were refused in this turn")
 
@@ -116,7 +116,7 @@ class GuardedListener(socket.socket):
             sock.peer = ""
         else:
             sock.peer = str(address[0])
-            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK, also with asyncio.
+            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK, even with asyncio.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", partial(cut, sock))
@@ -142,7 +142,7 @@ class GuardedListener(socket.socket):
             os.close(spare)
 
     def connection_of(self, descriptor: int) -> Connection:
-        """Return the admission's connection of an accepted socket, by its file descriptor."""
+        """Return the `Connection` for an accepted socket, given its file descriptor."""
         return self._by_descriptor[descriptor]
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class ThreadedListener:
 
     Args:
         bound: a bound socket. This object owns it from now on.
-        serve: called in the connection's thread. Afterwards the socket is closed. An OSError ends only that connection.
+        serve: called in the connection's thread. Then the socket is closed. An OSError ends only this connection.
         refusal: see `GuardedListener`.
     """
 
@@ -205,7 +205,8 @@ class ThreadedListener:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # The connection was closed early, or the kernel is short of memory, when this loop must not spin.
+                    # The client closed its connection early, or the kernel is short of memory. Pause to avoid a busy
+                    # loop.
                     if self._is_open:
                         time.sleep(0.05)
 
@@ -224,13 +225,13 @@ class ThreadedListener:
         try:
             if self._tls is not None:
                 sock.settimeout(self.admission.limits.head_s)
-                # `cut` must reach the socket that owns the descriptor, so wrap before the handshake.
+                # `cut` must shut down the socket that owns the descriptor, so wrap the socket before the handshake.
                 served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 connection.cut = partial(cut, served)
                 served.do_handshake()
             self._serve(served, connection, peer)
         except PenstockError:
-            # Some errors of the handler are OSErrors too.
+            # Some errors from the handler are also OSErrors.
             raise
         except OSError:
             return
@@ -246,7 +247,7 @@ class ThreadedListener:
         with contextlib.suppress(OSError):
             # The shutdown wakes the thread, even if a forked child has a copy of the socket.
             self._listener.shutdown(socket.SHUT_RDWR)
-        # The thread closes the socket itself, since its number could otherwise name another file at the next `poll`.
+        # The thread itself closes the socket. Otherwise the descriptor could refer to another file at the next `poll`.
         if self._thread.ident is None:
             self._listener.close()
         elif threading.current_thread() is not self._thread:
@@ -273,10 +274,10 @@ PAUSE_S = 0.01
 
 
 class Acceptor:
-    """An asyncio accept loop with a limited rate. Call `start` and `close` in the loop's thread.
+    """An asyncio accept loop with a rate limit. Call `start` and `close` in the event loop's thread.
 
-    `loop.create_server` accepts whenever the listener is readable. In a flood, each turn of the loop then begins with
-    dozens of new connections, and requests on open connections wait for all of them.
+    `loop.create_server` accepts whenever the listener is readable. In a flood, each iteration of the loop then begins
+    with dozens of new connections, and requests on open connections wait for all of them.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._context = context
         self._loop = asyncio.get_running_loop()
-        # The loop has only weak references to tasks.
+        # Keep the tasks here, because the event loop has only weak references to them.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
 
@@ -318,6 +319,6 @@ class Acceptor:
         self._loop.call_later(PAUSE_S, self.start)
 
     async def _connect(self, sock: socket.socket) -> None:
-        # Only the peer is affected by a failed TLS handshake, and detects the failure itself.
+        # A failed TLS handshake affects only the peer, which detects the failure itself.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self._context)

@@ -1,6 +1,6 @@
-"""Fair shares of a limited resource: when it is used up, entries of the caller that has the most are evicted.
+"""Fair shares of a limited resource. When it is exhausted, entries of the caller that uses most are evicted.
 
-One caller alone may use everything. A new caller gets entries as long as another caller has more. Callers are
+A single caller may use the whole resource. A new caller gets entries as long as another caller has more. Callers are
 identified by token, certificate, user or address.
 """
 
@@ -44,8 +44,8 @@ class Shares(Generic[K]):
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
         """Enter or renew an entry. Return the evicted entries, or None if the entry is refused.
 
-        A known entry moves to this caller and gets this weight. With `displaces_own`, entries of the caller may be
-        evicted if no other caller has more.
+        A known entry is transferred to this caller and gets this weight. With `displaces_own`, entries of the caller
+        may be evicted if no other caller has more.
         """
         with self._lock:
             victims = self._victims(entry, caller, weight, displaces_own)
@@ -70,7 +70,7 @@ class Shares(Generic[K]):
             self._drop(entry)
 
     def _victims(self, entry: K | None, caller: str, weight: int, displaces_own: bool) -> tuple[K, ...] | None:
-        """Return the entries to remove for a new one, or None to refuse it. The caller holds the lock."""
+        """Return the entries to remove for a new entry, or None to refuse it. The caller holds the lock."""
         excess = self._excess(entry, weight)
         if excess > 0 and self._ttl_s < math.inf:
             self._forget_expired()
@@ -86,7 +86,7 @@ class Shares(Generic[K]):
         oldest: dict[str, Iterator[tuple[K, tuple[int, float]]]] = {}
         victims: list[K] = []
         while excess > 0:
-            # Among equals the caller itself is first, since only a caller with more loses entries.
+            # Among callers with equal totals, choose this caller, because others lose entries only if they have more.
             greediest = max(totals, key=lambda name: (totals[name], name == caller))
             if greediest == caller and not displaces_own:
                 return None
@@ -109,7 +109,7 @@ class Shares(Generic[K]):
     def _forget_expired(self) -> None:
         now = self._clock()
         for entries in list(self._entries.values()):
-            # Entries are sorted by age.
+            # Entries are sorted by age, so check only the oldest.
             while entries and now - next(iter(entries.values()))[1] > self._ttl_s:
                 self._drop(next(iter(entries)))
 

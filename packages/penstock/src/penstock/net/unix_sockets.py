@@ -1,8 +1,8 @@
-"""Unix sockets of this user: credentials of the peer, connecting, and the runtime directory for sockets.
+"""This user's Unix sockets: the peer's credentials, connecting, and the runtime directory for sockets.
 
-The runtime directory has a file `host-BOOT` with the id of the host, and for each process a directory `p-XXXXXXXX` with
-its sockets and the file `alive`, locked while the process is alive. Containers that mount the same directory reach each
-other's sockets. Process ids are never compared, because they mean nothing in another PID namespace.
+The runtime directory contains a file `host-BOOT` with the host's id, and for each process a directory `p-XXXXXXXX` with
+its sockets and the file `alive`, which is locked while the process is alive. Containers that mount the same directory
+can connect to each other's sockets. PIDs are never compared, because they mean nothing in another PID namespace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RETRY_S = 0.005
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return process id (0 in another PID namespace) and user id of the peer of a connected Unix socket."""
+    """Return the PID (0 in another PID namespace) and user id of a connected Unix socket's peer."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
@@ -45,7 +45,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Return whether the peer of a connected Unix socket has this process's user or is root."""
+    """Return whether the peer of a connected Unix socket runs as this process's user or as root."""
     # Refusing root would protect nothing, since root can read the memory of any process.
     return peer_uid(sock) in {os.geteuid(), 0}
 
@@ -68,7 +68,7 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"cannot connect to {address!r}: its backlog stayed full") from None
                 time.sleep(_RETRY_S)
-        # Any user can bind a path in a shared directory, or an abstract name, while its owner is away.
+        # Any user can bind a path in a shared directory, or an abstract name, while the owner's process is not running.
         if not is_same_user(sock):
             message = f"user {peer_uid(sock)} listens at this socket, not user {os.geteuid()}"
             raise PermissionError(errno.EPERM, message, address)
@@ -85,13 +85,13 @@ _NAMES = frozenset({"peer.sock", "fds.sock", "data.sock", "door.sock"})
 def private_socket_fault(path: str) -> str:
     """Return why a Unix socket does not belong to a Penstock process of this user, or "" if it does.
 
-    Other programs have sockets too, such as an SSH agent or a container engine. Without this check, a member that
+    Other programs, such as an SSH agent or a container engine, also have sockets. Without this check, a member that
     claims to be on this host could direct requests to them.
     """
     place = Path(path)
     if place.name not in _NAMES or not _DIRECTORY.fullmatch(place.parent.name):
         return "its name is not that of a member's socket"
-    # Root can replace any socket anyway and runs system services.
+    # Allow root, which can replace any socket anyway and runs system services.
     users = {os.geteuid(), 0}
     # Use lstat, because a symlink could lead to any socket of this user.
     try:
@@ -123,7 +123,7 @@ def runtime_files(directory: Path) -> Iterator[None]:
     try:
         yield
     except PenstockError:
-        # Some of these errors are OSErrors too.
+        # Some Penstock errors are also OSErrors.
         raise
     except OSError as error:
         if error.errno in descriptors.SHORTAGES:
@@ -140,13 +140,13 @@ def private_directory(directory: Path | None = None) -> Path:
     """Create the runtime directory if needed, check that only this user can access it, and return it.
 
     Args:
-        directory: None uses the user's directory, see `config.runtime_dir`.
+        directory: None means the user's runtime directory. See `config.runtime_dir`.
 
     Raises:
-        ConfigError: the directory cannot be made or is open to others, or its path is too long for a socket or is not
-            printable ASCII without spaces.
+        ConfigError: the directory cannot be created or is open to others, or its path is too long for a socket or is
+            not printable ASCII without spaces.
     """
-    # The process may change its working directory.
+    # Use an absolute path, because the process may change its working directory.
     directory = (directory or runtime_dir()).absolute()
     if not _ADDRESS.fullmatch(str(directory)):
         message = f"{str(directory)!r} has characters that a socket's address cannot have"
@@ -165,7 +165,7 @@ def private_directory(directory: Path | None = None) -> Path:
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's PID namespace, which is unique among the existing ones."""
+    """Return the number of this process's PID namespace, which is unique among existing PID namespaces."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError as error:
@@ -174,22 +174,22 @@ def pid_namespace() -> int:
 
 def _boot_id() -> str:
     try:
-        # Host names are not unique among containers.
+        # Use the boot id, because host names are not unique among containers.
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
         raise ConfigError(f"sharing memory on one host needs /proc: {error}") from error
 
 
 def namespace_id() -> str:
-    """Return the id of this PID namespace, which the previous release reports as the id of the host."""
+    """Return the id of this PID namespace, which the previous release reports as the host's id."""
     return f"{_boot_id()}/{pid_namespace()}"
 
 
 def host_id() -> str:
     """Return an id that is equal for processes that may share memory: the same boot and the same runtime directory.
 
-    The id of a peer is only a claim, which a connection to its socket proves. Raises ConfigError without /proc, or like
-    `private_directory`.
+    The id of a peer is only a claim, which a connection to the peer's socket proves. Raises ConfigError without /proc,
+    or as `private_directory` does.
     """
     boot = _boot_id()
     # The directory may be older than this boot, and several hosts may mount it.
@@ -202,7 +202,8 @@ def host_id() -> str:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
                     # The first process writes its id, and all others use it.
                     file.write(namespace_id())
-                # A link fails if another process was first. A rename would replace an id that was already reported.
+                # A hard link fails if another process was first. A rename would replace an id that was already
+                # reported.
                 with contextlib.suppress(FileExistsError):
                     os.link(new, path)
             finally:
@@ -218,7 +219,7 @@ _LOCK = "alive"
 
 
 class RuntimeDir:
-    """A new private directory for sockets in the runtime directory, locked while this process is alive."""
+    """A new private directory for sockets, inside the runtime directory and locked while this process is alive."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -228,7 +229,7 @@ class RuntimeDir:
 
     @classmethod
     def open(cls) -> RuntimeDir:
-        """Make a new directory and lock it. Raises ConfigError, see `private_directory`."""
+        """Create a new directory and lock it. Raises ConfigError as `private_directory` does."""
         parent = private_directory()
         _sweep(parent)
         with runtime_files(parent):
@@ -260,7 +261,7 @@ def _remove(path: Path, fd: int) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the directories of dead processes of this user in `parent`."""
+    """Remove directories in `parent` that belong to dead processes of this user."""
     for path in parent.glob(f"{_PREFIX}*"):
         # The directory may be in use, be incomplete, or belong to another user.
         with contextlib.suppress(OSError):

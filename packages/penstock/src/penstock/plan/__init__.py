@@ -1,1 +1,1 @@
-"""Planning: pure functions on values, without torch, clocks or I/O, so that a transfer can be proven on a CPU."""
+"""Planning: pure functions on values, without torch, clocks or I/O, so that a plan can be verified without a GPU."""

@@ -1,12 +1,12 @@
 """Join both sides of a sync by tensor, and cut each wanted box into pieces of held boxes.
 
 A team is the set of ranks that hold the same box of the same tensor. A kind is the set of tensors that the same teams
-hold in the same forms and that are wanted in the same forms. 70,000 tensors have a few hundred kinds, and each kind is
+hold in the same forms and that are wanted in the same forms. 70,000 tensors form a few hundred kinds, and each kind is
 planned once.
 
-The proof of coverage puts a sign on each corner of a box: (-1)^(number of dims in which the corner is at `stop`). If
-the signs of all pieces sum to those of the wanted box at every point, each of its elements is in exactly one piece and
-no other element is in any. This holds because mixed differences determine a function.
+The proof of coverage assigns a sign to each corner of a box: (-1)^(number of dims in which the corner is at `stop`). If
+at every point the signs of all pieces sum to those of the wanted box, each of its elements is in exactly one piece and
+no other element is in any piece. This holds because mixed differences determine a function.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BoxPieces:
 class BoxStrips:
     """Pieces as bytes. Strip i has `num_rows` runs of `run_bytes`, which are `src_pitch` and `dst_pitch` apart.
 
-    `src` and `dst` count from the first byte of the held and of the wanted box.
+    `src` and `dst` are offsets from the first byte of the held box and of the wanted box.
     """
 
     piece: I64
@@ -96,7 +96,7 @@ class BoxStrips:
 
 
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxPieces, dict[int, Box]]:
-    """Return pieces that cover each wanted box, and the first hole of each wanted box that the held boxes do not cover.
+    """Return pieces that cover each wanted box, and the first hole in each wanted box that the held boxes do not cover.
 
     `held` and `wanted` are the forms of each kind. Where held boxes overlap, the larger box is used.
     """
@@ -105,7 +105,7 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
     counts = held.counts[kind]
     parts: list[BoxPieces] = []
     holes: dict[int, Box] = {}
-    # Work in blocks, because all pairs of a trillion parameters would need gigabytes for their boxes.
+    # Work in blocks, because the boxes of all pairs would take gigabytes for a model with a trillion parameters.
     for first, stop in _blocks(counts):
         num_held = counts[first:stop]
         want = np.repeat(np.arange(first, stop), num_held)
@@ -122,11 +122,11 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
 
 
 def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
-    """Return, sorted, the wanted boxes that do not have each element in exactly one piece.
+    """Return the wanted boxes, sorted, in which some element is not in exactly one piece.
 
-    `piece_want` is the wanted box of each piece.
+    `piece_want` is the index of the wanted box of each piece.
     """
-    # The corners are at `stop`, after the last element, so the extent is one more than that of the box.
+    # Corners may be at `stop`, after the last element, so the extent is one more than the box's.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
@@ -147,7 +147,7 @@ def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
     new = np.ones(len(order), bool)
     new[1:] = (owners[1:] != owners[:-1]) | (flat[1:] != flat[:-1])
     heads = np.flatnonzero(new)
-    # Check for a piece outside its box separately, because its points could wrap around to points inside.
+    # Check separately for a piece outside its box, because its points could wrap around to points inside the box.
     outside = ((pieces.start < wanted.start[piece_want]) | (pieces.stop > wanted.stop[piece_want])).any(axis=1)
     sums = np.add.reduceat(sign, heads) if len(heads) else sign
     return np.unique(np.concatenate((owners[heads[sums != 0]], piece_want[outside])))
@@ -158,7 +158,7 @@ def prove_coverage(wanted: Boxes, piece_want: I64, pieces: Boxes) -> None:
     bad = uncovered(wanted, piece_want, pieces)
     if not len(bad):
         return
-    # Locate the fault box by box, for the message.
+    # Find the hole or overlap in the first bad box, for the message.
     want = wanted.box(int(bad[0]))
     fault, where = _fault(want, [pieces.box(int(i)) for i in np.flatnonzero(piece_want == bad[0])])
     raise PlanError(f"wanted box {bad[0]} {show(want)}: {fault} {show(where)}")
@@ -175,13 +175,13 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     for i, form in enumerate(forms):
         assert form.strides is not None
         steps[i, : len(form.strides)] = form.strides
-    # Count in bits, so that strides of packed four-bit elements are integers too.
+    # Count in bits, so that strides of packed four-bit elements are also integers.
     steps *= bits[:, None]
     src_steps, dst_steps = steps[held_form], steps[want_form]
     src = ((boxes.start - all_boxes.start[held_form]) * src_steps).sum(axis=1)
     dst = ((boxes.start - all_boxes.start[want_form]) * dst_steps).sum(axis=1)
     extent, src_step, dst_step = _levels(bits[held_form], boxes.stop - boxes.start, src_steps, dst_steps)
-    # Emit one strip for each index of the levels above a run and its rows.
+    # Create one strip for each index of the levels above a run and its rows.
     counts = extent[:, 2:].prod(axis=1)
     piece = np.repeat(np.arange(len(src)), counts)
     index = spread(np.zeros(len(src), np.int64), counts)
@@ -191,7 +191,7 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         index //= extent[piece, level]
         src, dst = src + digit * src_step[piece, level], dst + digit * dst_step[piece, level]
     columns = (src, dst, extent[piece, 0], src_step[piece, 1], dst_step[piece, 1])
-    # Two four-bit elements share a byte, and a box may begin at the second element.
+    # Two four-bit elements share a byte, so a box may begin in the middle of a byte.
     broken = np.any([column % 8 != 0 for column in columns], axis=0)
     if broken.any():
         i = int(piece[broken.argmax()])
@@ -209,9 +209,9 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
 
 
 def _levels(bits: I64, extent: I64, src_step: I64, dst_step: I64) -> tuple[I64, I64, I64]:
-    """Return the dims as levels, fastest of the destination first. Level 0 is the run, in bits.
+    """Return the dims as levels, the destination's fastest dim first. Level 0 is the run, in bits.
 
-    A dim is folded into the level below if both memories allow it. Missing levels have extent 1 and step 0.
+    A dim is folded into the level below if both layouts allow it. Missing levels have extent 1 and step 0.
     """
     order = np.argsort(dst_step, axis=1, kind="stable")
     extent, src_step, dst_step = (np.take_along_axis(column, order, axis=1) for column in (extent, src_step, dst_step))
@@ -251,15 +251,15 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
 
 
 def _untangle(pieces: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
-    """Cut the pieces of the bad boxes until they do not overlap. Record uncovered regions in `holes`."""
+    """Cut the pieces of the bad boxes until no pieces overlap. Record uncovered regions in `holes`."""
     keep = np.flatnonzero(~np.isin(pieces.want, bad))
     want, holders, new = pieces.want[keep].tolist(), pieces.held[keep].tolist(), []
     for row, target in enumerate(bad.tolist()):
         mine = np.flatnonzero(pieces.want == target)
         volume = (pieces.boxes.stop[mine] - pieces.boxes.start[mine]).prod(axis=1)
         left = [wanted.box(row)]
-        # Start with the largest piece, so that a wanted box is cut into few pieces. The sort is stable, so that equal
-        # inputs have equal plans.
+        # Start with the largest piece, so that a wanted box is cut into few pieces. Sort stably, so that equal inputs
+        # give equal plans.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
             piece = pieces.boxes.box(i)
             new += [common for rest in left if (common := common_box(rest, piece)) is not None]
@@ -288,7 +288,7 @@ def common_box(a: Box, b: Box) -> Box | None:
 
 
 def minus(a: Box, b: Box) -> Iterator[Box]:
-    """Yield `a` without `b`, as boxes that do not overlap."""
+    """Yield the region `a` minus `b`, as boxes that do not overlap."""
     common = common_box(a, b)
     if common is None:
         yield a
@@ -313,7 +313,7 @@ def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
         if again is not None:
             return "two pieces cover", again
         left = [part for rest in left for part in minus(rest, piece)]
-    # Without a stray piece and an overlap, something is missing.
+    # There is no stray piece and no overlap, so a region must be uncovered.
     return "no piece covers", left[0]
 
 
@@ -340,7 +340,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Match:
-    """Both sides of a sync joined by tensor. Wanted tensors are numbered in the order of their first mention."""
+    """Both sides of a sync, joined by tensor. Wanted tensors are numbered in the order in which they first occur."""
 
     forms: tuple[Form, ...]
     names: tuple[str, ...]
@@ -369,7 +369,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Rows:
-    """All rows of the layouts on one side, with names and forms as numbers."""
+    """All rows of the layouts on one side of the sync, with names and forms as numbers."""
 
     rank: I64
     name: I64
@@ -388,7 +388,7 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     number = {form: i for i, form in enumerate(forms)}
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
-    # Number the names of holdings first, because the publishers' order counts.
+    # Number the names of holdings first, because the publishers' order determines the plan's order.
     held_rows, wanted_rows = _gather(holdings, names, number), _gather(wants, names, number)
     num_forms, num_specs, num_ranks = max(len(forms), 1), max(len(specs), 1), max(len(holdings), 1)
     # Sort held rows by pair, then by rank. If a rank holds a box twice, its first copy is used. One number encodes
@@ -460,7 +460,7 @@ def _heads(column: I64) -> tuple[I64, I64]:
 
 
 def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
-    # Big-endian bytes sort like the numbers, and a team is one hashable value.
+    # As big-endian bytes, a team is one hashable value and sorts like its numbers.
     raw = ranks.astype(">i8").tobytes()
     keys = [raw[8 * a : 8 * b] for a, b in pairwise(first.tolist())]
     number = {key: i for i, key in enumerate(sorted(set(keys)))}
@@ -471,7 +471,7 @@ def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
 
 
 def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
-    """Return the kind of each tensor and the first tensor of each kind. Equal rows on every side mean the same kind."""
+    """Return each tensor's kind and each kind's first tensor. Tensors with equal rows on every side are one kind."""
     keys: list[Iterable[bytes]] = []
     for rows, first, stop in sides:
         raw = np.ascontiguousarray(rows).tobytes()

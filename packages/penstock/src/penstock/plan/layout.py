@@ -1,7 +1,7 @@
-"""Position of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of many boxes on one rank.
+"""Positions of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of one rank's boxes.
 
-Layouts and plans are sent as msgpack, with each int64 column as its little-endian bytes. Decoding does not check the
-numbers. Each type has a `check` method for that.
+Layouts and plans are sent as msgpack, with each int64 column as little-endian bytes. Decoding does not check the
+numbers. The `check` method of each type does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Decode a value of a class that was registered by `decodable`, without checking its numbers.
+    """Decode a value of a class registered with `decodable`, without checking its numbers.
 
     Malformed bytes raise FormatError.
     """
@@ -94,17 +94,17 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
     """
     if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
         raise PlanError(f"box [{box.start}, {box.stop}) lies outside shape {shape}")
-    # An empty box has no first byte.
+    # Handle an empty box separately, because it has no first byte.
     if box.num_elements == 0:
         return Runs(offsets=np.zeros(0, np.int64), num_rows=0, run_bytes=0, pitch_bytes=0)
-    # After the merge, the last dim is one run and the dim before it counts its rows. Earlier dims multiply rectangles.
+    # After the merge, the last dim is one run and the dim before it counts the rows. Earlier dims multiply rectangles.
     dims = _merge(shape, box)
     inner_start, inner_extent, _ = dims[-1]
     strides = [bits] * len(dims)
     for d in range(len(dims) - 2, -1, -1):
         strides[d] = strides[d + 1] * dims[d + 1][2]
     byte_aligned = [inner_start * bits, inner_extent * bits, *strides[:-1]]
-    # The last stride, the width of an element, is not checked, because four-bit elements are allowed inside a run.
+    # Do not check the last stride, an element's width, because four-bit elements are allowed inside a run.
     if any(n % 8 for n in byte_aligned):
         raise PlanError(f"box [{box.start}, {box.stop}) of shape {shape} cuts through a byte of {bits}-bit elements")
     run_bytes = inner_extent * bits // 8
@@ -120,7 +120,7 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
 
 def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
     """Return the dims as (start, extent, size). A dim that the box covers is folded into the dim before it."""
-    # Start with a dim of one element, because the box of a scalar, which has no dims, is one run.
+    # Start with a dim of one element, because a scalar has no dims, and its box is one run.
     dims: list[tuple[int, int, int]] = [(0, 1, 1)]
     for start, stop, size in zip(box.start, box.stop, shape, strict=True):
         outer_start, outer_extent, outer_size = dims[-1]
@@ -138,7 +138,7 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Layout of one box of a tensor in memory. A rank has 70,000 rows and about twenty forms."""
+    """Layout of one box of a tensor in memory. A rank may have 70,000 rows but only about twenty forms."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ class Form:
     """Name of the conversion that was applied to the values, such as `fp8-block128`. Only equal tags are exchanged."""
 
     def __post_init__(self) -> None:
-        # Normalise the strides, so that equal memory has an equal form.
+        # Normalise the strides, so that equal layouts have equal forms.
         extents = self.box.shape
         strides = self.strides
         if strides is None:
@@ -181,7 +181,7 @@ class Form:
         return -(-(last + 1) * self.dtype.bits // 8)
 
     def fault(self) -> str | None:
-        """Return the reason why this cannot be a box in memory, or None if it can."""
+        """Return the reason why this form cannot be a box in memory, or None if it can."""
         # `__post_init__` does not check this, because `Layout.check` reports the fault with the rank's name.
         assert self.strides is not None
         box, shape = self.box, self.shape
@@ -192,7 +192,7 @@ class Form:
         if len(self.strides) != len(shape):
             return f"{len(self.strides)} strides for {len(shape)} dims"
         reach = 0
-        # Each stride must exceed the reach of the smaller strides, or two elements would share an address.
+        # Each stride must exceed the span of all smaller strides, or two elements would share an address.
         for step, extent in sorted(zip(self.strides, box.shape, strict=True)):
             if extent < 2 or not box.num_elements:
                 continue
@@ -232,7 +232,7 @@ class Layout:
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")
-        # A rank may hold nothing of a model.
+        # A rank may hold no tensor of a model.
         if not len(self.names):
             return
         outside = (self.form < 0) | (self.form >= len(self.forms)) | (self.offset < 0)
@@ -240,7 +240,7 @@ class Layout:
             span = np.array([form.span_bytes for form in self.forms], np.int64)[self.form]
             stop = np.cumsum(np.array((*self.regions, 0), np.int64))
             region = np.searchsorted(stop[:-1], self.offset, side="right")
-            # An empty box may be anywhere. Subtract, because an offset plus a span could overflow.
+            # Ignore empty boxes, which may be anywhere. Subtract, because an offset plus a span could overflow.
             outside = (span > 0) & ((self.offset >= stop[-1]) | (span > stop[region] - self.offset))
         if outside.any():
             i = int(outside.argmax())

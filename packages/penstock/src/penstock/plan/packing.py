@@ -1,8 +1,8 @@
-"""Decide which short runs of a read are packed at their source, and cut them into batches that fit a packed buffer.
+"""Decide which short runs of a read are packed at the source, and cut them into batches that fit into a packed buffer.
 
-Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns reads 256 bytes from each row.
-A transport between hosts requests each run separately, which takes longer than transferring its bytes. A kernel at the
-source packs short runs at memory speed.
+Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns may read only 256 bytes from
+each row. A transport between hosts requests each run separately, which takes longer than transferring its bytes. A
+kernel at the source packs short runs at memory speed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ LEAST_GAIN = 4
 
 
 def packable(rows: Rectangles, buffer_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return the mask of the rectangles to pack at the source. The mask is empty if packing would not pay off.
+    """Return a mask of the rectangles to pack at the source. It selects no rectangle if packing would not pay off.
 
     `rows` is one read between a region of the source and a region of the reader. A `buffer_bytes` of 0 means that the
     source does not pack.
     """
     run = rows.longest_runs()
-    # A rectangle with gaps at the reader has short runs even if it is packed.
+    # A rectangle with gaps at the reader has short runs even if it is packed at the source.
     is_whole_here = (rows.num_rows == 1) | (rows.dst_pitch == rows.run_bytes)
     mask: npt.NDArray[np.bool_] = (run < min(PACK_RUN_BYTES, buffer_bytes // 4)) & is_whole_here
     nbytes = rows.nbytes[mask]
     num_before = int((nbytes // run[mask]).sum())
-    # In the order of the reader's memory, adjacent rectangles join into one run.
+    # Sort by the reader's addresses, because adjacent rectangles then join into one run.
     begin = np.sort(rows.dst[mask])
     stop = (rows.dst[mask] + nbytes)[np.argsort(rows.dst[mask], kind="stable")]
     num_after = len(begin) - int((begin[1:] == stop[:-1]).sum())

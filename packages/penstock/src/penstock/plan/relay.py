@@ -1,7 +1,7 @@
 """Choice of upstreams: receivers form chains or two trees below the complete holders, or a ring if no member is
 complete.
 
-In a chain each member has one child per link: it sends a copy once within its host, and once to other hosts. A fleet
+In a chain each member has one child per link. It sends one copy within its host and one copy to another host. A fleet
 fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts. In one of
 them a member sends half of a copy to each of two other hosts.
 """
@@ -49,14 +49,14 @@ class Relay:
         self._is_ring = not has_whole
         ring = () if has_whole else _ring_order(self._nodes)
         self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(ring),)
-        # Last member of each place in the ring.
+        # For each place, the last member in the ring.
         self._last = {place: node.member for node in ring for place in _ring_places(node)}
         self._spans = tuple(_spans(parents) if has_whole else {} for parents in self.trees)
         self._choice: dict[tuple[str, ...], list[Node]] = {}
         best = sorted(
             self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
         )
-        # Number of complete members among the first `SCANNED` of each place, where complete members come first.
+        # For each place, the number of complete members among its first `SCANNED` members. Complete members come first.
         self._num_whole: Counter[tuple[str, ...]] = Counter()
         for node in best:
             is_good = node.whole and not node.last_resort
@@ -76,10 +76,10 @@ class Relay:
         return member in self._nodes
 
     def append(self, node: Node) -> bool:
-        """Add a new member to a ring, after the last member of its host, rack or fleet. Return False without a ring.
+        """Add a new member to a ring, after the last member of its host, rack or fleet. Return False if no ring exists.
 
-        Chains and trees instead place all members of a second at once. Single additions would make them deep for good,
-        because parents are kept.
+        Chains and trees instead place all members that joined within a second at once. Adding members one by one would
+        make chains and trees permanently deep, because parents are kept.
         """
         if not self._is_ring or node.whole:
             return False
@@ -88,12 +88,12 @@ class Relay:
             # Prefer a member that serves, as in the ring.
             willing = (name for name in before if not self._nodes[name].last_resort)
             parent = next((name for name in willing if node.member not in self._nodes[name].complainers), before[0])
-            # Create a new dict, because other threads may be reading this one.
+            # Create a new dict, because other threads may be reading the current one.
             self.trees = ({**self.trees[0], node.member: parent},)
             places_of_both = {*_ring_places(self._nodes[parent]), *_ring_places(node)}
         else:
             parent, places_of_both = "", set(_ring_places(node))
-        # Update empty places, and places where the parent was the last member.
+        # Update places that were empty, and places where the parent was the last member.
         for place in places_of_both:
             if self._last.get(place, parent) == parent:
                 self._last[place] = node.member
@@ -111,17 +111,17 @@ class Relay:
         return () if receiver is None or receiver.whole else self.around(receiver, tree=tree, limit=limit)
 
     def around(self, receiver: Node, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
-        """Return upstreams for a node that need not be among the nodes. It may have no parent."""
+        """Return upstreams for a receiver that need not be among the nodes. It may have no parent."""
         member = receiver.member
         parent = self.trees[tree].get(member)
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
-        # Members of last resort are collected separately and fill the rest of the limit.
+        # Collect members of last resort separately. They are used only if there are fewer good members than the limit.
         for name in self._candidates(receiver, tree):
             node = self._nodes[name]
             if name == member or name in good or self._below(name, member, tree):
                 continue
-            # A full parent has a reservation for this child.
+            # Even a parent that is full has a reservation for this child.
             is_poor = node.draining or node.demoted if name == parent else node.last_resort
             (bad if is_poor or member in node.complainers else good)[name] = None
             if len(good) == limit:
@@ -145,11 +145,11 @@ class Relay:
             choice = self._choice.get(place, [])
             num_whole = self._num_whole[place]
             yield from _rotated(choice[:num_whole], turn)
-            # A new member has no chunks and no parent, so incomplete members are equally good for it.
+            # A new member has no chunks and no parent, so all incomplete members are equally good for it.
             yield from _rotated(choice[num_whole : num_whole + SCANNED], turn if is_new else 0)
 
     def _below(self, member: str, above: str, tree: int) -> bool:
-        """Return whether a member is below another in a tree, so that reading from it would close a cycle."""
+        """Return whether a member is below `above` in a tree, so that `above` must not read from it."""
         spans = self._spans[tree]
         first, last = spans.get(above, (0, -1))
         return first < spans.get(member, (-1, -1))[0] <= last
@@ -164,12 +164,12 @@ def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     receivers = [node for node in nodes.values() if not node.whole]
     # Keep two trees while a receiver uses them, because relinking all members costs more than a few hops. A receiver
-    # that cannot follow trees reads all chunks from its parent, which gets all of them.
+    # that cannot follow trees reads all chunks from its parent, which receives all chunks.
     if any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
         return Trees(nodes).trees
     chains = (Chains(nodes).parents,)
     can_split = all(node.follows_trees for node in receivers)
-    # Near the end a change of parents does not pay off.
+    # Near the end of a transfer a change of parents does not pay off.
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):
         return chains
@@ -230,13 +230,13 @@ def _ring(order: Sequence[Node]) -> Parents:
         before = (order[i - k] for k in range(1, min(len(order), SCANNED)))
         willing = (other for other in before if not other.last_resort and node.member not in other.complainers)
         if len(order) > 1:
-            # A poor upstream is better than a gap in the ring, which would stop all members behind it.
+            # A poor upstream is better than a gap in the ring, which would stall all members behind the gap.
             parents[node.member] = next(willing, order[i - 1]).member
     return parents
 
 
 def _spans(parents: Parents) -> dict[str, tuple[int, int]]:
-    """Return the number of each member in a depth-first walk of the tree, and the last number below it."""
+    """Return each member's number in a depth-first walk of the tree, and the last number below that member."""
     children: dict[str, list[str]] = {}
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)

@@ -1,4 +1,4 @@
-"""Parents of receivers: chains below the complete holders, or two trees. `relay` chooses between them."""
+"""Parents of receivers, as chains below the complete holders or as two trees. `relay` chooses between the two forms."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Return whether it has every chunk."""
+        """Return whether the member has every chunk."""
         return self.num_have >= self.num_chunks
 
     @property
     def last_resort(self) -> bool:
-        """Return whether it should get a new child only if there is no alternative."""
+        """Return whether the member should get a new child only if there is no alternative."""
         return self.draining or self.demoted or 0 < self.max_readers <= self.num_readers
 
     @property
     def demoted(self) -> bool:
-        """Return whether several callers complained about it. A single caller may have a broken link, or lie."""
+        """Return whether several callers complained about the member. One caller may have a broken link, or lie."""
         return self.num_complaining >= DISTRUST
 
     @property
@@ -84,17 +84,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shared_links(node: Node) -> tuple[str, str]:
-    """Return the identity of the links that the node's readers on other hosts share."""
+    """Return an identifier of the links that the node's readers on other hosts share."""
     return node.host, node.link
 
 
 def num_shared_links(node: Node) -> int:
-    """Return how many copies the shared links can send at once. 0 means unknown."""
+    """Return how many copies the shared links can carry at once. 0 means unknown."""
     return 1 if node.link else node.num_links
 
 
 def places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Return the node's places, nearest first: host and kind of device, host, rack, anywhere."""
+    """Return the node's places, nearest first: host and kind of device, host, rack, and the whole fleet."""
     kind = node.device.partition(":")[0]
     rack = (("rack", node.rack),) if node.rack else ()
     return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)
@@ -113,7 +113,7 @@ def _furthest(node: Node) -> tuple[object, ...]:
 
 
 def _cycles(parents: Parents) -> Iterator[list[str]]:
-    """Yield each cycle among the parents once. The caller may break a cycle before it requests the next cycle."""
+    """Yield each cycle among the parents once. The caller may break a cycle before it requests the next one."""
     checked: set[str] = set()
     for start in list(parents):
         trail: dict[str, None] = {}
@@ -151,7 +151,7 @@ class Chains:
         self._reserve: dict[tuple[str, ...], list[_Poor]] = {}
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
         num_hosts = len({node.host for node in nodes.values()})
-        # With k chains below a holder, the time is about k copies plus the hops of hosts / k. This k minimises the sum.
+        # With k chains below a holder, filling takes about k copies plus hosts / k hops. This k minimises the sum.
         num_chains = max(1, round(sqrt(CHUNKS_A_HOP * num_hosts / max(1, num_chunks))))
         self._max_depth = max(MAX_DEPTH, -(-num_hosts // num_chains))
         self._keep()
@@ -159,7 +159,7 @@ class Chains:
             if node.whole:
                 self._root(node, 0)
         heads = [node for node in nodes.values() if not node.whole and node.member not in self.parents]
-        # Place the heads of one host in a row. Each head next to the previous head leaves its link to other hosts free.
+        # Place the heads of one host consecutively. A head below another head of its host uses no link between hosts.
         first = {node.host: node.order for node in reversed(nodes.values())}
         for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
@@ -168,16 +168,16 @@ class Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
-        # Members with the most chunks choose first, because they lose most if their parent gets other children.
+        # Members with the most chunks choose first, because they lose most if their parent accepts other children.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
             if parent is None or parent is child or child.whole or not _serves(parent, child):
                 continue
-            # The parent may have more readers than its limit now allows. The others get a new parent later.
+            # The parent may have more children than its limit now allows. The excess children get a new parent later.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
                 self._attach(child, parent)
-        # Members report their parents at different times, so the parents may form a cycle.
+        # Members report their parents at different times, so these parents may form a cycle.
         for cycle in _cycles(self.parents):
             self._cut(cycle)
 
@@ -197,7 +197,7 @@ class Chains:
         self._far[shared_links(parent)] = self._far.get(shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
-        """Mark `top` as connected to a complete holder. It and all members below it may get children."""
+        """Mark `top` as connected to a complete holder. `top` and all members below it may get children."""
         stack = [(top, depth)]
         while stack:
             node, at = stack.pop()
@@ -244,14 +244,14 @@ class Chains:
         for distance, place in enumerate(places(child)):
             reserve = self._reserve.get(place, [])
             if reserve:
-                # The child nearly always accepts the first member.
+                # In nearly all cases, the child accepts the first member.
                 willing = (poor for poor in reserve if child.member not in self._nodes[poor[3][1]].complainers)
                 demoted, draining, minus_have, order = next(willing, reserve[0])
                 complains = child.member in self._nodes[order[1]].complainers
                 best.append((complains, demoted, draining, distance, minus_have, order))
         if best:
             return self._nodes[min(best)[-1][1]]
-        # The child complains about all open members.
+        # The child has complained about all open members.
         usable = (self._nodes[name] for name in self._depth)
         return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
@@ -293,9 +293,9 @@ _TreeOffer = tuple[_Rank, int, tuple[float, str]]
 class Trees:
     """Builder of two trees, each for half of the chunks.
 
-    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents. The other
-    members of the host form a chain below it. Heads alternate: one sends two halves to other hosts in the first tree,
-    the next head in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
+    One member of each host, the head, reads from other hosts, half of the chunks from each of two parents. The other
+    members of the host form a chain below the head. Heads alternate: one sends two halves to other hosts in the first
+    tree, the next head in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
 
     Parents that can still serve are kept. A head that joins alone sends one half of its copy in each tree.
     """
@@ -313,7 +313,7 @@ class Trees:
         self._tree_of: dict[str, int | None] = {}
         self._first: list[str | None] = [None] * NUM_TREES
         self._hang_hosts()
-        # Heads with the most chunks go first, because they lose most if others get their parents.
+        # Heads with the most chunks go first, because they lose most if their parents accept other children.
         heads = sorted(self._heads.values(), key=_furthest)
         self._keep(heads)
         self._choose_trees(heads)
@@ -322,8 +322,8 @@ class Trees:
                 if node.whole:
                     self._root(node, tree, 0)
         own = [(self._tree_of.get(head.member), head) for head in heads]
-        # First place heads that will have children, in the tree in which they send. Otherwise the first heads of one
-        # tree would use up the parents below which the other tree grows. Then place all heads where they only receive.
+        # First place each head in the tree in which it sends. Otherwise the first heads of one tree would use up the
+        # parents below which the other tree grows. Then place all heads in the tree in which they only receive.
         self._place((tree, head) for tree, head in own if tree is not None)
         self._place((tree, head) for head in heads for tree in range(NUM_TREES))
 
@@ -340,7 +340,7 @@ class Trees:
                 rest.remove(head)
                 sources = [head]
             if rest:
-                # Treat the head as complete, so that the chain of its host begins there.
+                # Treat the head as complete, so that its host's chain begins at the head.
                 sources = [msgspec.structs.replace(node, num_have=node.num_chunks) for node in sources]
                 near = Chains({node.member: node for node in (*sources, *rest)}).parents
                 for tree in range(NUM_TREES):
@@ -361,7 +361,7 @@ class Trees:
                 if not self._is_full(parent) or self._reads(head, parent):
                     self._attach(head, parent, tree)
             for cycle in _cycles(parents):
-                # Links within a host form no cycle.
+                # Links within a host form no cycle, so break the cycle at a head.
                 child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
                 self._detach(child, tree)
 
@@ -384,8 +384,8 @@ class Trees:
     def _place(self, wanted: Iterable[tuple[int, Node]]) -> None:
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
-                # The heads of a tree can send one half more than they need. The first head reserves it for members that
-                # join later, so that their subtree begins near the top.
+                # The heads of a tree can send one half more than required. The first head reserves that half for
+                # members that join later, so that their subtree begins near the top.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
@@ -394,7 +394,7 @@ class Trees:
 
     def _attach(self, child: Node, parent: Node, tree: int) -> None:
         """Make one member the child of another in a tree, and count the halves that leave the parent's host."""
-        # A member that reads both trees from the same parent is one reader.
+        # A member that reads from the same parent in both trees counts as one reader.
         if not self._reads(child, parent):
             self._num_readers[parent.member] = self._num_readers.get(parent.member, 0) + 1
         self.trees[tree][child.member] = parent.member
@@ -411,7 +411,7 @@ class Trees:
         self._on_links[shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
-        """Mark `top` as connected to a complete holder in a tree. It and the heads below it may get children."""
+        """Mark `top` as connected to a complete holder in a tree. `top` and the heads below it may get children."""
         stack = [(top.member, depth)]
         while stack:
             name, at = stack.pop()
@@ -444,7 +444,7 @@ class Trees:
         if self._is_full(node):
             return _FULL, halves
         if halves >= NUM_TREES:
-            # Its readers and all members below them take longer. A holder is last, because all members are below it.
+            # Another child slows all members below this one. A complete holder is last, because all are below it.
             return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
             return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
@@ -453,9 +453,9 @@ class Trees:
         return (_KEPT_HALF if halves and node.member == self._first[tree] else _WITHIN_COPY), 0
 
     def _choose(self, child: Node, tree: int) -> Node:
-        """Return the best parent: near the root or in the same rack, and sending less than one copy."""
+        """Return the best parent, which is near the root or in the child's rack and sends less than one copy."""
         best = self._best_offer(child, tree, "")
-        # If all offers are full, the parent in the other tree still accepts this child, which is already its reader.
+        # If all offers are full, the child's parent in the other tree still accepts it, because it is already a reader.
         other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))
         if best[0][0] >= _FULL and other is not None and other.member in self._depth[tree] and _serves(other, child):
             return other

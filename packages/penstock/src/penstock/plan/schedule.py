@@ -1,4 +1,4 @@
-"""Plan of a load (file ranges to read, their order, and the destination of each byte), and the chunks of a fetch."""
+"""Plan of a load (which file ranges to read, in which order, and where each byte goes), and the chunks of a fetch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadPlan:
 
     A read is one contiguous file range of at most `chunk_bytes`. Its segments `seg_first[r]:seg_first[r + 1]` are the
     destinations of its bytes. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read,
-    `seg_pitch` apart. They are packed at `seg_dst` in slab `seg_slab`.
+    `seg_pitch` apart. The runs are packed at `seg_dst` in slab `seg_slab`.
     """
 
     table: TensorTable
@@ -70,21 +70,21 @@ class LoadPlan:
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
-        """Return for each read whether its segments, in order, are exactly its bytes.
+        """Return, for each read, whether its segments, in order, cover exactly its bytes.
 
-        A read of this kind needs no staging buffer.
+        A covered read requires no staging buffer.
         """
         seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
         return np.asarray(sums == self.read_nbytes)
 
     def in_order_of(self, slabs: Sequence[int]) -> LoadPlan:
-        """Return the plan with its reads in the order in which slabs are wanted. `slabs` contains every slab once."""
+        """Return the plan with its reads in the order in which slabs are wanted. `slabs` lists every slab once."""
         rank = np.empty(len(slabs), np.int64)
         rank[np.asarray(slabs, np.int64)] = np.arange(len(slabs))
         if not self.num_reads:
             return self
-        # A read that crosses several tensors is needed for the first of them.
+        # A read that spans several slabs is sorted by the slab that is wanted first.
         first_wanted = np.minimum.reduceat(rank[self.seg_slab], self.seg_first[:-1])
         reads = np.argsort(first_wanted, kind="stable")
         counts = np.diff(self.seg_first)[reads]
@@ -147,10 +147,10 @@ def plan_load(
     Args:
         table: wanted rows, in any order.
         chunk_bytes: maximum size of a read, before it is aligned outward.
-        boxes: wanted region of each row, or None for the whole row.
+        boxes: wanted region of each row. None means the whole row.
         pack: whether small rows share slabs. If False, every row is a slab, as for live parameters.
         align_bytes: reads start and end at multiples of this where the file allows it (4096 for direct I/O).
-        max_gap_bytes: a smaller gap between two wanted ranges is read and not skipped.
+        max_gap_bytes: a gap of at most this size between two wanted ranges is read instead of skipped.
 
     Raises:
         PlanError: a box does not fit its tensor.
@@ -169,7 +169,7 @@ def plan_load(
     row_nbytes = rows.nbytes.copy()
     for i, of_box in runs.items():
         row_nbytes[i] = of_box.nbytes
-    # Slabs are allocated before the first read begins.
+    # Compute the slabs first, because they are allocated before the first read begins.
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.
     room_bytes = chunk_bytes - 2 * (align_bytes - 1)
@@ -195,7 +195,7 @@ def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Ru
         try:
             runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
         except PlanError as error:
-            # `box_runs` does not know the name.
+            # Add the tensor's name, which `box_runs` does not know.
             error.tensor = rows.names[i]
             raise
     return runs
@@ -209,7 +209,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         return slab, at, np.zeros(0, np.int64)
     file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
     small = (size < SMALL_BYTES) & ~boxed[full] & pack
-    # Rows share a slab only if they are adjacent in the file, because a read would include the gap.
+    # Rows share a slab only if they are adjacent in the file, because a single read would include a gap.
     joins = np.zeros(len(full), bool)
     joins[1:] = (
         small[1:]
@@ -256,7 +256,7 @@ def _pieces(
         )
     ]
     for i, box in runs.items():
-        # Rows without bytes have no slab.
+        # Skip rows without bytes, which have no slab.
         if row_slab[i] >= 0:
             columns.append(_box_pieces(rows, i, int(row_slab[i]), box, room_bytes, max_gap_bytes))
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
@@ -268,7 +268,7 @@ def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
-    # Reading a rectangle with its gaps takes fewer reads.
+    # Read a rectangle with its gaps if they are small, because this takes fewer reads.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
@@ -323,7 +323,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
 
 
 def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
-    # Number the chunks of each span. A rectangle is one chunk.
+    # Number the chunks of each span. A tall span is one chunk.
     grid_first = np.where(spans.tall, 0, spans.start // chunk_bytes)
     grid_last = np.where(spans.tall, 0, (spans.stop - 1) // chunk_bytes)
     per_span = grid_last - grid_first + 1
@@ -342,7 +342,7 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
     seg_start = np.maximum(start[piece], read_start[chunk])
     seg_stop = np.minimum(stop[piece], read_stop[chunk])
     used = np.bincount(chunk, minlength=len(read_start))
-    # A chunk that contains only a gap is not read.
+    # Do not read a chunk that contains only a gap.
     keep = used > 0
     # A stable sort keeps the segments of a read in file order, as `covered` requires.
     order = np.argsort(chunk, kind="stable")
@@ -376,10 +376,10 @@ class ReadPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChunkTable:
-    """Leaves and chunks of a line, which is the concatenated bytes of all rows.
+    """Leaves and chunks of a line. The line consists of the bytes of all rows, concatenated.
 
-    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row. Leaves have no
-    columns, because building 230,000 rows of them delayed a fetch of 60 GB by 10 ms.
+    Chunk `c` consists of leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row. There are
+    no columns for leaves, because building 230,000 entries delayed a fetch of 60 GB by 10 ms.
     """
 
     leaf_bytes: int
@@ -414,7 +414,8 @@ class ChunkTable:
 
     def leaves_of(self, chunks: I64) -> slice | I64:
         """Return the indices of the leaves of these chunks."""
-        # Most reads and logs have consecutive chunks. Copying 230,000 leaves takes 0.1 ms by a slice, 2 ms by an index.
+        # Most reads and logs have consecutive chunks. Copying 230,000 leaves takes 0.1 ms with a slice, 2 ms with an
+        # index.
         if len(chunks) and (chunks[1:] == chunks[:-1] + 1).all():
             return self.leaves(int(chunks[0]), int(chunks[-1]) + 1)
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
@@ -437,7 +438,7 @@ class ChunkTable:
         row, owner = spread(first, counts), np.repeat(np.arange(len(start)), counts)
         begin = np.maximum(self.row_start[row], start[owner])
         nbytes = np.minimum(self.row_start[row + 1], stop[owner]) - begin
-        # A range may also contain rows without bytes.
+        # Drop rows without bytes, which a range may also contain.
         if not nbytes.all():
             has_bytes = nbytes > 0
             row, begin, nbytes, owner = row[has_bytes], begin[has_bytes], nbytes[has_bytes], owner[has_bytes]
@@ -446,7 +447,7 @@ class ChunkTable:
     def leaf_pieces(self, chunks: I64) -> ReadPieces:
         """Return the leaves of these chunks as byte ranges, in the order of `leaves_of`."""
         pieces = self.pieces(chunks)
-        # A piece begins and ends at the edge of a leaf.
+        # Every piece begins and ends at the edge of a leaf.
         counts = -(-pieces.nbytes // self.leaf_bytes)
         owner = np.repeat(np.arange(len(counts)), counts)
         at = spread(np.zeros_like(counts), counts) * self.leaf_bytes
@@ -460,8 +461,8 @@ class ChunkTable:
 def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> ChunkTable:
     """Cut rows of these sizes into leaves and chunks, in line order.
 
-    Each leaf but the last of a row has `leaf_bytes`. A chunk has at most `chunk_bytes`, which must be at least
-    `leaf_bytes`, otherwise PlanError is raised.
+    Each leaf except the last one in a row has `leaf_bytes`. A chunk has at most `chunk_bytes`. PlanError is raised if
+    `chunk_bytes` is below `leaf_bytes`.
     """
     if leaf_bytes < 1 or chunk_bytes < leaf_bytes:
         raise PlanError(f"chunks of {chunk_bytes} bytes cannot hold leaves of {leaf_bytes}")
@@ -487,7 +488,7 @@ def _chunk_starts(row_start: I64, leaf_bytes: int, chunk_bytes: int) -> I64:
     # Collect runs of chunks that are `step` apart, as the start of the first chunk and the number of chunks.
     firsts, counts, at, row_stop = list[int](), list[int](), 0, 0
     while at < length:
-        # Within a row, the next chunk starts after as many whole leaves as fit a chunk.
+        # Within a row, the next chunk starts after as many whole leaves as fit into a chunk.
         num_whole = len(range(at, row_stop - chunk_bytes, step))
         firsts.append(at)
         counts.append(num_whole + 1)
@@ -504,7 +505,7 @@ def _chunk_starts(row_start: I64, leaf_bytes: int, chunk_bytes: int) -> I64:
 
 
 def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
-    """Return sorted chunk numbers as `[start, stop)` ranges."""
+    """Convert sorted chunk numbers to `[start, stop)` ranges."""
     if not len(chunks):
         return ()
     cuts = np.flatnonzero(np.diff(chunks) != 1) + 1

@@ -1,8 +1,8 @@
-"""Plan of a sync: the bytes that each receiver reads from each source, in order. A plan is reused in every step.
+"""Plan of a sync: the bytes that each receiver reads from each source, in order. Every step reuses the plan.
 
-Ranks that hold the same bytes form a team and share the reads. The line of a team is the bytes that all receivers read
-from it, end to end. Each rank sends one section of the line, so that no rank sends more than its share and few
-receivers read from two ranks.
+Ranks that hold the same bytes form a team and share the reads. The line of a team consists of the bytes that all
+receivers read from the team, end to end. Each rank sends one section of the line, so that no rank sends more than its
+share and few receivers read from two ranks.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def step_bytes(watermark_bytes: int) -> int:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReceiverPlan:
-    """Reads of one receiver. Segments are in bucket order, and within a bucket by source.
+    """Reads of one receiver. Segments are sorted by bucket, and within a bucket by source.
 
     Segment i has `num_rows[i]` runs of `run_bytes[i]`. It starts at `src[i]` in the memory of source `source[i]` and at
     `dst[i]` in the receiver's memory, with pitches `src_pitch[i]` and `dst_pitch[i]`. Segments do not overlap unless
-    wanted rows do.
+    wanted rows overlap.
     """
 
     key: str
@@ -104,9 +104,9 @@ class ReceiverPlan:
     send this field."""
 
     def moved(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the sources that have registered their memory again since the plan was made.
+        """Return the sources that have registered their memory again since this plan was created.
 
-        `addresses` has the current registration of each source. An empty address is unknown.
+        `addresses` contains the current registration of each source. An empty address means unknown.
         """
         planned = dict(zip(self.sources, self.addresses, strict=False))
         return [name for name, address in addresses.items() if address and planned.get(name, address) != address]
@@ -117,9 +117,9 @@ class ReceiverPlan:
         return turn
 
     def check(self, *, src_nbytes: Sequence[int], dst_nbytes: int) -> None:
-        """Raise PlanError unless all segments stay within memories of these sizes.
+        """Raise PlanError unless all segments lie within memory regions of these sizes.
 
-        The part may come from another process, and reads are one-sided.
+        This check is necessary because the part may come from another process and reads are one-sided.
         """
         columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
         first, num = self.bucket_first, len(self.source)
@@ -141,7 +141,7 @@ class ReceiverPlan:
             src_pitch=self.src_pitch,
             dst_pitch=self.dst_pitch,
         )
-        # Row -1 stands for a source that does not exist, which has no memory.
+        # Row -1 stands for a source that does not exist and therefore has no memory.
         known = np.where((self.source < 0) | (self.source >= len(self.sources)), -1, self.source)
         sizes = np.append(np.array(src_nbytes, np.int64), -1)[known]
         outside = rows.outside(src_nbytes=sizes, dst_nbytes=dst_nbytes)
@@ -186,11 +186,11 @@ class ReceiverPlan:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SyncPlan:
-    """Parts of all receivers, as columns without repetition: a receiver with 130,000 segments has 5,000 rows here.
+    """Parts of all receivers, as columns without repetition. A receiver with 130,000 segments has only 5,000 rows here.
 
-    A wanted row is a tensor with a pattern. The strips of the pattern refer to pairs of the tensor, and each pair to
-    the team of ranks that holds it (see `match`). The position on the team's line determines the sending rank (see
-    `TeamLines`).
+    A wanted row is a tensor with a pattern. The strips of the pattern refer to pairs of the tensor, and each pair
+    refers to the team of ranks that holds it (see `match`). The position on the team's line determines the sending rank
+    (see `TeamLines`).
     """
 
     key: str
@@ -262,8 +262,7 @@ class SyncPlan:
         team = self.strip_team[strip]
         held_row = self.pair_row[self.want_pair[want] + self.strip_pair[strip]] + slot - self.team_first[team]
         source = self.team_source[slot]
-        # Sort by bucket first, because the source finishes one bucket after the other. Then sort by source, for long
-        # reads.
+        # Sort by bucket first, because a source finishes one bucket after another. Then sort by source, for long reads.
         bucket = self.want_bucket[want]
         from_each = np.bincount(source, (self.strip_run * self.strip_rows)[strip], minlength=len(self.sources))
         begin = self._first_source(receiver, from_each.astype(np.int64))
@@ -304,12 +303,12 @@ class SyncPlan:
         share_bytes = self.share_bytes[shares]
         begin = (self.share_start[shares] - (np.cumsum(share_bytes) - share_bytes))[share]
         slot = np.empty(len(strip), np.int64)
-        # A strip across a cut is not split, and goes to the rank whose section contains its middle.
+        # A strip across a cut is not split. The rank whose section contains the strip's middle sends it.
         slot[order] = np.searchsorted(self.line_stop, begin + before + nbytes // 2, side="right")
         return slot
 
     def link_bytes(self) -> I64:
-        """Return [num_receivers, num_sources] bytes from each source to each receiver."""
+        """Return the bytes that each receiver reads from each source, as [num_receivers, num_sources]."""
         links = [self.part(r).link_bytes() for r in range(len(self.receivers))]
         return np.array(links, np.int64).reshape(len(self.receivers), len(self.sources))
 
@@ -323,23 +322,23 @@ def plan_key(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: 
 def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
     """Plan a sync in which each wanted element comes from exactly one source. Equal layouts give equal plans.
 
-    A trillion parameters in 70,000 tensors, from 256 ranks to 128, take about a second.
+    Planning takes about a second for a trillion parameters in 70,000 tensors, from 256 ranks to 128 ranks.
 
     Args:
         holdings: layout of each publishing rank.
         wants: layout of each receiving rank.
-        bucket_bytes: maximum bytes that a receiver reads in one bucket, unless one tensor is larger.
+        bucket_bytes: maximum number of bytes that a receiver reads in one bucket, unless one tensor is larger.
 
     Raises:
         PlanError: a layout is invalid, the sides differ in names, dtypes, shapes or tags, or no rank holds some wanted
-            elements. The message lists them.
+            elements. The message lists the faults.
     """
     matched = match(holdings, wants)
     pieces, holes = intersect(matched.forms, matched.held, matched.wanted)
     if holes:
         raise _uncovered(matched, holes)
     boxes = Boxes.of([form.box for form in matched.forms])
-    # A byte that is read twice or not at all would be a silent wrong weight.
+    # A byte that is read twice or not at all would silently make a weight wrong.
     prove_coverage(boxes[matched.wanted.values], pieces.want, pieces.boxes)
     laid = strips(matched.forms, matched.held.values[pieces.held], matched.wanted.values[pieces.want], pieces.boxes)
     return _assembled(matched, pieces, laid, holdings, wants, bucket_bytes)
@@ -402,9 +401,9 @@ def _assembled(
 
 
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
-    """Return the lines of all teams, cut so that the ranks of a team send about equal amounts.
+    """Return the lines of all teams, cut so that the ranks of each team send about equal amounts.
 
-    Rows of a receiver with the same pattern want the same bytes, so they are only counted.
+    All rows of a receiver with the same pattern want equally many bytes, so they are only counted.
     """
     num_patterns, num_teams = max(len(first) - 1, 1), len(matched.team.first) - 1
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
@@ -450,7 +449,7 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
         form = matched.forms[int(matched.wanted.values[want])]
         where = f"no rank holds {show(holes[want])}, wanted in {show(form.box)}"
         lines.append(f"{matched.names[int(same_kind[0])]}{more}: {form.spec}, {where}")
-    # A layout with one fault usually has it in thousands of tensors.
+    # Limit the list, because a layout usually has the same fault in thousands of tensors.
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     return PlanError("no rank holds some wanted elements:\n  " + "\n  ".join(listed))
 
@@ -460,7 +459,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TeamLines:
-    """Shares of all receivers, as sections of one line of the bytes that are read from each team.
+    """Shares of all receivers, as sections of one line per team: the bytes that are read from the team.
 
     The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. Its share of a team begins at `start`. Each
     rank of a team sends the section from the previous rank's `stop` to its `stop`.
@@ -477,10 +476,10 @@ class TeamLines:
 def _quotas(whole: I64, teams: Groups) -> I64:
     quota = np.repeat(whole, teams.counts)
     load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
-    # Teams of one rank have no choice, so add their load first.
+    # A team of one rank leaves no choice, so add the load of these teams first.
     alone = np.repeat(teams.counts == 1, teams.counts)
     np.add.at(load, teams.values[alone], quota[alone])
-    # Small teams go next, because larger teams can balance the uneven load later.
+    # Continue with small teams, because larger teams can balance the uneven load later.
     for t in np.argsort(teams.counts, kind="stable")[int((teams.counts == 1).sum()) :].tolist():
         span = slice(int(teams.first[t]), int(teams.first[t + 1]))
         ranks = teams.values[span]
@@ -502,19 +501,19 @@ def _quotas(whole: I64, teams: Groups) -> I64:
 def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
     """Return the tensors sorted by layer, and the layer of each tensor.
 
-    The layer is the first number between dots in a name. Tensors without a layer come first.
+    The layer is the first number between dots in a name. Tensors without a layer are sorted first.
     """
     numbers = (_LAYER.search(name) for name in names)
     layer = np.array([-1 if number is None else int(number[1]) for number in numbers], np.int64)
-    # Sort stably, so that equal inputs have equal plans in the order of the layouts.
+    # Sort stably, so that equal inputs give equal plans in the order of the layouts.
     order = np.argsort(layer, kind="stable")
     return order, layer[order]
 
 
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
-    """Return the bucket of each tensor: whole layers if they fit, or slices of one layer.
+    """Return the bucket of each tensor. A bucket is one or more whole layers if they fit, or a slice of one layer.
 
-    `layer` is ascending. `receiver`, `place` and `nbytes` are the reads of each tensor, sorted by receiver, then place.
+    `layer` is ascending. `receiver`, `place` and `nbytes` are the reads of tensors, sorted by receiver, then place.
     """
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1
@@ -525,16 +524,16 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
     while at < num_tensors:
         starts.append(at)
         stop = num_tensors
-        # A bucket ends where the first receiver is full. Buckets are the same for all receivers.
+        # Buckets are the same for all receivers, so a bucket ends where it is full for the first receiver.
         for places, sums in takers:
             row = int(np.searchsorted(places, at))
             before = int(sums[row - 1]) if row else 0
             full = int(np.searchsorted(sums, before + bucket_bytes, side="right"))
             if full < len(places):
                 stop = min(stop, int(places[full]))
-        # A tensor larger than a bucket has a bucket for itself.
+        # A tensor that is larger than a bucket gets its own bucket.
         stop = max(stop, at + 1)
-        # Return to the start of a layer unless that empties the bucket, because a bucket is ready when its layers are.
+        # End at the start of a layer unless that empties the bucket, because a bucket is ready when its layers are.
         edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
         at = edge if edge > at else stop
     return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

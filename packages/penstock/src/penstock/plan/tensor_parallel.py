@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: the slices of each tensor that belong to a rank, from the tensor's name and shape."""
+"""Rules of tensor parallelism. They determine a rank's slices of each tensor from the tensor's name and shape."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class SplitRule:
     """Rule that splits a tensor between ranks.
 
     Attributes:
-        dim: dim along which the tensor is split. None means that every rank has the whole tensor.
-        parts: relative sizes of the tensors that are fused along `dim`. Each is split separately.
-        heads: number of heads in each part, or 0 if unknown. With fewer key heads than ranks, several ranks have the
+        dim: dim along which the tensor is split. None means that every rank gets the whole tensor.
+        parts: relative sizes of the tensors that are fused along `dim`. Each of these tensors is split separately.
+        heads: number of heads in each part, or 0 if unknown. With fewer key heads than ranks, several ranks get the
             same head, as in vLLM's QKVParallelLinear.
     """
 
@@ -69,16 +69,16 @@ class SplitRule:
     heads: tuple[int, ...] = ()
 
     def num_shares(self, num_ranks: int) -> tuple[int, ...]:
-        """Return the number of different shares of each part among the ranks."""
+        """Return, for each part, the number of different shares among the ranks."""
         heads = self.heads or (0,) * len(self.parts)
         return tuple(min(num_ranks, count) if count else num_ranks for count in heads)
 
     def share_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Return the number of the share of each part that belongs to a rank."""
+        """Return, for each part, the number of the share that belongs to a rank."""
         return tuple(rank * shares // num_ranks for shares in self.num_shares(num_ranks))
 
     def lengths(self, size: int, num_ranks: int) -> tuple[Fraction, ...]:
-        """Return the length of each whole part along `dim`, from the total size that one of the ranks holds."""
+        """Return the length of each whole part along `dim`, computed from the size that one of the ranks holds."""
         held = sum(Fraction(part, shares) for part, shares in zip(self.parts, self.num_shares(num_ranks), strict=True))
         return tuple(part * Fraction(size) / held for part in self.parts)
 
@@ -101,7 +101,7 @@ class TensorParallel:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
-            # Report a malformed rule now, and not at the first tensor that it matches.
+            # Report a malformed rule now, and not only at the first tensor that it matches.
             self._parsed(str(how), "")
 
     def how(self, name: str) -> str | None:
@@ -112,12 +112,12 @@ class TensorParallel:
     def rule_of(self, name: str, shape: Sequence[int]) -> SplitRule:
         """Return the rule for a tensor. A tensor without elements, or without the rule's dim, goes to every rank.
 
-        Raises PlanError if the tensor is fused from heads whose numbers are unknown.
+        Raises PlanError if the tensor is fused from an unknown number of heads.
         """
         rule = self._parsed(self.how(name) or "replicate", name)
         if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
             return SplitRule(None)
-        # Every rank has a scale that applies to the whole dim, as for a tensor, or for rows of a row-parallel layer.
+        # A scale for the whole dim goes to every rank: a per-tensor scale, or the row scales of a row-parallel layer.
         is_whole = shape[rule.dim] == 1 and (rule.dim > 0 or bool(_SCALE.search(name)))
         return SplitRule(None) if is_whole else rule
 
@@ -155,10 +155,10 @@ class TensorParallel:
         to: int,
         of: int = 1,
     ) -> None:
-        """Raise PlanError if a split would cut through an element, a head, or a block of a block format.
+        """Raise PlanError if a split would cut an element, a head, or a block of a block format.
 
         Args:
-            shape: shape of the tensor on one of the `of` ranks that have it now.
+            shape: shape of the tensor on one of the `of` ranks that hold it now.
             shapes: shapes of all tensors on that rank, by name.
             to: number of ranks among which it is split.
         """
@@ -180,7 +180,7 @@ class TensorParallel:
             parts = f"dim {rule.dim} of size {size} on {of} ranks, parts {rule.parts},"
             hint = "give a rule for it with a different dim, with parts, or replicate"
             raise PlanError(f"{parts} cannot be divided among {to} ranks", tensor=name, hint=hint)
-        # A block of a block format has one scale. A cut through it would need the scale on two ranks.
+        # A block of a block format has one scale. If the block were cut, two ranks would require the scale.
         for suffix in ("_scale_inv", "_scale"):
             scales = shapes.get(name + suffix)
             if scales is None or len(scales) <= rule.dim or scales[rule.dim] in (1, size):
@@ -216,9 +216,9 @@ class TensorParallel:
             raise PlanError(message, tensor=name, hint="give the rule 0 or replicate for this tensor")
 
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
-        """Return the boxes of an unsliced tensor that belong to a rank, to be joined along their dim. See `check`.
+        """Return the boxes of an unsliced tensor that belong to a rank. They are joined along their dim. See `check`.
 
-        Raises PlanError if the tensor has dims and no rule matches it. See also `rule_of`.
+        Raises PlanError if the tensor is not a scalar and no rule matches it, and the errors of `rule_of`.
         """
         if self.how(name) is None and shape:
             raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"give a rule: {FORMS}")
@@ -238,14 +238,14 @@ class TensorParallel:
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of query and key heads from a transformers configuration, or an empty tuple if it has none."""
+    """Return the numbers of query and key heads in a transformers configuration, or an empty tuple if it has none."""
     # Multimodal models store the numbers of the language model in a nested configuration.
     while isinstance(text := next((config[key] for key in _TEXT_CONFIGS if config.get(key)), None), Mapping):
         config = text
     queries = next((config[key] for key in _QUERY_HEADS if config.get(key)), None)
     is_shared = config.get("multi_query") is True and not config.get("new_decoder_architecture")
     keys = next((config[key] for key in _KEY_HEADS if config.get(key)), 1 if is_shared else queries)
-    # Some models list a different number for each layer, which the rules do not support.
+    # Some models have a different number of heads in each layer, which the rules do not support.
     return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
 
 
@@ -259,10 +259,10 @@ class TensorParallelRank:
     heads: tuple[int, ...] | None
 
     def boxes(self, shapes: Mapping[str, Sequence[int]], heads: tuple[int, ...] = ()) -> dict[str, tuple[Box, ...]]:
-        """Return the boxes of each tensor that belong to this rank, to be joined along the dim in which they differ.
+        """Return the boxes of each tensor that belong to this rank. They are joined along the dim in which they differ.
 
-        `heads` from the model's configuration are used unless `tensor_parallel` got any. Raises PlanError if a tensor
-        has no rule, or its rule cannot split it.
+        `heads` from the model's configuration are used unless `tensor_parallel` was called with `heads`. Raises
+        PlanError if a tensor has no rule, or its rule cannot split it.
         """
         parallel = TensorParallel(self.rules, heads if self.heads is None else self.heads)
         if unknown := [name for name, shape in shapes.items() if shape and parallel.how(name) is None]:
@@ -305,6 +305,6 @@ def tensor_parallel(
         if heads and (len(heads) != 2 or any(type(count) is not int or count < 1 for count in heads)):
             raise ConfigError(f"heads {heads!r} is not valid", hint=f"give {_HEADS}")
     numbers = None if heads is None else tuple(heads)
-    # Report a malformed rule to the caller here.
+    # Create the rules here, so that the caller gets the error for a malformed rule.
     TensorParallel(pairs, numbers or ())
     return TensorParallelRank(rank=rank, size=size, rules=pairs, heads=numbers)

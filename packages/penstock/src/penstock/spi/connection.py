@@ -14,10 +14,10 @@ def connection_of(options: Mapping[str, Any], rank: int | None = 0) -> Connectio
     """Read the connection settings from an adapter's options. A wrong value raises ConfigError.
 
     Args:
-        options: `hub`, `token_file`, `listen`, `data_port` and `stall_s` are read. A missing option and None mean the
+        options: `hub`, `token_file`, `listen`, `data_port` and `stall_s` are read. A missing option or None means the
             default of `ConnectionSettings`. Other options are ignored.
-        rank: rank of this process in one engine on this host. Rank 0 uses the given ports. Other ranks use free ports,
-            because two processes cannot share a port. None means that this process serves no peers.
+        rank: rank of this process in one engine on this host. Rank 0 uses the ports in the options. Other ranks use
+            free ports, because two processes cannot share a port. None means that this process serves no peers.
     """
     names = ("hub", "token_file", "stall_s") if rank is None else _NAMES
     values = {name: options[name] for name in names if options.get(name) is not None}

@@ -80,7 +80,7 @@ class FleetOptions:
         if "fleet" not in options:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
-            # These options alone concern the weight cache, which also needs a hub.
+            # If there are no other options, these options configure only the weight cache, which also requires a hub.
             elif options.keys() <= {"hub", "token_file", "stall_s"}:
                 return None
             else:
@@ -101,7 +101,7 @@ class FleetOptions:
 class RankInfo:
     """The rank, device and process group of an engine's process.
 
-    Each is a function, because an engine may know the value only after it created its loader.
+    Each field is a function, because an engine may know the value only after it created its loader.
     """
 
     rank: Callable[[], int]
@@ -130,10 +130,10 @@ def read_options(extra: Any) -> dict[str, Any]:
     _require(options, "compile_cache", lambda at: isinstance(at, bool) or _is_text(at), "true, false or a URI")
     if options.get("weight_cache") is not None and options["weight_cache"] is not False:
         _require(options, "weight_cache", _is_text, "a model's name or false")
-    # The model's name is not known yet, and any name works for the check.
+    # The model's name is not known yet, but any name works for this check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
         raise ConfigError("'distributed' and 'fleet' are mutually exclusive", hint="give one of them")
-    # A rank that attached to a cache would not take part in the exchange with the other ranks.
+    # A rank that attached to a cache would not take part in the exchange among the ranks.
     if options.get("weight_cache") and options.get("distributed"):
         raise ConfigError("'distributed' and 'weight_cache' are mutually exclusive", hint="give one of them")
     return options
@@ -167,7 +167,7 @@ def checkpoint(
         wanted: filter for names. None means all.
         options: the result of `read_options`.
         place: see `RankInfo`.
-        model: name, directory or URI of the model as its user wrote it, not a copy or a pinned revision. Its last
+        model: name, directory or URI of the model as the user wrote it, not a copy or a pinned revision. Its last
             segment is the default name of the fleet and the weight cache, which must be equal for all replicas.
         log: logger for the report, and for the reason why a weight cache or fleet is not used.
         progress: see `penstock.stream`.
@@ -222,7 +222,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # Use the fleet or storage only if the cache is absent.
+    # Use the fleet or storage only if there is no such cache.
     except (NotFound, HubUnavailable) as error:
         log.warning("penstock: not attached to %s in the weight cache: %s", name, error)
         return None
@@ -230,7 +230,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
             table = weights.manifest.tensors
             shapes = dict(zip(table.names, map(tuple, table.shapes), strict=True))
-        # People choose the names in a weight cache, so a name may belong to a different checkpoint.
+        # Users choose the names in a weight cache, so a name may belong to a different checkpoint.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
             hint = "give the name of this checkpoint in the weight cache"
@@ -244,9 +244,9 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
 
 
 def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], model: str, log: Log) -> Attached | None:
-    """Attach to a weight cache on this host that has this model in the revision of `files`. Return None without one.
+    """Attach to a weight cache on this host that has this model in the revision of `files`, or return None.
 
-    No user named the cache, so only equal digests or equal files prove that it has the same weights.
+    The user did not name the cache, so only equal digests or equal files prove that it has the same weights.
     """
     import penstock
     from penstock.net.unix_sockets import host_id
@@ -273,14 +273,14 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
             verify=options.get("verify", True),
             timeout_s=0,
         )
-    # The fleet is next, and its log names the source of the bytes.
+    # Do not log this, because the fleet is tried next and logs the source of the bytes.
     except (NotFound, HubUnavailable) as error:
         log.info("penstock: not attached to a weight cache of %s: %s", name, error)
         return None
 
 
 def _name_of(model: str) -> str:
-    # A directory may be written as `.`, which has no last segment.
+    # The user may write a directory as `.`, which does not end with a name.
     return model_name(os.path.abspath(model) if os.path.isdir(model) else model)
 
 
@@ -292,9 +292,9 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 def join(
     options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, memory_bytes: int | str | None = None
 ) -> Fleet | None:
-    """Join the fleet. If its hub does not respond, storage is read, and this process joins when the hub responds.
+    """Join the fleet. If its hub does not respond, read storage, and join as soon as the hub responds.
 
-    `uris` are the weights in storage, for the warning. Only rank 0 of an engine on this host uses the given ports.
+    `uris` are the weights in storage, for the warning. Only rank 0 of an engine on this host uses the configured ports.
     Returns None, after a warning, if the hub of this host cannot start.
     """
     from penstock.fetcher.join import join_or_warn
@@ -322,7 +322,7 @@ def tensors(
     """Yield the checkpoint's tensors from members, and from storage if no member has them. Log the report.
 
     Copy the tensors and do not change them, because other members read them while they are yielded. The process leaves
-    the fleet at the end unless it serves, which needs both `options.serve` and `serves`.
+    the fleet at the end unless it serves, which requires both `options.serve` and `serves`.
     """
     weights: dict[str, torch.Tensor] = {}
     stays = False
@@ -347,7 +347,7 @@ _drain_files: set[str] = set()
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     keys = _keys(fleet)
-    # An engine that is updated from a disk would otherwise keep one more checkpoint in memory after each update.
+    # Otherwise an engine that is updated from disk would keep one more checkpoint in memory after each update.
     for former in [other for other in _serving if _keys(other) & keys]:
         log.info("penstock: %s: the earlier weights are no longer served", former.identity.model)
         former.leave(0.0)
@@ -358,7 +358,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     if options.drain_file is not None and options.drain_file not in _drain_files:
         _drain_files.add(options.drain_file)
         drain_file = Path(options.drain_file)
-        # Both files may remain from a previous run of this container.
+        # Both files may be left over from a previous run of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
         start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))

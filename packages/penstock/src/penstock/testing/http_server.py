@@ -1,6 +1,6 @@
 """A small HTTP/1.1 range server with injected faults, for tests and benchmarks.
 
-It serves a directory or a mapping of names to bytes, and records every request and the bytes sent.
+It serves a directory or a mapping from names to bytes, and records every request and the bytes sent.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class Sent:
 
 
 class RangeServer:
-    """Serves files or bytes with ranges and conditions on a free port while its `with` block runs.
+    """Serves files or bytes on a free port while its `with` block runs. Supports range and conditional requests.
 
     Args:
-        content: a directory, or a mapping of names to bytes (a name has no leading `/`).
+        content: a directory, or a mapping from names to bytes. Names have no leading `/`.
         faults: initial faults. `faults` may be set again at any time.
         tls: a server-side context. The URL is then https://.
         host: address to listen on. There is no access control.
@@ -182,7 +182,7 @@ class RangeServer:
             self._faults, self._suffered = faults, 0
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace the bytes of `name` from the next request on, under a new ETag. Only for servers of bytes."""
+        """Replace the bytes of `name`, with a new ETag, from the next request on. Only for a server with a mapping."""
         descriptor = os.memfd_create("range-server")
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(data)
@@ -202,13 +202,13 @@ class RangeServer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def open(self, name: str) -> tuple[int, int, float] | None:
-        """Return a new descriptor, the size in bytes and the version in seconds, or None if `name` does not exist."""
+        """Return a new descriptor, the object's size in bytes and version in seconds, or None if there is no object."""
         if self._directory is None:
             with self._lock:
                 entry = self._objects.get(name)
                 # Duplicate the descriptor, because the object may be replaced while this response is sent.
                 return None if entry is None else (os.dup(entry[0]), entry[1], entry[2])
-        # Follow symlinks inside the directory, because caches of models use them.
+        # Follow symlinks inside the directory, because model caches use them.
         path = self._directory / name
         if ".." in name.split("/") or not path.is_file():
             return None
@@ -230,7 +230,7 @@ class RangeServer:
             return self._faults if suffers else Faults()
 
     def send_turn(self, nbytes: int, bytes_per_s: int) -> float:
-        """Reserve the time to send `nbytes` at a shared bandwidth. Return the seconds until the reservation begins."""
+        """Reserve time to send `nbytes` at a shared bandwidth. Return the seconds until the reserved time begins."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next_send)
@@ -238,7 +238,7 @@ class RangeServer:
             return start - now
 
     def count_sent(self, nbytes: int) -> None:
-        """Add bytes of a body that are passed to the network. A negative number subtracts bytes that were not sent."""
+        """Count body bytes that are passed to the network. A negative number subtracts bytes that were not sent."""
         with self._lock:
             self.num_bytes_sent += nbytes
 
@@ -386,7 +386,8 @@ class _Handler(BaseHTTPRequestHandler):
                     wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
                     if wait_s > 0 and self.server.owner.closing.wait(wait_s):
                         break
-                # Count before sending, because a client may check the count as soon as it has read all bytes.
+                # Count bytes before sending them, because a client may check the count as soon as it has read all
+                # bytes.
                 self.server.owner.count_sent(piece)
                 sent = 0
                 try:

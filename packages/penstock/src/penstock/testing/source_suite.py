@@ -15,19 +15,19 @@ _NBYTES = 3_000_017
 
 
 def sample(nbytes: int, seed: int = 7) -> bytes:
-    """Return `nbytes` bytes that differ at every scale of offsets. The same seed returns the same bytes."""
+    """Return pseudo-random bytes without repeated patterns. The same seed gives the same bytes."""
     return random.Random(seed).randbytes(nbytes)
 
 
 def read(source: Source, offset: int, lengths: Sequence[int]) -> tuple[bytes, str]:
-    """Return the joined bytes that `readv` scatters over buffers of `lengths`, and the path they took."""
+    """Return the joined bytes that `readv` scatters over buffers of `lengths`, and the path that it reports."""
     buffers = [memoryview(bytearray(nbytes)) for nbytes in lengths]
     path = source.readv(offset, buffers)
     return b"".join(buffers), path
 
 
 class SourceTests:
-    """Conformance tests of a `Source`. Subclass it with `make`."""
+    """Conformance tests of a `Source`. Subclass it and implement `make`."""
 
     def make(self, data: bytes) -> Source:
         """Return a new source with exactly `data`. The suite closes it."""
@@ -63,7 +63,7 @@ class SourceTests:
                 assert read(source, offset, lengths)[0] == data[offset : offset + sum(lengths)]
 
     def test_read_writes_only_into_buffers(self) -> None:
-        """Check that bytes outside of the buffers stay unchanged."""
+        """Check that bytes outside the buffers stay unchanged."""
         data = sample(100_000)
         with closing(self.make(data)) as source:
             memory = bytearray(b"\xaa" * 50_000)

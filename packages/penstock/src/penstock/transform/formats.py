@@ -1,6 +1,6 @@
 """Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each format stores.
 
-A block belongs to the rank that holds its first element, so that exactly one rank quantises it.
+A block belongs to the rank that holds the block's first element, so that exactly one rank quantises it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
 
 
 def register_format(form: Format) -> None:
-    """Register a format in this process, so that conversions and sync accept its tag.
+    """Register a format in this process, so that conversions and syncs accept its tag.
 
     Its `scaling` selects the computation. The CPU and a device store the same bits.
 
@@ -80,7 +80,7 @@ def register_format(form: Format) -> None:
     if why := _registration_fault(form):
         raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
     with _lock:
-        # An entry point may name a module that registers the format too.
+        # The module of an entry point may itself register the format.
         if _formats.setdefault(form.tag, form) != form:
             message = f"cannot register the format {form.tag!r}: its tag is taken"
             raise ConfigError(message, hint="choose a different tag")
@@ -93,10 +93,10 @@ def _registration_fault(form: Format) -> str | None:
         return "a tag must be 1 to 64 letters, digits or _.:-"
     if form.scaling == "none":
         return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and produces a float"
-    # Power-of-two blocks divide the kernels' tiles, so no block is in two tiles.
+    # Blocks whose sides are powers of two divide the kernels' tiles, so no block spans two tiles.
     if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
         return f"sides of block {rows} x {cols} are not powers of two up to {MAX_BLOCK} or {WHOLE} for the whole dim"
-    # The kernel reads blocks that span the dim row by row, twice, and supports only one row.
+    # The kernel reads a block that spans the whole dim twice, and supports only blocks of one row.
     if rows != 1 and WHOLE in form.block:
         return f"block {rows} x {cols} spans the dim, so it must have one row"
     if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
@@ -107,7 +107,7 @@ def _registration_fault(form: Format) -> str | None:
 
 
 def format_of(tag: str) -> Format:
-    """Return the format of a tag that is registered here or by an installed package. Raises ConfigError."""
+    """Return the format of a tag that this process or an installed package registers. Raises ConfigError."""
     if not is_format(tag):
         hint = f"use one of {', '.join(FORMATS)}, or a tag that a package lists under the entry points {ENTRY_POINTS}"
         wanted = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
@@ -145,7 +145,7 @@ def is_format(tag: str) -> bool:
     """Return whether this process or an installed package has registered a format with this tag."""
     if tag in _formats:
         return True
-    # An unknown tag ends in an error, so the lookup is not cached.
+    # An unknown tag ends in an error, so do not cache this lookup.
     for entry in entry_points(ENTRY_POINTS, tag):
         form = load(entry)
         if not isinstance(form, Format) or form.tag != tag:
@@ -179,7 +179,7 @@ def _compressed_tensors(
 
 
 def _block128(tag: str, rows: int) -> tuple[Format, ...]:
-    """Return FP8 in blocks of rows x 128, whose scale is any FP32, or a power of two stored as FP32 or as a byte.
+    """Return FP8 formats with blocks of rows x 128. A scale is any FP32, or a power of two stored as FP32 or as a byte.
 
     Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]).
     DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept). transformers 5, FineGrainedFP8Config, and vLLM 0.32,
@@ -274,7 +274,7 @@ for _built_in in (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOutput:
-    """A tensor that a format stores, and the box of it that is made from a box of the source."""
+    """A tensor that a format stores, and the box of that tensor that is computed from a box of the source."""
 
     name: str
     dtype: DType
@@ -304,7 +304,7 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return per dim the multiples at which a box can end without cutting a block, besides the end of the tensor."""
+    """Return, per dim, the multiple at which a box can end without cutting a block. It may also end with the tensor."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
@@ -333,15 +333,15 @@ def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool =
     """Return the elements needed to quantise the blocks that a box owns.
 
     Args:
-        amax_given: the tensor's largest magnitude is known, for example as a maximum over the ranks.
+        amax_given: whether the tensor's largest magnitude is known, for example as a maximum over the ranks.
     """
     mine = owned(form, shape, box)
     return Box.full(shape) if form.global_suffix and not amax_given and mine.num_elements else mine
 
 
 def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
-    """Return `wanted` minus `held` as boxes that do not overlap. A rank must receive them to quantise its blocks."""
-    # Cut off the parts below and above the held range in each dim, and continue with the rest.
+    """Return `wanted` minus `held` as disjoint boxes, which a rank must receive to quantise its blocks."""
+    # In each dim, cut off the boxes below and above the held range, and continue with the rest.
     left, start, stop = [], list(wanted.start), list(wanted.stop)
     for dim, (a, b) in enumerate(zip(held.start, held.stop, strict=True)):
         for low, high in ((start[dim], min(a, stop[dim])), (max(b, start[dim]), stop[dim])):
@@ -356,10 +356,10 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
 
 
 def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[FormatOutput, ...]:
-    """Return the tensors that a format stores for one tensor, codes first, with the boxes that are made from `box`.
+    """Return the tensors that a format stores for one tensor, codes first, with the boxes that are computed from `box`.
 
     Raises:
-        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint has a wider box.
+        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint names a wider box.
     """
     check(form, name, dtype, shape, box)
     if (wide := widened(form, shape, box)) != box:
@@ -375,7 +375,7 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
     scales = _blocks(name + form.scales_suffix, form.scales, shape, box, alignment(form, shape))
     if not form.global_suffix:
         return codes, scales
-    # The rank that holds the first element stores the scale of the whole tensor.
+    # The rank that holds the tensor's first element stores the scale of the whole tensor.
     first = bool(box.num_elements) and not any(box.start)
     whole = Box(start=(0,), stop=(int(first),))
     return codes, scales, FormatOutput(name=name + form.global_suffix, dtype=DType.F32, shape=(1,), box=whole)

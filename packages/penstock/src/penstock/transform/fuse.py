@@ -1,6 +1,6 @@
-"""Quantise many tensors in a few launches, from their memory into the buffers from which they are sent.
+"""Quantise many tensors in a few kernel launches, from their memory into send buffers.
 
-On the CPU this runs the reference `quantize` tensor by tensor. The kernels are in `quantize_triton`.
+On the CPU, the reference code in `quantize` processes the tensors one by one. The kernels are in `quantize_triton`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ without rows. 4,096 elements are sixteen 16-byte loads for each lane of 4 warps.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelJob:
-    """A tensor, or a shard of it that cuts no block, with its output tensors."""
+    """A tensor, or a shard whose edges cut no block, with its output tensors."""
 
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
@@ -74,7 +74,7 @@ class _LaunchTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fusion:
-    """Jobs laid out for the kernels, to run each time the sources change.
+    """Jobs that are laid out for the kernels, to be run whenever the sources have changed.
 
     It holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
     """
@@ -89,7 +89,7 @@ class Fusion:
         """Fill every output from the current values of its source.
 
         On a device this is asynchronous on the current stream, with one launch for each kind of source (dtype,
-        alignment) and one more where whole tensors are measured. On the CPU it has finished when it returns.
+        alignment) and one more where whole tensors are measured. On the CPU the outputs are complete when it returns.
         """
         if not self.groups:
             for job in self.jobs:
@@ -99,7 +99,7 @@ class Fusion:
         device = self.groups[0].table.device
         with device_context(device):
             if self.form.scaling == "nv":
-                # The kernels take the maximum with the old value.
+                # The kernels compute the maximum with the old value, so reset it.
                 self.peaks.zero_()
                 # All tiles of a tensor must be measured before its first code is rounded.
                 for group in (group for group in self.groups if group.key.measured):
@@ -129,7 +129,7 @@ class Fusion:
         )
 
     def _wholes(self) -> None:
-        """Store the scales of whole tensors, which are only a few elements."""
+        """Store the scales for whole tensors, one element per tensor."""
         jobs = [job for job in self.jobs if len(job.outputs) > 2 and job.outputs[2].numel()]
         if not jobs:
             return
@@ -137,7 +137,7 @@ class Fusion:
         measured = self.peaks.view(torch.float32)
         amax = torch.stack([measured[row[id(job)]] if job.amax is None else job.amax.reshape(()).abs() for job in jobs])
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
-        # Copying thousands of scales one by one would take a launch each.
+        # Copying thousands of scales one by one would require a launch for each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
 
 
@@ -145,7 +145,7 @@ def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
     """Lay out jobs with one format on one device.
 
     The table is copied from pinned memory on the current stream. Another stream must wait for that copy before it runs
-    the result.
+    the returned `Fusion`.
 
     Raises:
         PlanError: the format does not accept a source, an output does not match the format, or the devices differ.
@@ -162,7 +162,7 @@ def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
 
 def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> Fusion:
     """Lay out checked jobs for the kernels. On the CPU this works only under Triton's interpreter."""
-    # Each job without an amax gets a slot into which the kernels measure.
+    # Each job without an amax gets a slot into which the kernels write the measured amax.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
     peaks = torch.empty(num_peaks, dtype=torch.int32, device=device)
     entries: dict[_Key, list[tuple[int, ...]]] = {}
@@ -172,7 +172,7 @@ def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> 
         if form.scaling == "nv":
             at = next(peak_at) if job.amax is None else job.amax.data_ptr()
         dtype = dtype_of(job.source)
-        # Thousands of tensors of one kind take one launch.
+        # Group the matrices by key, so that thousands of tensors of one kind share a launch.
         for entry in _matrices(form, job, at):
             flat = form.scaling == "none" and entry[3] == 1
             measured = form.scaling == "nv" and job.amax is None
@@ -192,7 +192,7 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
         expected = ", ".join(f"{part.dtype} {list(part.shape)}" for part in want)
         fault = f"outputs {actual} do not match {expected}, which {form.tag} stores for {list(shape)}"
         raise PlanError(f"job {number}: {fault}")
-    # The kernels get raw addresses, which would fault on a different device.
+    # Check the devices, because the kernels use raw addresses, which would fault on a different device.
     tensors = (*job.outputs, *(() if job.amax is None else (job.amax,)))
     if any(tensor.device != device for tensor in (job.source, *tensors)):
         raise PlanError(f"job {number}: its tensors are not all on {device}")
@@ -203,12 +203,12 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
 
 
 def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ...]]:
-    """Yield table entries for each matrix of the last two dims."""
+    """Yield a table entry for each matrix, which spans the last two dims."""
     source, out = job.source, job.outputs[0]
     if not source.numel():
         return
     size = source.element_size()
-    # A contiguous cast is one row, because it has no blocks.
+    # Treat contiguous tensors of a cast as one row, because a cast has no blocks.
     if form.scaling == "none" and source.is_contiguous() and out.is_contiguous():
         yield source.data_ptr(), 0, 1, 1, source.numel(), out.data_ptr(), 0, 0, 0, 0
         return
@@ -228,7 +228,7 @@ def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ..
 
 
 def _wide(dtype: DType, entry: tuple[int, ...]) -> bool:
-    """Return whether loads and stores of 16 bytes are possible, see `quantise_tiles`."""
+    """Return whether loads and stores of 16 bytes are possible. See `quantise_tiles`."""
     src, row_stride, col_stride, _, cols, out, out_pitch = entry[:7]
     at = src % _WIDTH or out % _WIDTH or (row_stride * dtype.bits // 8) % _WIDTH
     return col_stride == 1 and not (at or cols % (2 * _WIDTH) or out_pitch % _WIDTH)
@@ -244,12 +244,12 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _LaunchTiles:
-    """Return the launch of these matrices. Its table has their columns, first tiles, and the matrix of each tile."""
+    """Return the launch for these matrices. Its table has their columns, their first tiles, and each tile's matrix."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across
     stop = np.cumsum(tiles)
-    # A copy from pageable memory would wait for the device.
+    # Use pinned memory, because a copy from pageable memory would wait for the device.
     host = torch.empty(_COLUMNS * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[: 10 * len(entries)] = entries.T.reshape(-1)

@@ -1,7 +1,7 @@
-"""Reference computation of the formats by torch on any device. The kernels give the same bits.
+"""Reference implementation of the formats with torch, on any device. The kernels give the same bits.
 
 Every number is FP32 and every step is one IEEE operation rounded to nearest even, so the bits are the same everywhere.
-The amax of a block is its largest magnitude, and at least TINY where it divides.
+The amax of a block is its largest magnitude, and at least TINY where it is a divisor.
 
     amax   scale = amax / 448                                  code = E4M3(clamp(x * (1 / scale)))
     pow2   scale = 2^ceil(log2(amax / 448))                    code = E4M3(clamp(x * (1 / scale)))
@@ -10,16 +10,16 @@ The amax of a block is its largest magnitude, and at least TINY where it divides
            scale = 2^max(floor(log2(amax)) - 8, -127)          code = E4M3(clamp(x * (1 / scale)))
     nv     scale = E4M3(clamp(G * (amax / 6))), at least 2^-9  code = E2M1(x * (G / scale)), G = 2688 / tensor's amax
 
-up(amax) is floor(log2(amax)), plus one from 1.75 * 2^floor(log2(amax)) on, where amax / scale would reach 448. The
-floor alone clamps such values, which raises the RMS error of normal weights from 0.0266 to 0.0293.
+up(amax) is floor(log2(amax)), plus one if amax is at least 1.75 * 2^floor(log2(amax)), so that amax / scale stays below
+448. The floor alone clamps such values, which raises the RMS error of normal weights from 0.0266 to 0.0293.
 
 A value is code * scale, and in NVFP4 code * (scale / G). A block with a NaN or an infinity gets a NaN scale (255 in
 E8M0) and NaN codes (0 in E2M1, which has no NaN). In NVFP4 this applies to the whole tensor.
 
 Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8`. OCP Microscaling Formats 1.0, section 6.3 (`mx_floor`).
 compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and `generate_gparam`. compressed-tensors
-divides by the scale instead of multiplying by its inverse, so codes differ where the quotient is on the edge between
-two codes.
+divides by the scale instead of multiplying by its inverse, so codes differ if the quotient is on the edge between two
+codes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# Numbers half-way between two codes of E2M1, and whether the number rounds up (ties to even).
+# Numbers half-way between two E2M1 codes, and whether the number rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 _TORCH = {
@@ -72,7 +72,7 @@ _NAN_BITS = {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch dtype of a dtype that a format reads or stores."""
+    """Return the torch dtype for a `DType` that a format reads or stores."""
     return _TORCH[dtype]
 
 
@@ -85,12 +85,12 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that the format stores for a tensor, or for a shard that cuts no block. Codes come first.
+    """Return the tensors, codes first, that the format stores for a tensor, or for a shard whose edges cut no block.
 
     Args:
         source: tensor with any strides.
-        amax: largest magnitude of the whole tensor as one float32, for a format with a scale for the whole tensor. None
-            measures it in `source`.
+        amax: largest magnitude in the whole tensor as one float32, for a format with a scale for the whole tensor. If
+            None, it is measured in `source`.
 
     Raises:
         PlanError: the format does not accept this dtype or shape.
@@ -105,7 +105,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     if not padded.numel():
         return _empty(form, source, amax)
     blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
-    # As an integer a NaN is above infinity, so a single comparison finds both.
+    # As an integer, a NaN's bits exceed those of infinity, so a single comparison finds both.
     peak = magnitude(blocks).amax(dim=(-3, -1))
     # A NaN or an infinity makes the global scale wrong for all blocks.
     whole = None
@@ -119,20 +119,20 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     codes = torch.where(bad, 0 if form.values is DType.F4 else E4M3_NAN, codes)
     codes = codes.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]].contiguous()
     if form.values is DType.F4:
-        # The first of two codes goes into the low bits, as in compressed-tensors.
+        # Put the first of two codes into the low bits, as compressed-tensors does.
         return codes[..., ::2] | (codes[..., 1::2] << 4), scales, *extra
     return codes.view(torch.float8_e4m3fn), scales, *extra
 
 
 def magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of |x| in FP32 as int32. They are ordered like the numbers, followed by infinity and NaN."""
+    """Return the bits of |x| in FP32 as int32. They sort like the numbers, followed by infinity and NaN."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def _scales(
     form: Format, peak: torch.Tensor, whole: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return the factor of each block, its stored scale, and the scale of the whole tensor if there is one."""
+    """Return each block's factor and stored scale, and the scale of the whole tensor if there is one."""
     bad = peak >= INFINITY_BITS
     finite = torch.where(bad, 0, peak)
     nan = math.nan
@@ -142,7 +142,7 @@ def _scales(
         # A scale of zero would make the inverse infinite.
         scale = torch.where(bad, E4M3_NAN, scale.clamp(min=1)).view(torch.float8_e4m3fn)
         return top / scale.float(), scale, (top,)
-    # log2 in floating point may round up to the next power of two.
+    # Use the exponent bits, because log2 in floating point may round up to the next power of two.
     if form.scaling in ("mx", "mx_floor"):
         peak_bits = finite + MX_ROUND_UP_BITS if form.scaling == "mx" else finite
         exponent = ((peak_bits >> 23) - MX_ELEMENT_EXPONENT).clamp(min=0)
@@ -150,9 +150,9 @@ def _scales(
         scale = _over(finite.view(torch.float32).clamp(min=TINY), E4M3_MAX)
         if form.scaling == "amax":
             return scale.reciprocal(), torch.where(bad, nan, scale), ()
-        # Adding all mantissa bits rounds the power of two up.
+        # Adding all mantissa bits rounds up to the next power of two.
         exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
-    # The inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
+    # The exponents of a power of two and its inverse, both with bias 127, sum to 254.
     inverse = ((254 - exponent) << 23).view(torch.float32)
     # E8M0 and U8 store the exponent itself.
     if form.scales is DType.F32:
@@ -161,22 +161,22 @@ def _scales(
 
 
 def whole_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4's scale of a tensor, which maps the largest magnitude to the largest code and scale."""
+    """Return NVFP4's scale for a tensor. It maps the largest magnitude to the product of the largest code and scale."""
     return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide by a tensor, because torch multiplies by the inverse of a plain number, which rounds twice."""
+    """Divide by a number as a tensor, because torch multiplies by the inverse of a plain number, which rounds twice."""
     return values / torch.full_like(values, divisor)
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round numbers that are within E4M3's range. Beyond it, versions of torch differ."""
+    """Round numbers within the range of E4M3 to E4M3. Beyond that range, torch versions differ."""
     return values.to(torch.float8_e4m3fn)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Return codes of four bits in uint8. Numbers beyond 6 become 6."""
+    """Return four-bit codes as uint8. Numbers beyond 6 become 6."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for edge, closed in _E2M1_EDGES:
@@ -186,7 +186,7 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Cast through FP32. FP8 saturates to the largest number, and in E4M3 an infinity becomes NaN."""
-    # FP32 would lose the precision of F64.
+    # Do not go through FP32, which would lose precision of F64.
     if dtype is DType.F64:
         cast = source.double()
         return torch.where(cast.isnan(), math.nan, cast)
@@ -198,7 +198,7 @@ def cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     elif dtype is DType.F8_E5M2:
         values = torch.where(values.isinf(), values, values.clamp(-E5M2_MAX, E5M2_MAX))
     cast = values.to(torch_dtype(dtype))
-    # Processors differ in the bits of a NaN, so every NaN becomes torch.nan in that dtype.
+    # Processors produce different bits for a NaN, so replace every NaN with torch.nan in this dtype.
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
     return torch.where(lost, _NAN_BITS[dtype], cast.view(bits)).view(cast.dtype)
 

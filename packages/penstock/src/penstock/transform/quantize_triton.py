@@ -1,14 +1,14 @@
 """Triton kernels that compute the formats over many tensors at once, with the same bits as `quantize`.
 
-The table has matrices by raw address, and each program handles one tile of a matrix. `fuse` builds the table and
+The table lists matrices by raw address, and each program handles one tile of a matrix. `fuse` builds the table and
 launches the kernels.
 
     quantise_tiles   block formats: blocks of BLOCK_ROWS x BLOCK_COLS within a tile, or whole rows, read twice
     measure_tiles    the largest magnitude of a whole tensor, for the format that has a scale for all of it
     cast_tiles       casts
 
-BF16 is widened by shifting its bits. E4M3 is also rounded by its bits where the processor cannot do it: before compute
-capability 8.9, and in Triton's interpreter, which does not round to even.
+BF16 is widened by shifting its bits. E4M3 is also rounded in software where the processor cannot round it: before
+compute capability 8.9, and in Triton's interpreter, which does not round to even.
 """
 
 # mypy: disallow-untyped-decorators=False

@@ -1,4 +1,4 @@
-"""Selection of the tensors to quantise by name, shape and dtype."""
+"""Selection, by name, shape and dtype, of the tensors to quantise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reasons(
 
     Args:
         keep: shell patterns of names that stay unchanged.
-        only: shell patterns of which a quantised tensor's name matches at least one.
+        only: shell patterns. A tensor is quantised only if its name matches at least one.
     """
     # The biases of other modules can show that a weight is transposed.
     transposed = _transposed(tensors)
@@ -59,7 +59,7 @@ def reasons(
             return "its name matches no pattern of only="
         if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
             return f"its name matches {pattern}"
-        # Three dims are a stack of experts or a convolution, which engines quantise differently.
+        # A tensor with three dims is a stack of experts or a convolution, which engines quantise differently.
         if len(shape) != 2:
             return f"{len(shape)} dims, not 2"
         if _leaf(name) in transposed:
@@ -70,10 +70,10 @@ def reasons(
 
 
 def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
-    """Return the last parts of the names of modules whose weights are stored [in, out], like GPT-2's Conv1D.
+    """Return the last name segments of modules whose weights are stored as [in, out], like GPT-2's Conv1D.
 
-    A bias has one number per output, so a bias as long as the second dim shows this order. All modules of the same last
-    name share the order, because a square weight does not show it.
+    A bias has one number per output, so a bias as long as the second dim reveals this order. All modules with the same
+    last segment are assumed to share it, because a square weight does not reveal its order.
     """
     shapes = {name: shape for name, _, shape in tensors}
     modules = set()
