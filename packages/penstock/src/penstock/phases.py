@@ -1,8 +1,7 @@
 """The phases of this process's start, as seconds for reports and as a record for health checks and `penstock status`.
 
 Each load, fetch and attach has a stopwatch, `Phases`. A process has one record, because an engine that loads a model
-and its draft model is ready when both are loaded. The first phase after `NEW_BOOT_S` without phases begins a new
-record.
+and its draft model is ready when both are loaded. The first phase after a pause of `NEW_BOOT_S` begins a new record.
 """
 
 from __future__ import annotations

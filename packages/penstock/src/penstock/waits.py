@@ -30,7 +30,7 @@ interrupted."""
 
 
 class Scope:
-    """The waits in the threads of one call. Thread-safe. Leaving a scope also leaves the scopes created inside it."""
+    """The waits in the threads of one call. Thread-safe. Leaving a scope also leaves all scopes created inside it."""
 
     def __init__(self) -> None:
         self.is_left = False

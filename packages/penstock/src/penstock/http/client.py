@@ -152,8 +152,7 @@ class ClientConnection:
         Args:
             target: path and query, percent-encoded. For a proxy, the whole URL.
             fields: header fields in order, including `Host`. The length of the body is added.
-            wait_s: seconds for sending the request and receiving the head, plus one for each `MIN_BYTES_PER_S` of the
-                body.
+            wait_s: seconds for sending the request and receiving the head, plus one per `MIN_BYTES_PER_S` of the body.
 
         Raises:
             ConfigError: a field or the target contains a line break.
@@ -170,8 +169,7 @@ class ClientConnection:
             deadline.add_bytes(len(body))
         self.wire.set_pace(deadline.left_s())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server with too many connections may respond and close before it has read the request, which is no
-            # error.
+            # A server with too many connections may respond and close before it reads the request. Read its response.
             self.wire.send_all(message)
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300

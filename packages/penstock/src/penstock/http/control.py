@@ -106,8 +106,7 @@ class ControlConnection(Closeable):
             except MalformedMessage as error:
                 raise MalformedAnswer(f"the response is malformed: {error.message}") from error
             except OSError as error:
-                # Another thread closed the socket, and its descriptor may now belong to another socket, so do not
-                # retry.
+                # The descriptor of the closed socket may belong to another socket by now, so do not retry.
                 if client.wire.is_closed:
                     raise ConnectionAbortedError("another thread closed the connection") from error
                 raise

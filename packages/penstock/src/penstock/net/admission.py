@@ -37,8 +37,7 @@ class ConnectionLimits:
             the new one is refused if all are younger than `grace_s`. Proven connections are never closed for unproven
             ones.
         unproven_per_address: maximum number from one address (or one IPv6 /64), so that no host can use all.
-        per_principal: maximum number of proven connections per token, member or user. Above it, the most idle is
-            closed.
+        per_principal: maximum number of proven connections per token, member or user. The longest idle is closed.
         head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads
             get the same time, counted from their first byte.
         head_bytes: maximum size of a head. Penstock's are below 1 KiB, and proxies add a few hundred bytes.

@@ -205,8 +205,7 @@ class ThreadedListener:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # The client closed its connection early, or the kernel is short of memory. Pause to avoid a busy
-                    # loop.
+                    # The client closed early, or the kernel is short of memory. Pause to avoid a busy loop.
                     if self._is_open:
                         time.sleep(0.05)
 

@@ -202,8 +202,7 @@ def host_id() -> str:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
                     # The first process writes its id, and all others use it.
                     file.write(namespace_id())
-                # A hard link fails if another process was first. A rename would replace an id that was already
-                # reported.
+                # A hard link fails if another process was first. A rename would replace an id already reported.
                 with contextlib.suppress(FileExistsError):
                     os.link(new, path)
             finally:

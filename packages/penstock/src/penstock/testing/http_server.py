@@ -386,8 +386,7 @@ class _Handler(BaseHTTPRequestHandler):
                     wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
                     if wait_s > 0 and self.server.owner.closing.wait(wait_s):
                         break
-                # Count bytes before sending them, because a client may check the count as soon as it has read all
-                # bytes.
+                # Count first and then send, because a client may check the count as soon as it has read all bytes.
                 self.server.owner.count_sent(piece)
                 sent = 0
                 try:
