@@ -15,7 +15,7 @@ import msgspec
 Blame = Literal["source", "destination", "plan", "config"]
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions that msgspec raises for malformed input: a wrong message type, invalid UTF-8, and too deep nesting."""
+"""The exceptions that msgspec raises for malformed input: a wrong message type, invalid UTF-8, or deep nesting."""
 
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>;]*", re.IGNORECASE)
@@ -135,7 +135,7 @@ def _sendable_cause(cause: BaseException | None) -> BaseException | None:
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
-"""The classes that `also` created. Errors of the same kind share a class."""
+"""The classes that `also` has created, by their bases. Errors with the same bases share a class."""
 
 
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:

@@ -111,7 +111,7 @@ GUESSES = {
     "status": "penstock.hub.status()",
     "why": "penstock.hub.why(name)",
 }
-"""Names that people look for in `penstock`, with the alternative that the AttributeError mentions."""
+"""Names that users may expect in `penstock`, with the alternative that the AttributeError mentions."""
 
 SPI = {
     # Support for an engine's plug-in, its options and its log.

@@ -20,8 +20,8 @@ from typing import Self
 LOOK_S = 0.2
 """Longest wait in seconds inside `deferred` between two checks for a signal."""
 INSISTS_S = 2.0
-"""A signal that arrives this many seconds after the first one raises at once, because something hangs. An earlier
-second signal does not, because shells and launchers often send Ctrl-C twice."""
+"""A signal that arrives more than this many seconds after the first signal raises at once, because the program hangs.
+An earlier second signal does not, because shells and launchers often send Ctrl-C twice."""
 _SEND_AGAIN_S = 0.01
 """Pause in seconds before a signal that arrived in a finalizer is sent again."""
 
@@ -30,11 +30,11 @@ class State(enum.Enum):
     """The state of the main thread."""
 
     OUTSIDE = enum.auto()
-    """Outside any block. A signal raises."""
+    """Outside any block. A signal raises KeyboardInterrupt at once."""
     DEFERRING = enum.auto()
     """Inside a block, before any signal."""
     NOTED = enum.auto()
-    """A signal arrived. The next check raises."""
+    """A signal arrived. The next check raises KeyboardInterrupt."""
     RAISED = enum.auto()
     """A check has raised. The cleanup is not interrupted again."""
 

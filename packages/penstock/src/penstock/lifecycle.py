@@ -73,8 +73,8 @@ def paused_gc() -> Iterator[None]:
 
 
 HANDOVER_S = 5e-5
-"""Switch interval of the GIL in seconds while bytes move to a device. During Python's default of 5 ms, 60 chunks of
-4 MiB move at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""Switch interval of the GIL in seconds while bytes move to a device. In Python's default interval of 5 ms, 60 chunks
+of 4 MiB move at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 _num_quick = 0
 _interval_s = 0.0

@@ -25,7 +25,7 @@ from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 MAX_PHASES = 64
 """Maximum number of phases in a record, so that a heartbeat stays below 16 KiB. The oldest phases are dropped."""
 NEW_BOOT_S = 60.0
-"""Seconds without a journey after which the next journey counts as a new start."""
+"""Seconds without a phase after which the next phase counts as a new start."""
 MAX_NAME = 64
 _Text = Annotated[str, Meta(max_length=1024)]
 
@@ -47,7 +47,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 0.0
     """Seconds between the start of the boot and the start of this phase."""
     seconds: float = 0.0
-    """Duration in seconds, so far if the phase is running."""
+    """Duration in seconds, or the time so far if the phase is running."""
     state: PhaseStanding = "done"
     done_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     nbytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
@@ -69,7 +69,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """The start of one process."""
 
     started_at: float
-    """Unix time in seconds at which the first phase began, by the process's clock."""
+    """Unix time in seconds at which the first phase began, on the process's clock."""
     process_s: float = 0.0
     """Seconds between the start of the process and its first phase, including imports."""
     seconds: float = 0.0

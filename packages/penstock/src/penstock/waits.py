@@ -25,7 +25,7 @@ from penstock.errors import Cancelled, DestinationError, SourceStalled
 T = TypeVar("T")
 
 JOIN_S = 1.0
-"""Seconds that a pool waits for its threads after an error. A name resolver or a dead NFS server cannot be
+"""Seconds that a pool waits for its threads after an error. A name lookup or a read from a dead NFS server cannot be
 interrupted."""
 
 

@@ -27,7 +27,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name in
 _HEADER = ["member", "host", "model", "key", "revision", "state", "tier", "chunks", "bytes"]
 _HEADER += ["readers", "rate", "from", "why", "silent"]
 _SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes", "from", "rate")
-"""Columns that are left out on a narrow terminal, in this order."""
+"""Columns to omit on a narrow terminal, in this order."""
 _JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
 _SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "epoch", "state", "fleet", "bytes", "from", "silent"]

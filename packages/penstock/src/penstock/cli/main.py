@@ -35,7 +35,7 @@ _EXTRA_OF = {
     "run": "transformers",
     "simulate": "tools",
 }
-"""The extra with the package that adds each command, for the error if it is not installed."""
+"""For each command from another package, the extra that installs the package, for the error if it is missing."""
 
 app = typer.Typer(
     name="penstock",

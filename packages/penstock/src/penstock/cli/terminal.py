@@ -89,7 +89,7 @@ def columns(
 
 
 _LEAST_CELL = 16
-"""Minimum width of a cut cell in characters, enough for two ids of eight digits or most of a model's name."""
+"""Minimum width of a shortened cell in characters, enough for two ids of eight digits or most of a model's name."""
 
 
 def cut(text: str, width: int | None) -> str:

@@ -20,7 +20,7 @@ from penstock.interrupts import is_of_handler
 from penstock.net.listener import cut
 
 _PIECE_BYTES = 64 << 10
-"""Bytes received at once from a body without a length. They are lost if the next part fails."""
+"""Number of bytes received at once from a body without a length. They are lost if the next bytes fail to arrive."""
 _MAX_OVERHEAD_BYTES = 64 << 10
 """Maximum bytes between two bytes of a chunked body, such as chunk heads. HTTP itself sets no limit."""
 

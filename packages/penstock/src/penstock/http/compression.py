@@ -25,7 +25,7 @@ from penstock.types import GB, MIB
 U8 = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = MIB
-"""Maximum size of a block: 6 ms on a 1 Gb/s link once it is compressed, and the additional memory of each peer."""
+"""Maximum size of a block, which takes 6 ms on a 1 Gb/s link when compressed. Each peer uses this much more memory."""
 WIDTHS = (1, 2, 4)
 """Bytes of an element: 1 for FP8 and integers, 2 for BF16 and FP16, 4 for FP32."""
 _HEAD = struct.Struct("<II")
@@ -40,8 +40,8 @@ _WORTH = 0.92
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=19, target_length=0
 )
-"""As small as entropy coding alone, because matches among exponents are chance. Source: benchmarks/results/cpu2_202611/
-compress.md: 0.9 GB/s and 2.80 bits. Level 1 has 0.11 GB/s and 2.99 bits."""
+"""Parameters for output as small as with entropy coding alone, because matches among exponents are chance. Source:
+benchmarks/results/cpu2_202611/ compress.md: 0.9 GB/s and 2.80 bits. Level 1 reaches 0.11 GB/s and 2.99 bits."""
 
 
 class Planes:
@@ -143,10 +143,10 @@ SKIP_BYTES = 24 * MIB
 """Bytes that are not timed after a switch. They were in flight, filled sockets while samples were compressed (up to
 6 MiB each in the kernel), or passed a traffic shaper in a burst."""
 TIMED_BYTES = 32 * MIB
-"""Bytes over which a rate is measured: 0.27 s on a 1 Gb/s link, 14 ms on 20 Gb/s."""
+"""Number of bytes over which a rate is measured, in 0.27 s on a 1 Gb/s link and 14 ms on a 20 Gb/s link."""
 PIECE_BYTES = MIB
 REQUEST_BYTES = 8 * MIB
-"""Bytes of one receiving call and of one request during a measurement. The interval then has precise ends."""
+"""Bytes per receiving call and per request during a measurement, so that the interval has precise ends."""
 SAMPLE_BYTES = MIB // 4
 NUM_SAMPLES = 8
 """Number of samples that are compressed and decompressed locally. They take 2 ms in total."""

@@ -19,13 +19,13 @@ from penstock.net.admission import MIN_BYTES_PER_S
 from penstock.net.listener import cut
 
 MAX_VIEWS = 256
-"""Views passed to one system call. The kernel refuses more than 1,024 (IOV_MAX)."""
+"""Maximum number of views in one system call. The kernel refuses more than 1,024 (IOV_MAX)."""
 _HEAD_PIECE_BYTES = 8 << 10
-"""Bytes requested from the kernel for a head. Copying body bytes among them costs at most 1 us."""
+"""Number of bytes requested from the kernel for a head. Copying body bytes among them takes at most 1 us."""
 _BODY_PIECE_BYTES = 256 << 10
-"""Bytes requested from the kernel for a short body. Memory grows with received bytes, not announced ones."""
+"""Bytes requested at once for a short body, so that memory grows with received bytes and not with announced bytes."""
 _MAX_INTERIM = 8
-"""Maximum number of 1xx responses before the final one. Servers send one or two."""
+"""Maximum number of 1xx responses before the final response. Servers send one or two."""
 
 
 class MessageDeadline:

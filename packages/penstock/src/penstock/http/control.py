@@ -21,11 +21,11 @@ from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Maximum size of a response: the table of four million tensors."""
+"""Maximum size of a response, enough for a table of four million tensors."""
 MAX_IDLE = 16
-"""Maximum number of idle connections in a pool. Further ones are closed after their response."""
+"""Maximum number of idle connections in a pool. Further connections are closed after their response."""
 IDLE_S = 30.0
-"""Seconds until an idle connection is no longer used. A hub closes it after a minute."""
+"""Seconds after which an idle connection is no longer used. A hub closes idle connections after a minute."""
 
 Connect = Callable[[float], socket.socket]
 """Returns a socket that is connected within the given seconds. Raises OSError."""

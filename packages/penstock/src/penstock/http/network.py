@@ -25,7 +25,7 @@ CERTIFICATE_HINT = (
 )
 
 NOBODY = "*,0.0.0.0/0,::/0"
-"""Exclusions that match every host, for obstore. Its `*` matches names but not addresses."""
+"""Exclusions that match every host, for obstore, in which `*` matches names but not addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

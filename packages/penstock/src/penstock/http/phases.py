@@ -17,7 +17,7 @@ from penstock.net.shares import Shares
 from penstock.phases import Boot, boot_record
 
 STREAM_S = 50.0
-"""Seconds of one stream, as in the hub (`hub.page`). An event source then reconnects."""
+"""Duration of one stream in seconds, as in the hub (`hub.page`). An EventSource then reconnects."""
 MAX_STREAMS = 16
 """Maximum number of concurrent streams. Each occupies a thread."""
 _TURN_S = 1.0

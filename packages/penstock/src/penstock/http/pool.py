@@ -20,7 +20,7 @@ from penstock.lifecycle import release_after_fork
 from penstock.net.listener import cut
 
 _IDLE_CONNECTIONS = 64
-"""Maximum number of idle connections for each server. No load reads with more."""
+"""Maximum number of idle connections for each server. No load uses more."""
 _IDLE_S = 15.0
 """Seconds until an idle connection is closed. Common servers close it after 5 to 75 s."""
 _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"

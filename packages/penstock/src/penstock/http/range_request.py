@@ -42,7 +42,7 @@ retried_requests = Total()
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
 _LONGEST_PAUSE_S = 5.0
-"""Maximum seconds of one pause. Five retries reach 1.6 s, and this limits larger counts."""
+"""Maximum length of one pause in seconds. Five retries reach 1.6 s, so this limits only larger numbers of retries."""
 ATTEMPTS_PER_STALL = 3
 """A silent connection is replaced after this fraction of `stall_s`, so that it does not make the source stalled."""
 
@@ -132,16 +132,16 @@ class Patience:
 
 
 _MAX_REDIRECTS = 5
-"""Maximum redirects for one range. Model hubs need 1 or 2."""
+"""Maximum number of redirects for one range. Model hubs use 1 or 2."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses worth another attempt. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
+"""Statuses after which to retry. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
 """Codes in HTTP 400 responses for wrong credentials. Source: the S3 API's list of error responses."""
 _ERROR_BODY_BYTES = 16 << 10
-"""Maximum bytes of an error's body that are searched for its code. Bodies of S3 are under 1 KiB."""
+"""Maximum number of bytes of an error's body to search for its code. S3's bodies are under 1 KiB."""
 _ERROR_BODY_S = 2.0
-"""Maximum seconds for an error's body. The status is known, and the body usually arrives with the head."""
+"""Maximum seconds to wait for an error's body. The status is known, and the body usually arrives with the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Validators:
     """The size of an object, and the headers that identify one state of it."""
 
     etag: str = ""
-    """As sent, with quotes and weakness mark."""
+    """The ETag as sent, with quotes and the `W/` prefix if it has one."""
     last_modified: str = ""
     """HTTP date."""
     nbytes: int

@@ -19,7 +19,7 @@ from penstock.types import I64, MIB
 MAX_RUNS = 4096
 """Maximum number of runs in a request: 64 KiB of columns."""
 MAX_BODY_BYTES = 128 << 10
-"""Maximum size of a request's body: the columns and 200 bytes."""
+"""Maximum size of a request's body: the columns and 200 bytes for the other fields."""
 PIECE_BYTES = 4 * MIB
 """Bytes moved by one system call, so that a fence is detected soon. Source: benchmarks/results/cpu2_202611/hosts.md."""
 CODING = "penstock-planes"

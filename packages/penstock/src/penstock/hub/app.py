@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 MAX_BODY_BYTES = 8 * MIB
-"""Enough for a heartbeat with 1,024 holdings of some hundred ranges each, which takes some tens of milliseconds to
+"""Enough for a heartbeat with 1,024 holdings of a few hundred ranges each, which takes tens of milliseconds to
 decode."""
 BODY_S = 20.0
-"""Deadline in seconds for a body to arrive."""
+"""Seconds within which a body must arrive."""
 _ANNOUNCED = msgspec.json.Decoder(messages.AnnouncedVersion)
 _log = log_named("penstock.hub")
 audit = log_named("penstock.audit")
@@ -75,7 +75,7 @@ class HubOperation:
     perform: Callable[[Directory, str, Any, Caller], Any]
     """Called with the directory, the parameter from the path or query, the body and the caller."""
     speaker: Callable[[str, Any], str] | None = None
-    """Returns the member for which the caller speaks. The caller must send the secret of this member."""
+    """Returns the member for which the caller speaks. The caller must send this member's secret."""
     models: Callable[[Any], Iterable[str]] = lambda _: ()
     """Returns the models that the body names. The caller's token must allow them."""
     is_for_operators: bool = False

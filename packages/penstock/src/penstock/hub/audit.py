@@ -20,12 +20,12 @@ CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="
 STRANGER = "stranger"
 """The shared name of all callers without a valid token. They share one rate, and each network has a lower rate."""
 LINES_PER_S, LINES_AT_ONCE = 100.0, 10_000
-"""Rate and burst for one caller. 1,000 members that start together are issued 4,000 grants within seconds. A caller
-that is refused in a loop writes at most 15 KB a second, and needs 6 hours to fill the files."""
+"""Rate and burst for one caller. 1,000 members that start together receive 4,000 grants within seconds. A caller that
+is refused in a loop causes at most 15 KB a second, and takes 6 hours to fill the files."""
 STRANGER_LINES_PER_S, STRANGER_LINES_AT_ONCE = 10.0, 1_000
 """Rate and burst for one network of strangers, so that one address does not use up the rate of all strangers."""
 FILE_BYTES, NUM_OLD_FILES = 64 << 20, 4
-"""Size at which a new file begins, and the number of old files that are kept. The total is 320 MiB."""
+"""Size at which a new file is started, and the number of old files to keep. The total size is 320 MiB."""
 _FORMAT = "%(asctime)s %(name)s %(message)s"
 
 

@@ -30,12 +30,12 @@ _log = log_named("penstock.hub")
 LIFE_HEADER = "Penstock-Life"
 """Header with the secret of the member for which the caller speaks."""
 MAX_TOKENS_BYTES = 1 << 20
-"""Maximum size of a token file in bytes, enough for some thousand tokens with their patterns."""
+"""Maximum size of a token file in bytes, enough for several thousand tokens with their patterns."""
 
 TOKEN_CALLER = "token:"
 """Prefix of `Caller.name` for callers with a token."""
 OPERATOR = "@operator"
-"""Word after a token in the token file that gives it the right to drain members."""
+"""Word after a token in the token file that grants the token the right to drain members."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
@@ -241,8 +241,7 @@ def _token_name(token: str) -> str:
 
 
 MAX_NAMES = 4096
-"""Maximum number of recent callers that are remembered. A hub has tens of tokens, or one certificate for each
-member."""
+"""Maximum number of recent callers to remember. A hub has dozens of tokens, or one certificate for each member."""
 
 
 class RateLimit:

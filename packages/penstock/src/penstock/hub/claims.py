@@ -16,14 +16,14 @@ from penstock.types import GIB, MIB
 Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
-"""Smallest piece: four chunks, or tens of milliseconds at 10 Gb/s, so a request takes little time compared with
-reading. Source: docs/design/fetch.md."""
+"""Smallest piece: four chunks, or tens of milliseconds at 10 Gb/s, so that a request is short compared with the read.
+Source: docs/design/fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece. If a member dies, other members read at most this many bytes again. Source: docs/design/fetch.md."""
+"""Largest piece. If a member dies, other members must reread at most this many bytes. Source: docs/design/fetch.md."""
 PROGRESS_CHECK_S = 1.0
 """Interval between progress checks. It is well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
-"""Seconds without received bytes after which a claimant's chunks are free for others. Source: `Settings.stall_s`."""
+"""Seconds without received bytes after which a claimant's chunks become free. Source: `Settings.stall_s`."""
 
 
 # The type of `Claims.owner`, little-endian because directories on several hosts share the table.
@@ -39,7 +39,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
     num_have: tuple[int, ...] = ()
     """For each member, the number of chunks that it had at the last progress check."""
     since: tuple[float, ...] = ()
-    """For each member, the time by the hub's clock at which it last got a chunk or received a byte."""
+    """For each member, the time on the hub's clock at which it last got a chunk or received a byte."""
     looked: float = 0.0
     """Time of the last progress check."""
     owner: bytes = b""

@@ -43,7 +43,7 @@ from penstock.lifecycle import Closeable
 from penstock.waits import jitter
 
 TIMEOUT_S = 10.0
-"""Deadline for a request with all its retries. Members that the caller already knows stay usable meanwhile."""
+"""Deadline for a request with all its retries. Members that the caller already knows stay usable until then."""
 ATTEMPT_S = 5.0
 """Deadline for one attempt. A hub on two cores responds to 1,000 members in milliseconds. Source:
 benchmarks/results/cpu2_202611/hub.md."""

@@ -15,7 +15,7 @@ WRONG_BYTES_TTL_S = 600.0
 # A holder receives the grant key of a new hub in the response to its next heartbeat.
 _REFUSED_TTL_S = 3.0
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
-"""Rate and burst of complaints for one caller. 1,000 members with one token that lose the same two holders complain
+"""Rate and burst of complaints for one caller. If 1,000 members with one token lose the same two holders, all complain
 within a second. A complaint takes about 300 bytes for up to 600 s, so a caller uses at most 4 MB in the hub."""
 
 

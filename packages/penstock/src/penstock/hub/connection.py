@@ -27,7 +27,7 @@ REQUEST_S = 60.0
 MAX_MESSAGE_BYTES = 9 << 20
 """Maximum bytes in a request after its head, including chunk headers. The app limits a body to 8 MiB."""
 LAST_REFUSAL_S = 2.0
-"""Seconds for a caller to read the response that says why its connection is closed."""
+"""Seconds for a caller to read the response that states why its connection is closed."""
 MAX_HEADERS = 100
 """Maximum number of header fields in a request. Members send 5, and proxies add about 10. A head of 16 KiB can have
 2,700 fields, which blocked the event loop for 2 ms."""

@@ -13,8 +13,8 @@ from penstock.net.shares import Shares
 JOB_TTL_S = 3600.0
 """Seconds after its last report for which a conversion is shown. The page's charts cover the same time."""
 MAX_JOB_BYTES = 256 << 10
-"""Maximum bytes of a conversion's state. A state with 256 workers has about 60 KB, and with as many errors some 200
-KB."""
+"""Maximum bytes of a conversion's state. A state with 256 workers takes about 60 KB, and about 200 KB with as many
+errors."""
 
 
 class JobEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +24,7 @@ class JobEntry(msgspec.Struct, frozen=True, array_like=True):
     since: float
     seen: float
     caller: str = ""
-    """`Caller.name` for its reports."""
+    """`Caller.name` of the process that reports the conversion."""
 
 
 _ENTRY = msgspec.msgpack.Decoder(JobEntry)

@@ -14,7 +14,7 @@ from penstock.net.shares import Shares
 FAILURE_TTL_S = 3600.0
 """Seconds for which a failure is shown. The page's charts cover the same time."""
 MAX_LOST = 8
-"""Maximum number of models of a lost member that are kept, and of failures that it reported."""
+"""Maximum number of a lost member's models to keep, and of the failures that it reported."""
 
 
 class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -32,10 +32,10 @@ EPOCH_S = 15.0
 """Seconds after which a source replaces its epoch."""
 GRACE_S = 30.0
 """Seconds for which grants of a replaced epoch are still accepted. A grant is therefore valid for 30 to 45 s, less the
-age of the source's last report (a heartbeat, 2 s), which is long enough to wait for a busy source."""
+age of the source's last report (at most a heartbeat, 2 s). This is long enough to wait for a busy source."""
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 10.0, 1_000
-"""Rate and burst of audit lines about refused grants. Anyone who reaches the port can cause them, and members often log
-to stderr."""
+"""Rate and burst of audit lines about refused grants. Anyone who can connect to the port can cause such lines, and
+members often log to stderr."""
 _SIGNATURE_BYTES = 64
 # A grant is a few hundred bytes long. Longer grants are refused before their signature is checked.
 _MAX_GRANT_BYTES = 2048
@@ -63,7 +63,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """The source's epoch in its last report to the hub."""
     nonce: bytes
     caller: str = ""
-    """The reader's caller at this source, as a keyed digest. Empty if the hub is older than 2.6."""
+    """The reader's caller, as a keyed digest that differs at each source. Empty if the hub's protocol is below 2.6."""
 
 
 _GRANT = msgspec.msgpack.Decoder(Grant)

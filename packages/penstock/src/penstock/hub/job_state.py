@@ -13,7 +13,7 @@ from penstock.errors import sendable
 MAX_WORKERS = 256
 """Maximum number of workers in one state. Late workers are listed first, and further workers are only counted."""
 MAX_TEXT = 512
-"""Maximum number of characters of a name, a path or a message in a state. Longer texts are cut."""
+"""Maximum number of characters in a name, a path or a message in a state. Longer texts are truncated."""
 SHOW_S = 1.0
 """Seconds between two states of a running conversion. Creating a state for 256 workers takes about a millisecond."""
 
@@ -32,11 +32,11 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of finished tasks."""
     state: Literal["starting", "running", "idle", "lost"] = "starting"
     task: Annotated[int, Meta(ge=-1, le=1 << 62)] = -1
-    """Its first unfinished task, or -1."""
+    """The worker's first unfinished task, or -1."""
     task_s: _Seconds = 0.0
-    """Seconds since it last finished a task."""
+    """Seconds since the worker last finished a task."""
     expected_s: _Seconds = 0.0
-    """Seconds that its unfinished tasks take at the workers' median pace."""
+    """Seconds that the worker's unfinished tasks would take at the median pace of all workers."""
     end: _Text = ""
     """Why the worker was lost."""
 
@@ -62,7 +62,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """A conversion's complete state at one moment."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Name of the result: the last part of the destination. Tokens may be limited to names."""
+    """Name of the result: the last segment of the destination. Tokens may be limited to some names."""
     operation: _Text
     sources: Annotated[tuple[_Text, ...], Meta(max_length=64)]
     destination: _Text
@@ -78,7 +78,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     done_bytes: _Count = 0
     elapsed_s: _Seconds = 0.0
     gb_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Rate of reading and writing in the last seconds, or the average of a finished conversion."""
+    """Rate of reading and writing during the last seconds, or a finished conversion's average rate."""
     eta_s: _Seconds = -1.0
     """Remaining seconds at that rate, or -1 if unknown."""
     num_workers: _Count = 0
@@ -87,7 +87,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     num_reassigned: _Count = 0
     num_duplicated: _Count = 0
     workers: Annotated[tuple[WorkerState, ...], Meta(max_length=MAX_WORKERS)] = ()
-    """Late workers first, then lost workers."""
+    """The workers, sorted with late workers first, then lost workers."""
     revision: _Text = ""
     """Revision of the result once it is published."""
     error: JobError | None = None

@@ -22,14 +22,14 @@ from penstock.types import MIB
 MEMBER_BYTES = 32 << 10
 """Minimum weight of a member."""
 CLAIMS_TTL_S = 86400.0
-"""Seconds for which a table of claims is kept after the last claim, longer than any storage needs for a piece."""
+"""Seconds for which a table of claims is kept after the last claim, longer than any storage takes to read a piece."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Rate and burst of reports for one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
-"""Rate and burst of unknown members that a caller signs off. The hub remembers each of them for a minute."""
+"""Rate and burst at which a caller may sign off unknown members. The hub remembers each such member for a minute."""
 MANY_HUBS = 16
-"""Maximum number of hubs on one store. While each hub has admitted less than this fraction of the limit, their total is
-below the limit."""
+"""Maximum number of hubs on one store. While each hub has admitted less than `1 / MANY_HUBS` of the limit, their total
+is below the limit."""
 _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
 _BUSY_HINT = "stop processes that use this token and are not needed. The hub keeps its present entries"
 
@@ -39,18 +39,18 @@ class Capacity:
     """The maximum number or total size of each kind of entry in a hub, for all callers together."""
 
     members_bytes: int = 640 * MIB
-    """Bytes of all members with their holdings and syncs. It is enough for 20,000 members that each hold a few
-    models."""
+    """Bytes for all members with their holdings and syncs. The default suffices for 20,000 members with a few models
+    each."""
     tables_bytes: int = 256 * MIB
-    """Bytes of tables of claims, which are kept for a day. A table for 60 GB that 1,000 members read has about 50
+    """Bytes for tables of claims, which are kept for a day. A table for 60 GB that 1,000 members read takes about 50
     KB."""
     member_models: int = 1024
-    """Number of models that one member may fetch and hold. A heartbeat lists as many."""
+    """Number of models that one member may fetch and hold. A heartbeat may list as many."""
     decisions: int = 20_000
-    """Number of decisions on versions with a two-phase commit. They are kept for an hour, so it allows five a
-    second."""
+    """Number of decisions on versions with a two-phase commit. Decisions are kept for an hour, so the default allows
+    five a second."""
     failing_members: int = 500
-    """Number of members whose failures are kept for an hour. With four failures of 2 KB each they have at most 4 MB."""
+    """Number of members whose failures are kept for an hour. With four failures of 2 KB each they take at most 4 MB."""
     conversions: int = 256
     """Number of conversions that the hub shows."""
 

@@ -30,18 +30,18 @@ from penstock.lifecycle import Closeable, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
 BEAT_S = 0.5
-"""Heartbeat interval. On one host a heartbeat takes negligible time, and a new hub knows all members after one
-interval."""
+"""Heartbeat interval in seconds. On one host a heartbeat takes negligible time, and a new hub knows all members after
+one interval."""
 # Timeout for connecting to the hub's socket to get the hub's PID. The kernel also accepts connections for a stopped
 # process.
 _LOOK_S = 0.2
 TTL_S = 5.0
-"""TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""
+"""TTL of a member in seconds, ten heartbeat intervals. A loading process may hold the GIL for about a second."""
 HUNG_S = 30.0
-"""A running hub that does not respond for this long is replaced too. 32 copying processes on two cores once kept a hub
-from responding for 5 s."""
+"""Seconds without a response after which even a running hub is replaced. 32 copying processes on two cores once kept a
+hub from responding for 5 s."""
 PASS_S = 5.0
-"""A process that took the lock and was stopped before it listened is replaced after this time (as
+"""Seconds after which a process that acquired the lock and was stopped before it listened is replaced (as
 `client.ATTEMPT_S`)."""
 
 

@@ -141,7 +141,7 @@ UPGRADE_HINT = "run releases of Penstock with the same major version of the prot
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
 # Patterns end with \Z, because $ also matches before a newline, and ids are used in logs, paths and store names.
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
-"""Id of one run of a process: the digest of a secret that only this process knows, see `auth.member_of`."""
+"""Id of one run of a process: the digest of a secret that only this process knows. See `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # The number is limited, because a caller chooses it and the hub creates arrays of this length.
@@ -152,8 +152,8 @@ Range = tuple[Count, Count]
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
 # The limit equals `auth.MAX_NAMES_LENGTH`.
 Certificate = Annotated[str, Meta(max_length=1024)]
-"""Names in the certificate that a member showed to the hub. Its server must show the same certificate. Empty if the hub
-requires no certificates."""
+"""Names in the certificate that a member presented to the hub. Its server must present the same certificate. Empty if
+the hub requires no certificates."""
 PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
 """Address of a member's server. See `address.PEER_URL_PATTERN`."""
 PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
@@ -166,7 +166,7 @@ Version = Annotated[int, Meta(ge=-1, le=MAX_VERSION)]
 """A version number from the publisher, or -1 before the first one."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
-"""`open` means that its version can be read. `dirty` means that a direct update failed."""
+"""`open` means that the rank's version can be read. `dirty` means that a direct update failed."""
 FleetOutcome = Literal["", "committed", "withdrawn"]
 """The decision on a version with a two-phase commit. Empty if there is no decision."""
 
@@ -176,15 +176,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     member: MemberId
     host: Word
-    """Equal for members that share a runtime directory and can therefore use `shm` and `cuda_ipc`."""
+    """Id of the host. It is equal for members that share a runtime directory, which can use `shm` and `cuda_ipc`."""
     doors: PeerUrls
     """Addresses of its server in order of preference: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`."""
     rack: Annotated[str, Meta(max_length=256)] = ""
-    """A word that nearby hosts share. It affects the order in relays."""
+    """A label that nearby hosts share. It affects the order in relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
-    """Host name, pid and rank, for people."""
+    """Host name, PID and rank, for display."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Number of network links of its host. 0 means unknown, and each member then counts as having a separate link."""
+    """Number of network links of its host. 0 means unknown. Each member then counts as having its own link."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
     """Unused. Members of an earlier release send the key of their signed digests here."""
     protocol: ProtocolVersion = PROTOCOL
@@ -213,14 +213,14 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     claims: Ranges = ()
     """Ranges of chunks that it reads from storage now."""
     silent_s: float = -1.0
-    """Seconds since it last received bytes of a missing chunk, or -1 if not reported. While this is short, its claims
-    are not reassigned, because storage may need longer for a chunk than the stall deadline."""
+    """Seconds since it last received bytes of a missing chunk, or -1 if not reported. While this time is short, its
+    claims are not reassigned, because storage may take longer for a chunk than the stall deadline."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
     """Maximum number of readers. 0 means no limit."""
     parent: Annotated[str, Meta(max_length=128)] = ""
-    """The upstream from which it mainly reads chunks now. The relay keeps this parent while the parent serves."""
+    """The upstream from which it currently reads most chunks. The relay keeps this parent while the parent serves."""
     second_parent: Annotated[str, Meta(max_length=128)] = ""
     """The parent for the chunks of the second tree. Empty if all chunks have one parent."""
     link: Annotated[str, Meta(max_length=64)] = ""
@@ -229,7 +229,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its bytes, such as `75% shm <- MEMBER, 25% storage s3://...`, or `offered`."""
     why: Annotated[str, Meta(max_length=1024)] = ""
-    """Why it used this path, and not a nearer transport or a peer."""
+    """Why the member used this path instead of a nearer transport or a peer."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
     """UUID of its GPU."""
@@ -237,11 +237,11 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a weight cache holds the weights. Engines on its host may use the memory directly while the holding is
     whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`."""
+    """Tier of a cache's bytes if they are not on its device: `host`, `disk` or `source`."""
     revision: Annotated[str, Meta(max_length=256)] = ""
-    """Revision for people, the `w1-` root of its digests. Empty until the holding is whole."""
+    """Revision for display, the `w1-` root of the digests. Empty until the holding is complete."""
     grant_epoch: Count = 0
-    """The epoch that grants to read from the member must name, see `grants`."""
+    """The epoch that grants for reading from the member must name. See `grants`."""
 
     def is_of(self, revision: str) -> bool:
         """Return whether its root or its identity's revision begins with `revision`."""
@@ -277,11 +277,11 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
     took_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds of its last publication or update."""
     pause_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds of `took_s` in which an engine could not serve."""
+    """Seconds of `took_s` during which an engine could not serve requests."""
     prepared: Version = -1
-    """The version that a subscriber has staged and that waits for the fleet's decision, or -1."""
+    """The version that a subscriber has staged and for which it awaits the fleet's decision, or -1."""
     decision: FleetDecision | None = None
-    """The newest decision that this rank knows, for a hub that lost its memory."""
+    """The newest decision that this rank knows, for a hub that lost its state."""
     grant_epoch: Count = 0
 
     @property
@@ -325,7 +325,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
     failures: Annotated[tuple[FailureReport, ...], Meta(max_length=4)] = ()
     drain: Drain | None = None
-    """The order in the hub's last response, for a hub that lost its memory."""
+    """The order in the hub's last response, for a hub that lost its state."""
     boot: Boot | None = None
     """The start of the member's process, without its phases. None if it has loaded nothing."""
 
@@ -343,9 +343,9 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingState
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
-    """For a holding without chunks, the only member to return. The reader wants to use its memory directly."""
+    """For a holding without chunks, the only member to return, whose memory the reader wants to use directly."""
     claim: bool = False
-    """Whether to assign chunks to read from storage too, which saves a starting member a request."""
+    """Whether to also assign chunks to read from storage, which saves a starting member a request."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,7 +358,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     num_have: Count
     grant: bytes
-    """Valid once, for this reader, key and source. See `grants`."""
+    """The grant, which is valid once for this reader, key and source. See `grants`."""
     certificate: Certificate = ""
 
 
@@ -439,9 +439,9 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     doors: PeerUrls
     called: str
     since: float
-    """Time at which it joined, by the hub's clock."""
+    """Time at which the member joined, on the hub's clock."""
     seen: float
-    """Time of its last heartbeat, by the hub's clock."""
+    """Time of the member's last heartbeat, on the hub's clock."""
     state: SyncState
     grant: bytes = b""
     certificate: Certificate = ""
@@ -468,7 +468,7 @@ class DecideReply(msgspec.Struct, frozen=True, kw_only=True):
     """The decision on a version."""
 
     decision: FleetDecision | None = None
-    """None if there is no decision yet."""
+    """The decision, or None if there is none yet."""
     is_past: bool = False
     """Whether a later version was decided and the decision on this version is unknown."""
 
@@ -487,9 +487,9 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
     drain: Drain | None = None
-    """The order that applies to the member, whose holdings are then shown as `draining`."""
+    """The current order to drain the member. Its holdings are then shown as `draining`."""
     boot: str = ""
-    """State of its start, such as `starting: move`, `ready` or `failed: commit`. Empty if it has loaded nothing."""
+    """State of the start, such as `starting: move`, `ready` or `failed: commit`. Empty if it has loaded nothing."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ except ImportError as error:
 INTERVAL_S = 1.0
 """Seconds between two reads of the status while there are viewers."""
 SLOW_INTERVAL_S = 2.0
-"""Seconds between two reads with more than `MANY` members. Reading the status of 1,000 members takes some tens of
+"""Seconds between two reads with more than `MANY` members. Reading the status of 1,000 members takes tens of
 milliseconds."""
 MANY = 200
 STREAM_S = 50.0
@@ -50,12 +50,12 @@ SILENT_S = 5.0
 """Seconds without a heartbeat after which a member is shown as silent. Members of a fleet send a heartbeat every 2
 s."""
 MAX_GONE = 10_000
-"""Maximum number of removed members that are remembered for viewers. A viewer that missed more gets all rows again."""
+"""Maximum number of removed members to remember for viewers. A viewer that missed more removals gets all rows again."""
 MAX_FAILURES = 50
 """Maximum number of failures that are shown."""
 MAX_VIEWERS = 32
-"""Maximum number of concurrent streams. Each stream encodes the changes separately, at most about a millisecond a
-second. One caller may have all of them until another caller needs a stream."""
+"""Maximum number of concurrent streams. Each stream encodes the changes separately, which takes at most about a
+millisecond a second. One caller may use all streams until another caller requests one."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

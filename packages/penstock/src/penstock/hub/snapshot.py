@@ -50,16 +50,16 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
 
     hello: messages.Hello
     since: float
-    """Time at which the member joined, by the hub's clock."""
+    """Time at which the member joined, on the hub's clock."""
     holding: messages.HoldingState
     num_have: int
     requested_at: float = 0.0
-    """Time of its last request for upstreams or claims, by the hub's clock."""
+    """Time of the member's last request for upstreams or claims, on the hub's clock."""
     reads_storage: bool = False
     certificate: str = ""
     """See `MemberEntry`."""
     is_drained: bool = False
-    """Whether an operator drains the member."""
+    """Whether an operator has ordered to drain the member."""
 
 
 class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -70,15 +70,15 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     seen: float
     keys: tuple[str, ...] = ()
     caller: str = ""
-    """`Caller.name` for its hello."""
+    """`Caller.name` of the caller that sent the member's hello."""
     certificate: str = ""
-    """Names in the certificate that it showed in its hello."""
+    """Names in the certificate that the member presented with its hello."""
     drain: messages.Drain | None = None
-    """An operator's order that applies to the member."""
+    """An operator's current order to drain the member."""
     boot: bytes = b""
-    """The state and phase of its start in its last heartbeat, see `encode_state`. Empty if it has loaded nothing."""
+    """The state and phase of a start in the last heartbeat, from `encode_state`. Empty if it has loaded nothing."""
     nbytes: int = 0
-    """Its weight in its caller's share of the hub, see `limits`. 0 if a hub of an earlier release wrote the entry."""
+    """Its weight in the caller's share of the hub (`limits`). 0 if a hub of an earlier release wrote the entry."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +120,7 @@ class HubSnapshot:
         self.num_sharing = sum(map(_shares_storage, held.values()))
         """Number of members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
-        """Members that joined after the snapshot was made."""
+        """Members that joined after the snapshot was created."""
         # Version of a table of claims without a free chunk for new claimants, and the claimants in that table.
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
         # Created on demand, because most requests in a large fleet use one relay and one reader's chunks.
@@ -507,7 +507,7 @@ def sync_members(store: Store, request: messages.SyncRequest, signer: GrantSigne
 
 
 DECISION_TTL_S = 3600.0
-"""Seconds for which a decision is kept. A subscriber that was away for longer receives a later version."""
+"""Seconds for which a decision is kept. A subscriber that was disconnected for longer receives a later version."""
 _DECISION = msgspec.msgpack.Decoder(messages.FleetDecision)
 
 

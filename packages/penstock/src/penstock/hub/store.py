@@ -203,7 +203,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 ANSWER_S = 2.0
-"""Deadline for a response. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
+"""Deadline in seconds for a response. Redis takes about 0.1 ms, and a member waits 10 s for the hub."""
 # Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms in this time.
 _COMPARE_S = 5.0
 # The scripts below use this length too.

@@ -22,9 +22,9 @@ MIN_BYTES_PER_S = 1 << 20
 _KEPT_DESCRIPTORS = 128
 """File descriptors reserved for files, libraries and a store. Source: an idle hub has 40 open."""
 _MAX_CONNECTIONS = 1 << 16
-"""Maximum number of connections of a listener. 64 Ki connections take about 0.6 GiB in the hub."""
+"""Maximum number of connections to a listener. 65,536 connections take about 0.6 GiB in the hub."""
 _MAX_UNPROVEN = 1 << 14
-"""Maximum number of unproven connections. 16 Ki take about 0.2 GiB in the hub."""
+"""Maximum number of unproven connections. 16,384 connections take about 0.2 GiB in the hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ConnectionLimits:
 
 
 LOG_EVERY_S = 10.0
-"""Seconds between two log lines about refusals. Without this limit, 1,100 half heads wrote 26 MB of log in 55 s."""
+"""Seconds between two log lines about refusals. Without this limit, 1,100 partial heads caused 26 MB of log in 55 s."""
 SWEEP_S = 1.0
 """Seconds between two checks of the deadlines."""
 _SWEPT_WITHIN_S = 2.0

@@ -24,7 +24,7 @@ from penstock.waits import start_thread
 BACKLOG = 2048
 """Length of the kernel's accept queue, because a thousand members may connect at once."""
 CLOSE_S = 5.0
-"""Maximum seconds to wait for the accepting thread. It needs less than 1 ms on an idle machine."""
+"""Maximum seconds to wait for the accepting thread to exit. This takes less than 1 ms on an idle machine."""
 _REFUSED_A_TURN = 64
 """Maximum number of refusals in one `accept`, so that the caller's loop continues. Each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -153,7 +153,7 @@ class GuardedListener(socket.socket):
 
 
 Serve = Callable[[socket.socket, Connection, str], None]
-"""Serves a connection until it is closed. Gets the socket (with TLS if configured), its admission, and the host."""
+"""Serves a connection until it is closed. Called with the socket (with TLS if configured), `Connection` and host."""
 
 
 class ThreadedListener:
@@ -267,9 +267,9 @@ def cut(sock: socket.socket) -> None:
 
 
 ACCEPTS_A_TURN = 10
-"""Connections accepted before open ones are served again."""
+"""Number of connections to accept before open connections are served again."""
 PAUSE_S = 0.01
-"""Seconds of pause after a full turn, for at most 1,000 connections per second. The kernel queues others."""
+"""Pause in seconds after `ACCEPTS_A_TURN` connections, for at most 1,000 a second. The kernel queues the others."""
 
 
 class Acceptor:

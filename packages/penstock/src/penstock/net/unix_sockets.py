@@ -30,7 +30,7 @@ from penstock.lifecycle import release_after_fork
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of Linux: process id, user id, group id. Source: unix(7)."""
 _RETRY_S = 0.005
-"""Seconds between two attempts to connect if a backlog is full. A listener accepts within microseconds."""
+"""Seconds between two attempts to connect if the backlog is full. A listener accepts within microseconds."""
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def private_socket_fault(path: str) -> str:
 _LONGEST_NAME = "/p-XXXXXXXX/peer.sock"
 """Longest name of a socket in the runtime directory."""
 _ADDRESS = re.compile(r"/[!-~]*")
-"""Paths that members accept in an address. See `hub.address`."""
+"""Paths that members accept in the address of a peer. See `hub.address`."""
 _MAX_PATH_BYTES = 107
 """Maximum length of a Unix socket's path. Source: unix(7)."""
 

@@ -24,7 +24,7 @@ from penstock.segments import spread
 from penstock.types import I64, Box
 
 _PAIRS_AT_ONCE = 1 << 18
-"""Pairs of a held and a wanted box that are compared in one step, which bounds the memory to tens of MiB."""
+"""Maximum number of pairs of a held and a wanted box to compare in one step, which limits memory to tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -335,7 +335,7 @@ def show(box: Box) -> str:
 
 
 MAX_LISTED = 20
-"""Faults that a PlanError lists. Further faults are only counted."""
+"""Maximum number of faults that a PlanError lists. Further faults are only counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

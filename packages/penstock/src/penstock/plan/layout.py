@@ -148,7 +148,7 @@ class Form:
     """Distance in elements between neighbours in each dim of the rank's memory. None means that the box is packed
     row-major. The stride is stored as 0 where the box has no neighbours."""
     tag: str = ""
-    """Name of the conversion that was applied to the values, such as `fp8-block128`. Only equal tags are exchanged."""
+    """Name of the conversion that was applied to the values, such as `fp8-block128`. Only equal tags match."""
 
     def __post_init__(self) -> None:
         # Normalise the strides, so that equal layouts have equal forms.
@@ -213,9 +213,9 @@ class Layout:
     member: str
     """Id of the rank's process. A restarted process has a new id."""
     address: str = ""
-    """Identifies the registrations, for example by a digest of their descriptors."""
+    """Identifies the memory registrations, for example by a digest of their descriptors."""
     regions: tuple[int, ...]
-    """Bytes of each registration. Offsets count as if the registrations were adjacent, in this order."""
+    """Size of each registration in bytes. Offsets count as if the registrations were adjacent, in this order."""
     forms: tuple[Form, ...]
     names: tuple[str, ...]
     form: I64

@@ -16,16 +16,16 @@ from penstock.segments import Rectangles, Segments
 from penstock.types import I64, MIB
 
 PACK_BYTES = 512 * MIB
-"""Default limit for a publisher's packed runs, two buckets of a sync. Each buffer is allocated at its first request."""
+"""Default memory for a publisher's packed runs, two buckets of a sync. Buffers are allocated when first requested."""
 NUM_BUFFERS = 8
-"""Number of buffers that share this memory. Each serves one reader at a time. While one buffer is packed, which takes
-about 2 ms, the others keep a link of 50 GB/s busy for 9 ms."""
+"""Number of buffers that share this memory. Each buffer serves one reader at a time. While one is packed, which takes
+about 2 ms, the others keep a 50 GB/s link busy for 9 ms."""
 LEAST_PACK_BYTES = NUM_BUFFERS * (64 << 10)
-"""Minimum of this memory unless it is 0. With smaller buffers the requests would cost more than the runs."""
+"""Minimum of this memory unless it is 0. With smaller buffers, requests would cost more than separate runs."""
 PACK_RUN_BYTES = 8 << 10
-"""Shorter runs are packed. A link of 50 GB/s transfers 8 KiB in 0.16 us, less than a request for a run costs (0.2 to
-1 us). Source: benchmarks/results/h200x2_202611/transport.md, and benchmarks/results/cpu2_202611/packing.md for `http`
-over TCP."""
+"""Runs below this size are packed. A 50 GB/s link transfers 8 KiB in 0.16 us, less than a request for a run takes (0.2
+to 1 us). Source: benchmarks/results/h200x2_202611/transport.md, and benchmarks/results/cpu2_202611/packing.md for
+`http` over TCP."""
 LEAST_GAIN = 4
 """Minimum number of runs that packing must join into one, because a packed buffer costs its reader one more request."""
 

@@ -10,13 +10,13 @@ from math import sqrt
 import msgspec
 
 MAX_DEPTH = 32
-"""Depth of a chain below a complete holder from which the holder may get a second chain, even for little data. A slow
-member slows down all members below it. Source: docs/design/fetch.md."""
+"""Depth at which a chain below a complete holder ends, so that the holder gets a second chain, even for little data. A
+slow member slows down all members below it. Source: docs/design/fetch.md."""
 CHUNKS_A_HOP = 44
-"""Delay of one hop as a number of chunks at 50 GB/s (15 ms). On slower links it is fewer chunks. Source:
+"""Delay of one hop (15 ms), expressed in chunks at 50 GB/s. On slower links a hop delays by fewer chunks. Source:
 benchmarks/results/cpu2_202611/simulate.md."""
 NUM_TREES = 2
-"""Number of trees that a relay may have. Chunk c travels in tree c % 2, so a member with two children sends one copy in
+"""Number of trees that a relay may have. Chunk c is sent in tree c % 2, so a member with two children sends one copy in
 total."""
 RACK_HOPS = 2
 """A parent in the same rack may be this many hops deeper than the best parent elsewhere. A larger value would form a
@@ -40,7 +40,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     rack: str = ""
     device: str = "cpu"
     joined: float = 0.0
-    """Time of joining. It is used only to order members."""
+    """Time at which the member joined. It is used only to order members."""
     num_have: int
     num_chunks: int
     draining: bool = False
@@ -48,19 +48,19 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     max_readers: int = 0
     """Maximum number of readers. 0 means no maximum."""
     num_links: int = 0
-    """Links from its host to other hosts, each for one copy at a time. 0 means unknown, and then each member counts as
-    having a link for itself."""
+    """Number of links from its host to other hosts, each for one copy at a time. 0 means unknown. Each member then
+    counts as having its own link."""
     link: str = ""
-    """Name of the link for its bytes. Empty means unknown."""
+    """Name of the network link that its bytes use. Empty means unknown."""
     complainers: frozenset[str] = frozenset()
-    """Members that complain about it and are not sent to it."""
+    """Members that have complained about this member and are not sent to it."""
     num_complaining: int = 0
-    """Number of callers that complain. A caller counts once by its credentials, however many members it speaks for."""
+    """Number of callers that complain. A caller (its credentials) counts once, however many members it speaks for."""
     parent: str = ""
     second_parent: str = ""
-    """Its current upstream for the chunks of the second tree. Empty means the same as `parent`."""
+    """The member's current upstream for the chunks of the second tree. Empty means the same as `parent`."""
     follows_trees: bool = False
-    """Whether it can read the chunks of two trees from two parents."""
+    """Whether the member can read the chunks of two trees from two parents."""
 
     @property
     def whole(self) -> bool:

@@ -41,7 +41,7 @@ class LoadPlan:
     """Slab of each row, or -1 for a row without bytes."""
     row_offset: I64
     row_nbytes: I64
-    """Bytes of the row at the destination, which are the bytes of its box if it has one."""
+    """Size in bytes of each row at the destination. For a row with a box, this is the size of the box."""
     slab_nbytes: I64
     read_file: I64
     read_offset: I64
@@ -361,8 +361,8 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
 
 
 CHUNK_BYTES = 16 * MIB
-"""Maximum size of a chunk. 60 GB are 3,600 chunks, which take 0.03 s of Python. A receiver has a chunk 3 to 4 ms after
-its upstream, mostly because of the request for the log."""
+"""Maximum size of a chunk. 60 GB are 3,600 chunks, which take 0.03 s of Python time. A receiver gets a chunk 3 to 4 ms
+after its upstream, mostly because of the request for the log."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -391,7 +391,7 @@ class ChunkTable:
     first_leaf: I64
     """[num_chunks + 1] first leaf of each chunk, then the number of leaves."""
     nbytes: I64
-    """[num_chunks] bytes of each chunk."""
+    """[num_chunks] size of each chunk in bytes."""
 
     @property
     def num_chunks(self) -> int:

@@ -33,19 +33,20 @@ from penstock.segments import Rectangles, spread
 from penstock.types import GIB, I64, MIB, Box
 
 BUCKET_BYTES = 256 * MIB
-"""Maximum bytes that a receiver reads in one bucket, unless one tensor is larger. It takes 5 ms at 50 GB/s. With 128
-ranks and a trillion parameters a layer has two buckets, so that stages overlap. Source: docs/design/sync.md."""
+"""Maximum number of bytes that a receiver reads in a bucket, unless one tensor is larger. It takes 5 ms at 50 GB/s.
+With 128 ranks and a trillion parameters a layer has two buckets, so that stages overlap. Source:
+docs/design/sync.md."""
 
 # The following constants are for `sync.receive.transfer` and for the simulation.
 WATERMARK_BYTES = 64 * GIB
-"""Default maximum of bytes in flight. A window is half of this limit. Within a window a receiver reads all it needs
-from one device of its host before it continues with the next, so that receivers do not read the same device at the same
-time."""
+"""Default maximum number of bytes in flight. A window is half of this limit. Within a window a receiver reads all its
+bytes from one device of its host before it continues with the next device, so that receivers do not read the same
+device at the same time."""
 STEP_BYTES = GIB
-"""A step ends after this many bytes, and has at most twice as many. It takes some milliseconds of NVLink, which is long
-compared with the Python time."""
+"""A step ends after this many bytes, and has at most twice as many. It takes several milliseconds over NVLink, which is
+long compared with the Python time."""
 ASK_BYTES = 16 * GIB
-"""Bytes whose digests are requested from a source at once. They take half a second of a host core."""
+"""Number of bytes whose digests are requested from a source at once. Digesting them takes a host core half a second."""
 READS_AT_ONCE = 16
 """Maximum number of steps in flight from all sources."""
 READS_OF_ONE = 4
@@ -53,8 +54,8 @@ READS_OF_ONE = 4
 link busy while the next step is posted."""
 NEAR_READS = 2
 """Maximum number of reads in flight into one device from all devices of its host. Two receivers that read the same
-sources at once get 305 to 325 of 393 GB/s each. They get 373 if each reads one source after the other and starts with a
-different source. With four reads in flight their orders drift. Source: benchmarks/results/h200x4_202611/sync.md."""
+sources at once get 305 to 325 of 393 GB/s each. They get 373 if each reads one source after another and starts with a
+different source. With four reads in flight the orders drift. Source: benchmarks/results/h200x4_202611/sync.md."""
 START_FRACTION = 0.5
 """A receiver starts with a source that supplies at least this fraction of its largest source. If FSDP over two sends
 rows to an engine with TP over two, the engine needs 84 % from one trainer. Starting with the other trainer made three
@@ -62,7 +63,7 @@ of four steps of an FP8 version wait for 20 ms. Source: benchmarks/results/h200x
 AHEAD_WINDOWS = 2
 """Windows in flight: the window that is being verified, and the next window."""
 GROUP_BYTES = 256 * MIB
-"""Maximum bytes of short runs that one kernel of the reader copies. A test compares it with `transport.cuda_ipc`."""
+"""Most bytes of short runs that one kernel of the reader copies. A test compares it with `transport.cuda_ipc`."""
 
 
 def step_bytes(watermark_bytes: int) -> int:
@@ -84,9 +85,9 @@ class ReceiverPlan:
     """Key of the plan that contains this part."""
     receiver: str
     sources: tuple[str, ...]
-    """Members of the plan's holdings, which `source` indexes."""
+    """Members of the plan's holdings. `source` contains indices into this tuple."""
     bucket_first: I64
-    """[num_buckets + 1]: bucket b is segments `bucket_first[b]:bucket_first[b + 1]`."""
+    """[num_buckets + 1]. Bucket b consists of segments `bucket_first[b]:bucket_first[b + 1]`."""
     row: I64
     """Row of the receiver's layout that each segment fills."""
     source: I64
@@ -97,11 +98,11 @@ class ReceiverPlan:
     src_pitch: I64
     dst_pitch: I64
     first_source: int = 0
-    """Source with which the receiver starts, followed by the others in their order. Receivers start with different
-    sources where possible. Publishers of earlier releases do not send this field."""
+    """Source with which the receiver starts. The others follow in their order. Receivers start with different sources
+    where possible. Publishers of earlier releases do not send this field."""
     addresses: tuple[str, ...] = ()
-    """Registration of each source to which the offsets belong (`Layout.address`). Publishers of earlier releases do not
-    send this field."""
+    """For each source, the registration to which the offsets belong (`Layout.address`). Publishers of earlier releases
+    do not send this field."""
 
     def moved(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the sources that have registered their memory again since this plan was created.

@@ -26,17 +26,17 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.bias$", "replicate"),
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.", "1"),
 )
-"""Pairs of a pattern that is searched in a name, and a rule. The first match counts. Names and dims follow
-transformers' Llama, Qwen and DeepSeek models, and vLLM for fused tensors and experts. Column-parallel layers are split
-by rows. Row-parallel layers are split by columns, and every rank has their bias. Source: Shoeybi et al., "Megatron-LM",
-2019, section 3."""
+"""Pairs of a pattern to search for in a name, and a rule. The first match applies. Names and dims follow transformers'
+Llama, Qwen and DeepSeek models, and vLLM for fused tensors and experts. Column-parallel layers are split by rows.
+Row-parallel layers are split by columns, and every rank gets the bias. Source: Shoeybi et al., "Megatron-LM", 2019,
+section 3."""
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys of the language model's configuration in another configuration. Source: transformers, InternVL, DeepSeek-VL2,
-Qwen-Omni (whose `thinker_config` has a `text_config`)."""
+"""Keys under which a configuration contains the language model's configuration. Source: transformers, InternVL,
+DeepSeek-VL2, Qwen-Omni (whose `thinker_config` has a `text_config`)."""
 _QUERY_HEADS = ("num_attention_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-"""Keys of the numbers of heads. Source: transformers, Falcon, ChatGLM. `multi_query` means one key head."""
+"""Keys for the number of key heads. Source: transformers, Falcon, ChatGLM. `multi_query` means one key head."""
 FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
 """Texts that are valid as a rule."""
 _PAIRS = f"pairs of a pattern and one of: {FORMS}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.fetcher.join import Fleet
 
 _LOOK_S = 0.2
-"""Seconds between checks for the drain file, short compared with a pod's grace period."""
+"""Seconds between checks for the drain file. This is short compared with a pod's grace period."""
 DRAIN_S = 30.0
 """Maximum wait for readers at exit. Source: Kubernetes' default terminationGracePeriodSeconds."""
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "stall_s", "serve", "max_bytes_per_s", "drain_file")
@@ -59,10 +59,10 @@ class FleetOptions:
     stall_s: float | None = None
     """Seconds without progress after which the hub or a member counts as stalled. None means `PENSTOCK_STALL_S`."""
     serve: bool = True
-    """Keep the checkpoint in memory and serve it until the process ends."""
+    """Whether to keep the checkpoint in memory and serve it until the process ends."""
     max_bytes_per_s: int = 0
     drain_file: str | None = None
-    """When this path appears, stop serving, wait for readers, and create `DRAIN_FILE.done`. A preStop hook uses it."""
+    """When this file appears, stop serving, wait for readers, and create `DRAIN_FILE.done`. A preStop hook uses it."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], model: str) -> FleetOptions | None:
@@ -109,7 +109,7 @@ class RankInfo:
     device: Callable[[], str]
     """Returns the device of the engine's parameters."""
     group: Callable[[], Any]
-    """Returns the process group whose ranks read the same weights, or None for one rank."""
+    """Returns the process group of the ranks that read the same weights, or None for a single rank."""
 
 
 def read_options(extra: Any) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def tensors(
 _serving: list[Fleet] = []
 """Fleets in which this process is a source. A draft model has a separate fleet."""
 _drain_files: set[str] = set()
-"""Drain files that a thread of this process waits for."""
+"""Drain files for which a thread of this process is waiting."""
 
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:

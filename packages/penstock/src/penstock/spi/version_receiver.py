@@ -15,7 +15,7 @@ from penstock.sync.report import UpdateReport
 from penstock.transport.collective import GroupCollectives
 
 _REASON_BYTES = 1024
-"""Size in bytes of the reason that a rank sends to the other ranks. Collectives need the same size on all ranks."""
+"""Size in bytes of the reason that a rank sends to the other ranks. Collectives require the same size on all ranks."""
 
 
 class VersionReceiver(Closeable):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_FAILURES = 4
-"""Number of recent failures that this process remembers. They are few, because each heartbeat contains them."""
+"""Number of recent failures that this process remembers. The number is small, because each heartbeat contains them."""
 
 
 class JourneyFailure(NamedTuple):

@@ -37,7 +37,7 @@ class Metric(NamedTuple):
     """An entry in the table of metrics."""
 
     name: str
-    """Name without the `_total` that the text format adds to counters."""
+    """The metric's name without `_total`, which the text format adds to counters."""
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     about: str
@@ -149,10 +149,10 @@ class Outcome:
     phases: Mapping[str, float] = field(default_factory=dict)
     verified_bytes: int = 0
     path: str = ""
-    """Text for people that lists the paths with their bytes."""
+    """Readable text that lists the paths with their bytes."""
     pause_s: float | None = None
     subscribers: Mapping[str, int] = field(default_factory=dict)
-    """For a publish, the number of subscribers for each result."""
+    """For the publication of a version, the number of subscribers for each result."""
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     """Additional attributes for the span."""
 
@@ -182,7 +182,7 @@ class Running(Protocol):
 
 
 Sample = tuple[str, tuple[str, ...], float]
-"""Name of a metric, values of its labels, and value."""
+"""Name of a metric, the values of its labels, and its value."""
 
 
 class Watched(Protocol):

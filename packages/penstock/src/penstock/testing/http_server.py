@@ -33,7 +33,7 @@ class Faults:
     """The faults that a server injects. Byte counts refer to the body of one response."""
 
     num_requests: int | None = None
-    """Affect only this many GET requests after the faults were set. None means all."""
+    """Affect only this many GET requests after the faults are set. None means all requests."""
     ranges_with: str = ""
     """Affect only requests whose `Range` begins with this text."""
     every: int = 1
@@ -53,15 +53,15 @@ class Faults:
     most_bytes: int | None = None
     """Send at most this many bytes of a closed range (`bytes=A-B`), with a matching `Content-Range`."""
     also_open_ranges: bool = False
-    """Apply `most_bytes` also to ranges without an end (`bytes=A-`)."""
+    """Also apply `most_bytes` to ranges without an end (`bytes=A-`)."""
     stall_after: int | None = None
-    """Stop sending after this many bytes but keep the connection open. -1 means before the header."""
+    """Stop sending after this many bytes but keep the connection open. -1 means before the head."""
     latency_s: float = 0.0
     """Wait this many seconds before each response, as distant storage does."""
     slow_bytes_per_s: int | None = None
     """Limit each response to this rate."""
     total_bytes_per_s: int | None = None
-    """Limit the total rate of all responses, like storage whose bandwidth all readers share."""
+    """Limit the total rate of all responses, like storage with a bandwidth that all readers share."""
     ignore_range: bool = False
     ignore_if_match: bool = False
     """Serve the object even if the condition does not hold."""

@@ -11,7 +11,7 @@ from penstock.errors import SourceTruncated
 from penstock.storage import Source
 
 _NBYTES = 3_000_017
-"""Size of the test object in bytes: some pages, and not a multiple of any block."""
+"""Size of the test object in bytes: several pages, and not a multiple of any block size."""
 
 
 def sample(nbytes: int, seed: int = 7) -> bytes:

@@ -20,10 +20,10 @@ from penstock.types import Box, DType
 
 ENTRY_POINTS = "penstock.formats"
 """Entry point group in which an installed package lists its formats by tag, each a `Format`. Worker processes of a
-conversion need it, because a call of `register_format` does not reach them."""
+conversion rely on it, because a call to `register_format` does not affect them."""
 
 Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
-"""Rule that computes the scale of a block from its largest magnitude, see `quantize`."""
+"""Rule that computes the scale of a block from the block's largest magnitude. See `quantize`."""
 
 WHOLE = 0
 """Side of a block that spans the whole dim."""
@@ -32,7 +32,7 @@ SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
 """Dtypes that block formats accept as input."""
 
 CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
-"""Dtypes that a cast can produce. A cast accepts the dtypes of at least 16 bits."""
+"""Dtypes that a cast can produce. A cast accepts only dtypes of at least 16 bits."""
 
 MAX_BLOCK = 128
 """Maximum side of a block that does not span the dim. The kernels' tiles have 128 columns and cut no block."""
@@ -54,9 +54,9 @@ class Format:
     values_suffix: str = ""
     scales_suffix: str = "_scale"
     global_suffix: str = ""
-    """Suffix of the FP32 number that also scales the whole tensor. Empty if there is no such number."""
+    """Name suffix of the FP32 scale for the whole tensor. Empty if the format has no such scale."""
     whole_blocks: bool = False
-    """Whether the last dim must be a multiple of the block's, because readers accept no partial block."""
+    """Whether the last dim must be a multiple of the block's last dim, because readers accept no partial block."""
     config: Callable[[Sequence[str]], dict[str, Any]] | None = None
     """Returns `quantization_config` for `config.json` from the names of the unchanged modules. None if engines need no
     entry."""
@@ -138,7 +138,7 @@ _OTHER_NAMES = {
     "float8-e5m2": "cast:F8_E5M2",
     "q8-0": "gguf:Q8_0",
 }
-"""Tags by common names of formats."""
+"""Tags of formats, by the formats' other common names."""
 
 
 def is_format(tag: str) -> bool:

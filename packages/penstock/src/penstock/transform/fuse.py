@@ -21,14 +21,14 @@ from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 
 _WIDTH = 16
-"""Bytes of the widest load. Also the number of columns that are inside the tensor together, or twice as many if two
-columns share a byte."""
+"""Size of the widest load in bytes. Groups of this many columns (twice as many if two columns share a byte) are either
+inside the tensor or outside."""
 
 _NATIVE = (8, 9)
 """Minimum compute capability that rounds to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
 
 _COLUMNS = 11
-"""Columns of a launch's table, see `quantize_triton`."""
+"""Number of columns in a launch's table. See `quantize_triton`."""
 
 _STRIP = (4, 1024)
 _WIDE_BLOCK = (128, 128)
@@ -45,7 +45,7 @@ class KernelJob:
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
     """Outputs in the order of `formats.outputs`, with any row stride and contiguous rows. A shard without the tensor's
-    first element may omit the scale of the whole tensor."""
+    first element may omit the scale for the whole tensor."""
     amax: torch.Tensor | None = None
     """Largest magnitude of the whole tensor as one float32 on the device, for a shard whose format needs it."""
 

@@ -34,7 +34,7 @@ from penstock.transform.formats import WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100
-"""Minimum amax from which a scale is computed. Scale and inverse are then normal numbers, and zeros stay zeros."""
+"""Minimum amax for computing a scale, so that the scale and its inverse are normal numbers and zeros stay zeros."""
 
 E4M3_MAX = 448.0
 """Source: OCP FP8 1.0, table 1."""
@@ -46,8 +46,8 @@ MX_ELEMENT_EXPONENT = 8
 """Exponent of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
 
 MX_ROUND_UP_BITS = 1 << 21
-"""Added to the bits of an FP32, this carries into the exponent from 1.75 (448 / 256) on. Source: compressed-tensors
-0.20, `round_to_power_2` with one bit of mantissa."""
+"""If this number is added to the bits of an FP32, a mantissa of at least 1.75 (448 / 256) carries into the exponent.
+Source: compressed-tensors 0.20, `round_to_power_2` with one bit of mantissa."""
 
 INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
