@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 T = TypeVar("T")
 
 _UNLIMITED = 1 << 30
-# The soft limit is raised to at least this number. No load needs more, and a subprocess that closes every possible
+# The soft limit is raised to at least this number. No load uses more, and a subprocess that closes every possible
 # descriptor still starts quickly.
 _ROOM = 1 << 16
 # Descriptors for sockets, pipes and libraries, in addition to the files of a load.

@@ -226,7 +226,7 @@ class PermissionDenied(SourceError, PermissionError):
 
 
 class SourceBusy(SourceError):
-    """A holder has reached its maximum number of readers. Each of these readers has or will have the same bytes."""
+    """A holder has reached its maximum number of readers. Each of these readers has, or will have, the same bytes."""
 
 
 class GrantRefused(PermissionDenied):
@@ -322,7 +322,7 @@ class PeerLost(PenstockError):
 
 
 class VersionRefused(PenstockError):
-    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version stays live.
+    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version is served.
 
     Attributes:
         version: the version number.

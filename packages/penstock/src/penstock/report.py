@@ -1,4 +1,4 @@
-"""The base of all reports: text for people, a dictionary for programs and HTML for notebooks."""
+"""The base of all reports: text for users, a dictionary for programs, and HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Summarised(Readable, ABC):
 
     @abstractmethod
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a readable summary of a few lines."""
 
 
 def plain(value: Any) -> Any:

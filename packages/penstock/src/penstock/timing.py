@@ -88,7 +88,7 @@ class Timing:
     cache_pause_s: float = 0.05
     """Pause between two requests to a cache."""
 
-    # -- fetch: a member that reads from others and from storage.
+    # -- fetch: a member that reads from other members and from storage.
 
     fetch_turn_s: float = 0.05
     """Maximum pause between two rounds of assignment. A reply from an upstream ends the pause early."""

@@ -1,6 +1,6 @@
 """Commands for weights in storage: `penstock inspect`, `penstock manifest` and `penstock verify`.
 
-`inspect` reads only headers and needs no torch. `manifest` and `verify` read every body.
+`inspect` reads only headers and does not require torch. `manifest` and `verify` read every body.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A measured rate in decimal GB/s. Without a measurement the rate is None and `why` gives the reason."""
+    """A measured rate in decimal GB/s. Without a measurement the rate is None and `why` states the reason."""
 
     name: str
     gb_per_s: float | None

@@ -198,7 +198,7 @@ class Origin(Protocol):
 
 
 class RequestFailed(Exception):
-    """A failed attempt that may be retried; see `Patience.pause`.
+    """A failed attempt that may be retried. See `Patience.pause`.
 
     `wait_s` is the `Retry-After` of a server that deferred the request. The request is retried until the source sends
     no byte for `stall_s`. A timeout is `silent`.

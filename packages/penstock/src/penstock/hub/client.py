@@ -198,7 +198,7 @@ class HubClient(Closeable):
         return self._request("PUT", path, beat, messages.BeatReply, within_s=within_s) or messages.BeatReply()
 
     def leave(self, member: str, *, within_s: float | None = None) -> None:
-        """Leave the fleet for good."""
+        """Leave the fleet permanently."""
         self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None, within_s=within_s)
 
     def upstreams(

@@ -239,7 +239,7 @@ class Directory:
         audit.warning("event=%s member=%s caller=%s reason=%r", event, member, caller.name, reason)
 
     def leave(self, member: str, caller: Caller = ANYBODY) -> None:
-        """Remove a member for good and free its claims. Do nothing if it is unknown."""
+        """Remove a member permanently and free its claims. Do nothing if the member is unknown."""
         entry = self.store.read(f"member/{member}")
         # Record an unknown member too, because its hello may still arrive.
         if entry is not None or self._limits.unknown_leaves.allow(caller.name):

@@ -1,4 +1,4 @@
-"""The hub of one host and user. The first process that uses it hosts it, and if that process exits, another takes over.
+"""The hub of one host and user. The first process that uses the hub hosts it. If it exits, another process does so.
 
 These files are in the user's runtime directory:
 
@@ -66,7 +66,7 @@ class LocalEndpoint(HubEndpoint):
         """Create the directory for the hub's files if needed, and open the members' file.
 
         Args:
-            directory: None means the user's runtime directory, see `config.runtime_dir`.
+            directory: None means the user's runtime directory. See `config.runtime_dir`.
 
         Raises:
             ConfigError: the directory belongs to another user, is open to others, is not writable, or its path is too
@@ -263,7 +263,7 @@ class _HostedHub:
 
     @classmethod
     def start(cls, directory: Path, number: int, lock: _LockFile, *, fresh: bool) -> _HostedHub:
-        """Start hub `number`, whose lock the caller holds, and give its socket the name that clients expect."""
+        """Start hub `number`, whose lock the caller holds, and rename its socket to the name that clients expect."""
         path = directory / f"hub-{number}.sock"
         # Use a temporary name until the hub is ready, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"

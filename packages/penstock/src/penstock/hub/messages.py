@@ -1,7 +1,7 @@
 """Messages between members and the hub (JSON) and between members (msgpack), with the values inside them.
 
 Decoding rejects wrong types and excessive lengths. Within one major version fields are only added, each with a default.
-Unknown fields are ignored and missing fields take their default. A change that an older side would misread requires a
+Unknown fields are ignored and missing fields get their default. A change that an older side would misread requires a
 new major version. `sync.messages` contains the messages between the members of a sync.
 """
 
@@ -79,7 +79,7 @@ def sync_key(name: str) -> str:
     return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
 
 
-# 1.0 announced no version. 2 replaced grants that expire by the hub's clock with grants for the source's epoch. 2.1
+# 1.0 announced no version. 2 replaced grants that expire on the hub's clock with grants for the source's epoch. 2.1
 # signs the digests in logs. 2.2 sends the version in every request to a hub, and reports the phases of a start in
 # heartbeats. 2.3 adds versions with a two-phase commit. 2.4 spreads chunks over two trees of upstreams. 2.5 lets a
 # request for upstreams claim chunks, and adds grants that share a signature. 2.6 adds the reader's caller to grants.

@@ -155,7 +155,7 @@ class HubSnapshot:
         return _grouped((entry.complaint.of, entry.caller) for entry in by_others)
 
     def add(self, newcomer: HoldingEntry) -> None:
-        """Add a member that joined after the snapshot was made. Only later newcomers may read from it."""
+        """Add a member that joined after the snapshot was created. Only later newcomers may read from the member."""
         name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
         self.relay(num_chunks).append(self._node(name, newcomer))
         # Other threads may be reading the current dict, so replace it.
@@ -203,7 +203,7 @@ class HubSnapshot:
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return the upstreams for each tree, in order. A reader that cannot follow trees gets a single order."""
         relay = self.relay(num_chunks)
-        # The reader may need a lease at each upstream, so two trees have fewer upstreams each.
+        # The reader may require a lease at each upstream, so with two trees each has fewer upstreams.
         limit = 4 if len(relay.trees) == 1 else 3
         orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)

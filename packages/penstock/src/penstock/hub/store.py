@@ -1,8 +1,8 @@
 """The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
-Every write gives an entry a new version. `MemoryStore` is for a hub of one process. `RedisStore` is for several hubs
-that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its version (16
-random bytes) and then the value. One sorted set contains all names and another their expiry times.
+Every write creates a new version of an entry. `MemoryStore` is for a hub of one process. `RedisStore` is for several
+hubs that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its version
+(16 random bytes) and then the value. One sorted set contains all names and another their expiry times.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class RedisStore:
             raise ConfigError(f"{without_password(url)!r} is not a valid address for Redis: {error}") from error
         self._where = without_password(url)
         self._closed = False
-        # One thread reads Redis' time while the others wait. Otherwise all of them would read it every `_COMPARE_S`.
+        # One thread reads Redis' time while the others wait. Otherwise all threads would read it every `_COMPARE_S`.
         self._comparing = threading.Lock()
         self._compared = float("-inf")
         # Seconds by which Redis' time is ahead of this process's monotonic clock.

@@ -43,7 +43,7 @@ def _syncs(members: Sequence[Plain]) -> Iterator[str]:
 
 
 def failure_lines(failures: Sequence[Plain]) -> list[str]:
-    """Return a line for each of the newest failures, and a line with the number of the others."""
+    """Return a line for each of the newest failures, and a line with the number of older failures."""
     lines = [
         f"failed {failure['age_s']:.0f} s ago: {failure['verb']} {failure['model']} at {failure['member'][:8]} "
         f"{failure['name']}: {failure['error']}: {failure['message']}"

@@ -200,7 +200,7 @@ def host_id() -> str:
             fd, new = tempfile.mkstemp(prefix=".host-", dir=directory)
             try:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
-                    # The first process writes its id, and all others use it.
+                    # The first process writes its id, and all other processes use that id.
                     file.write(namespace_id())
                 # A hard link fails if another process was first. A rename would replace an id already reported.
                 with contextlib.suppress(FileExistsError):
@@ -237,7 +237,7 @@ class RuntimeDir:
             fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             directory = cls(path, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
-            # Another process must never see the file unlocked.
+            # Lock the file before it gets its name, because another process must never find it unlocked.
             new.rename(path / _LOCK)
         return directory
 

@@ -290,7 +290,7 @@ class SyncPlan:
         if not len(self.sources):
             return 0
         # The bytes of a small source are spread over all layers, and a source that quantises finishes the last layer
-        # last. Receivers that need equal amounts from each source start with different sources.
+        # last. Receivers that read equal amounts from each source start with different sources.
         turn = (np.arange(len(self.sources)) - receiver * len(self.sources) // len(self.receivers)) % len(self.sources)
         return int(np.argmin(np.where(nbytes >= START_FRACTION * nbytes.max(), turn, len(self.sources))))
 
