@@ -37,7 +37,7 @@ from penstock.hub import messages
 from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
 from penstock.hub.job_state import JobState
-from penstock.hub.messages import Status, Why
+from penstock.hub.messages import PROTOCOL, Status, Why
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 from penstock.waits import jitter
@@ -122,7 +122,7 @@ class HubClient(Closeable):
         life = life or secrets.token_hex(16)
         self.member = member_of(life)
         self.has_token = token is not None
-        self._headers = {LIFE_HEADER: life, messages.PROTOCOL_HEADER: messages.PROTOCOL}
+        self._headers = {LIFE_HEADER: life, messages.PROTOCOL_HEADER: PROTOCOL}
         if token is not None:
             self._headers["authorization"] = f"Bearer {token}"
         self._ca_file = ca_file
