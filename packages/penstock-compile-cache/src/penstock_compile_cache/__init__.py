@@ -1,6 +1,7 @@
-"""Keep compiled code of inference engines in signed bundles next to their models.
+"""Store the compiled code of inference engines in signed bundles next to their models.
 
-`restore` fills compilers' caches from a bundle for a model, a program and its configuration. `save` writes a bundle.
+`restore` fills the compilers' caches from the bundle for a model, a program and its configuration. `save` writes a
+bundle.
 """
 
 from penstock.exports import lazily
@@ -15,7 +16,8 @@ TABLE = {
     "restore": "penstock_compile_cache.store",
     "save": "penstock_compile_cache.store",
 }
-"""The module that defines each name. It is imported on first use, so `penstock --help` needs no object-store client."""
+"""The module that defines each name. It is imported on first use, so `penstock --help` does not import an object-store
+client."""
 
 __all__ = [*TABLE]
 __getattr__ = lazily(__name__, TABLE)

@@ -34,8 +34,8 @@ from penstock_compile_cache.key import Key
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
 """Names of the tensors in a bundle."""
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Longest description that is read before its signature is checked. A file needs about 150 bytes, and the largest known
-caches have 2,600 files."""
+"""Maximum size in bytes of a description, which is read before its signature is checked. A description has about 150
+bytes for each file, and the largest known caches have 2,600 files."""
 SIGNATURE_BYTES = 64
 MAX_BYTES = 16 * GIB
 """Maximum total size of the files in a bundle, in bytes. The largest known caches have 97 MB
@@ -45,11 +45,11 @@ _FRAME_BYTES = 4 * MIB
 _LEVEL = 3
 """Compression level for zstd, its default."""
 PURPOSE = b"penstock artifacts 1\n"
-"""Prefix of the signed text. It prevents the use of a signature for a different purpose."""
+"""Prefix of the signed text. It prevents reuse of a signature for a different purpose."""
 
 
 class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file in a frame. It follows the previous file."""
+    """A file in a frame. Its bytes directly follow those of the previous file."""
 
     path: str
     """Path below the root, with slashes."""
@@ -60,7 +60,7 @@ class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class BundleFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Files that are compressed as a group. Frames follow each other."""
+    """Files that are compressed as a group. Frames are stored one after another without gaps."""
 
     nbytes: int
     """Number of compressed bytes."""
@@ -73,12 +73,12 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["penstock-artifacts-1"]
     key: Key
     directory: str
-    """Directory of the caches when they were packed."""
+    """Directory in which the caches were when they were packed."""
     frames: tuple[BundleFrame, ...]
 
     @property
     def is_tied(self) -> bool:
-        """True for bundles with torch's tuning results. torch (2.11, 2.13) finds them only at their original path."""
+        """Whether the bundle has torch's tuning results. torch (2.11, 2.13) finds these only at the original path."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
@@ -98,12 +98,12 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Description:
-    """Write the caches below `root` to a bundle. Equal files at the same paths give equal bundles.
+    """Write the caches below `root` to a bundle. Equal files at the same paths produce identical bundles.
 
-    Files that a compiler is writing or removes in the meantime are omitted.
+    Files that a compiler is still writing, or removes in the meantime, are omitted.
 
     Args:
-        root: a directory with the directories of `caches`.
+        root: directory that contains the directories listed in `caches`.
         key: key of the process that filled the caches.
         private_key_pem: Ed25519 private key in PEM.
         path: path of the bundle, which is overwritten.
@@ -114,11 +114,11 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
     """
     with typed(path), tempfile.TemporaryFile(dir=path.parent) as content:
         frames = []
-        # Digests are computed from the bytes that were read, so a later change of a file does no harm.
+        # Digests are computed from the bytes that were read, so a later change to a file does no harm.
         num_threads = len(os.sched_getaffinity(0))
         with Threads(num_threads, "penstock-compress", waits_for_calls=True) as pool:
             groups = _groups(root)
-            # Submit a few groups at a time, because the pool would read all of them ahead.
+            # Submit only a few groups at a time, because otherwise the pool would read all of them in advance.
             while some := list(islice(groups, 2 * num_threads)):
                 for frame, data in pool.map(_compressed, some):
                     frames.append(frame)
@@ -141,7 +141,8 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
             content.seek(0)
             shutil.copyfileobj(content, file, MIB)
             file.flush()
-            # Readers of the model may read its bundles. Use the descriptor, because the path may have changed.
+            # Every user who can read the model may read its bundles. Use the file descriptor, because the path may have
+            # been replaced.
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
     return description
@@ -151,7 +152,7 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
     """Return the description of a bundle after checking its signature.
 
     Raises:
-        IntegrityError: none of the keys has signed it.
+        IntegrityError: none of the keys has signed the description.
         FormatError: this version cannot read the description.
         ConfigError: there are no keys, or one is not an Ed25519 public key in PEM.
     """
@@ -180,15 +181,15 @@ def parse(raw: bytes) -> Description:
 def unpack(description: Description, content: memoryview, root: Path) -> None:
     """Write the files of a bundle to the new directory `root`, which appears when it is complete.
 
-    After an error nothing remains. `remove_partial` removes the directory of a killed process.
+    After an error no files remain. `remove_partial` removes the directory that a killed process left.
 
     Args:
-        description: result of `describe`, so its signature was checked.
+        description: result of `describe`, which checked its signature.
         content: the tensor `content` of the bundle.
-        root: created by this call, for this user only. Its parent must exist.
+        root: directory that this call creates, with access only for this user. Its parent must exist.
 
     Raises:
-        FormatError: a path is outside `root` or in no cache, or the sizes do not match the content.
+        FormatError: a path is outside `root` or outside every cache, or the sizes do not match the content.
         IntegrityError: a file differs from its digest.
         DestinationError, DiskFull: the directory cannot be written.
     """
@@ -214,7 +215,10 @@ _PARTIAL = ".partial-"
 
 
 def remove_partial(root: Path) -> None:
-    """Remove the directories of killed calls of `unpack` next to `root`. The caller must hold the lock for `root`."""
+    """Remove the directories next to `root` that killed calls of `unpack` left.
+
+    The caller must hold the lock for `root`.
+    """
     for path in root.parent.glob(f"{root.name}{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -224,7 +228,7 @@ def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
     group: list[tuple[str, bytes, bool]] = []
     size = 0
     for directory, names, files in os.walk(root):
-        # Sort, so that equal files give equal bundles.
+        # Sort the names, so that equal files produce identical bundles.
         names.sort()
         for name in sorted(files):
             path = Path(directory, name)
@@ -270,7 +274,10 @@ def _placed(description: Description, content: memoryview) -> list[_Placed]:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """Return the path of a file below the root. Raise FormatError if it could be outside or is in no cache."""
+    """Return the path of a file below the root.
+
+    Raise FormatError if it could lead outside the root or is outside every cache.
+    """
     parts = path.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in parts) or parts[0] not in caches.NAMES or len(parts) < 2:
         raise FormatError(f"the bundle has a file at {path!r}, which is not in a cache")
@@ -278,7 +285,7 @@ def _checked(path: str) -> PurePosixPath:
 
 
 def _write(root: Path, frame: _Placed) -> None:
-    """Decompress a frame and write its files, each after comparing its digest."""
+    """Decompress a frame, and write each of its files after checking the file's digest."""
     data, files = frame
     expected = sum(file.nbytes for file, _ in files)
     try:
@@ -294,7 +301,7 @@ def _write(root: Path, frame: _Placed) -> None:
         start += file.nbytes
         if blake3(part).hexdigest() != file.digest:
             raise IntegrityError(f"the bundle's file {file.path} differs from its digest")
-        # O_EXCL makes a path that occurs twice an error, and a path below a file fails too.
+        # With O_EXCL a duplicate path raises an error. A path below a regular file raises an error too.
         mode = 0o700 if file.is_executable else 0o600
         with open(root / path, "xb", opener=_opener(mode)) as out:
             out.write(part)

@@ -1,6 +1,6 @@
 """The caches in which compilers and engines store compiled code, and the environment variables for their paths.
 
-Each cache is a directory below one `root`, so that a bundle of the root has only the code of one configuration.
+Each cache is a directory below one `root`, so that a bundle of the root contains only the code for one configuration.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ class Cache:
     Attributes:
         name: name of the directory below the root.
         variable: environment variable for the path of the cache.
-        module: module that reads the variable when it is imported. If empty, the variable is read at each use.
-        parts: directories of the cache that are copied. If empty, all directories.
+        module: module that reads the variable when it is imported. If empty, the program reads the variable at each
+            use.
+        parts: directories of the cache that are copied. If empty, all directories are copied.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """True if this process has already read the variable, so that the cache cannot be moved."""
+        """Whether this process has already read the variable, so that the cache cannot be moved."""
         return bool(self.module) and self.module in sys.modules
 
 
@@ -47,13 +48,13 @@ CACHES = (
     Cache(name="sglang_deep_gemm", variable="SGLANG_DG_CACHE_DIR", module="deep_gemm"),
 )
 """Source: vLLM 0.32 envs.py and utils/deep_gemm.py, torch 2.13 cache_dir_utils.py, Triton knobs.py, SGLang's
-environ.py, and the documentation of FlashInfer. The entries for FlashInfer, DeepGEMM and SGLang were not tried."""
+environ.py, and the documentation of FlashInfer. The entries for FlashInfer, DeepGEMM and SGLang are untested."""
 
 NAMES = frozenset(cache.name for cache in CACHES)
 
 
 def variables(root: Path) -> dict[str, str]:
-    """Return the environment variables that place each cache below `root`, except those that were already read."""
+    """Return the environment variables that place the caches below `root`, except variables already read."""
     return {cache.variable: str(root / cache.name) for cache in CACHES if not cache.is_read}
 
 
@@ -67,7 +68,8 @@ def is_copied(parts: Sequence[str]) -> bool:
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False
-    # Skip locks and unfinished files. A compiler renames a finished file, and Triton its directory `tmp.`.
+    # Skip locks and unfinished files. A compiler renames a file when it is finished, and Triton renames its directory
+    # `tmp.*`.
     if parts[-1].endswith((".lock", ".tmp")) or parts[-1].startswith("."):
         return False
     if any(part in {"__pycache__", "locks"} or part.startswith("tmp.") for part in parts):

@@ -1,6 +1,6 @@
 """`penstock compile-cache`: restore compiled code of engines before a start, save it afterwards, and list it.
 
-Engines do this themselves with the option `"compile_cache"`.
+Engines with the option `"compile_cache"` do this themselves.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def list_all(
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
     if cache:
-        # An engine checks the signature, so it could not use a bundle that is refused here.
+        # An engine checks the signature too, so it could not use a bundle that is refused here.
         named = [(bundle.uri, fleet_name(bundle.key.id)) for bundle in bundles if bundle.key is not None]
         write_lines(shlex.join(word for place, name in named for word in (place, "--model", name)))
     elif format is OutputFormat.json:

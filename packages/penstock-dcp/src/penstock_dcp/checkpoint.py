@@ -1,4 +1,4 @@
-"""Opens checkpoints for DCP: their metadata, and the place of each stored item's bytes.
+"""Opens checkpoints for DCP: reads their metadata, and locates the bytes of each stored item.
 
 safetensors: headers -> names, dtypes, shapes, places; DCP_SHARDING_INFO says which part of its tensor a file has
 distcp:      .metadata -> entries; the archive of each requested entry -> dtype, shape, place
@@ -48,11 +48,12 @@ BYTES_KEY = "penstock.dcp.bytes"
 values."""
 
 PATHS_KEY = "penstock.dcp.paths"
-"""Metadata key in the same file. For names in a nested state, it has the keys that lead to them, which the planner
-needs."""
+"""Metadata key in a safetensors file from this package. For each name in a nested state, it lists the keys that lead to
+the value, which the planner needs."""
 
 _PROBE_GAP_BYTES = 16 << 10
-"""Maximum gap in bytes between ends and beginnings of archives that are read together. Small tensors are read whole."""
+"""Maximum gap in bytes between the end of one archive and the beginning of the next if both are read together. Small
+tensors are read whole."""
 
 _PROBE_MAX_BYTES = 4 * MIB
 
@@ -62,15 +63,16 @@ class CheckpointRow:
     """The bytes of a stored item."""
 
     name: str
-    """Name in the table of the weight set, which also identifies the item in errors."""
+    """Name in the weight set's table. Errors also identify the item by this name."""
     file: int
     offset: int
     nbytes: int
     dtype: DType
     shape: tuple[int, ...]
-    """Shape in the order of the bytes."""
+    """Shape of the stored tensor, with the dims in the order in which the bytes are stored."""
     order: tuple[int, ...] | None = None
-    """The tensor's dims in the order of the bytes. None means that the order is unchanged."""
+    """Permutation of the tensor's dims into the order in which the bytes are stored. None means that the order is
+    unchanged."""
     is_bytes: bool = False
 
 
@@ -81,7 +83,7 @@ class Checkpoint(Protocol):
     uri: str
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """Find the bytes of these items: open their files and check them.
+        """Locate the bytes of these items: open and check the files that contain them.
 
         Raises:
             NotFound: a file is missing.
@@ -91,11 +93,14 @@ class Checkpoint(Protocol):
         ...
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
-        """Return the place of a located item. Raise FormatError if there is none."""
+        """Return the place of an item that was located before.
+
+        Raise FormatError if the checkpoint does not contain the item.
+        """
         ...
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
-        """Return the weight set for loading these rows. Its sources belong to the checkpoint."""
+        """Return the weight set for loading these rows. The checkpoint closes its sources."""
         ...
 
     def close(self) -> None:
@@ -104,11 +109,11 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[str, str] | None) -> Checkpoint:
-    """Open the checkpoint at `uri`. It has DCP's own format if there is a `.metadata`, and otherwise safetensors.
+    """Open the checkpoint at `uri`. It is in DCP's own format if it contains `.metadata`, and otherwise in safetensors.
 
     Raises:
         NotFound: there is no checkpoint.
-        FormatError: the metadata or a header is malformed, or they contradict each other.
+        FormatError: the metadata or a header is malformed, or the two contradict each other.
         SourceError: the storage failed.
     """
     text = texts_of(uri)[0]
@@ -125,7 +130,7 @@ class SafetensorsCheckpoint:
     """A checkpoint in safetensors files with whole tensors, or with parts whose offsets are in DCP_SHARDING_INFO."""
 
     def __init__(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-        # Offsets of the parts in each file. Several threads may fill it while headers are read.
+        # Offsets of the parts in each file. Several threads may fill this dict while headers are read.
         parts: dict[str, dict[str, tuple[int, ...]]] = {}
         stored_bytes: set[str] = set()
         paths: dict[str, distcp.Path] = {}
@@ -188,7 +193,8 @@ class SafetensorsCheckpoint:
             there = tensors.get(name)
             if there is None:
                 tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [chunk])
-                # A tensor with one part has the part's size only if the part begins at 0.
+                # If a tensor has a single part, the tensor and the part have the same size only if the part begins at
+                # offset 0.
                 if any(offset):
                     sharded.add(name)
                 continue
@@ -207,7 +213,7 @@ class SafetensorsCheckpoint:
         return Metadata(tensors, storage_data=self._rows)
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """See `Checkpoint.locate`. The headers were read at opening and contain every place."""
+        """See `Checkpoint.locate`. The headers contain every place and were read when the checkpoint was opened."""
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
         """See `Checkpoint.row`."""
@@ -230,7 +236,7 @@ def _part_name(name: str, offset: Sequence[int]) -> str:
 
 
 def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
-    """Return the offsets of a file's parts in their tensors, or None if the file has whole tensors."""
+    """Return the offset of each of a file's parts within its tensor, or None if the file contains whole tensors."""
     raw = header.metadata.get(SHARDING_KEY)
     if raw is None:
         return None
@@ -288,7 +294,8 @@ class DistcpCheckpoint:
         self._files: dict[str, int] = {}
         self._sources: list[Source] = []
         self._rows: dict[MetadataIndex, CheckpointRow] = {}
-        # Descriptions by the bytes of `data.pkl`, because many tensors of a model share the same few.
+        # Parsed descriptions, keyed by the bytes of `data.pkl`, because a model's many tensors have only a few distinct
+        # ones.
         self._tensors: dict[bytes, tuple[distcp.StoredTensor, str, int]] = {}
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
@@ -379,7 +386,7 @@ class DistcpCheckpoint:
         tail = probe.read(file, entry.offset + entry.nbytes - tail_bytes, tail_bytes)
         members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
         if isinstance(members, int):
-            # The directory is longer than any known writer's, but not longer than the archive.
+            # The zip directory is longer than those of all known writers, but not longer than the archive.
             tail = probe.read(file, entry.offset + entry.nbytes - members, members)
             members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
             assert not isinstance(members, int)
@@ -387,7 +394,7 @@ class DistcpCheckpoint:
         def body(path: str) -> tuple[int, int]:
             assert not isinstance(members, int)
             member = distcp.member(members, path, uri=uri, tensor=name)
-            # The local header has the lengths of its own name and padding.
+            # The local header states the lengths of its name and its padding.
             head = probe.read(file, entry.offset + member.start, 30)
             start = distcp.body_start(head, member, uri=uri, tensor=name)
             if start + member.nbytes > entry.nbytes:
@@ -484,9 +491,9 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 
 
 class _Probe:
-    """The beginnings and ends of archives, which contain the places of elements. They are read ahead with few reads.
+    """The beginnings and ends of archives, which say where the elements are. A few large reads fetch them in advance.
 
-    Archives follow each other, so the end of one and the beginning of the next can be read together.
+    Archives are adjacent in a file, so the end of one and the beginning of the next can be read together.
     """
 
     def __init__(
@@ -522,7 +529,7 @@ class _Probe:
         return bytes(buffer)
 
     def read(self, file: int, start: int, nbytes: int) -> bytes:
-        """Return a range from the bytes that were read ahead, or read it."""
+        """Return a byte range from the prefetched bytes, or read it from the file."""
         starts, parts = self._starts[file]
         at = bisect_right(starts, start) - 1
         if at >= 0 and start + nbytes <= starts[at] + len(parts[at]):

@@ -1,9 +1,9 @@
-"""Reads DCP's own format as data: `.metadata`, and the torch.save archives in `.distcp` files.
+"""Reads DCP's own format without executing it: `.metadata`, and the torch.save archives in `.distcp` files.
 
     archive: data.pkl (dtype, shape, strides) | small records | data/0 (the elements) | ... | directory of a zip file
 
-The records are not compressed. A tensor's elements are one run in the file, which is read into place. `pickled` decodes
-the pickles, and `reader` reads the files.
+The records are not compressed. A tensor's elements are contiguous in the file, so they are read directly into the
+tensor. `pickled` decodes the pickles, and `reader` reads the files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD_BYTES = 1 << 10
 2."""
 
 TAIL_BYTES = 1 << 10
-"""Bytes to read from an archive's end. The directory takes about 600 bytes."""
+"""Bytes to read from an archive's end. The zip directory there takes about 600 bytes."""
 
 _MAX_DIRECTORY_BYTES = 1 << 20
 
@@ -54,7 +54,7 @@ _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 # Names in the metadata whose values are not used.
 _UNUSED = {
     Global(_META, "_MEM_FORMAT_ENCODING"),
-    # Python 3.11.0 to 3.11.3 write an enum member as `getattr(enum, name)`. It is not called here.
+    # Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(enum, name)`. The decoder does not call `getattr`.
     Global("builtins", "getattr"),
     Global(_META, "StorageMeta"),
     Global("torch.serialization", "_get_layout"),
@@ -106,7 +106,7 @@ class DistcpEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The tensor in an archive. `order` has its dims by decreasing strides, which is the order of the bytes."""
+    """The tensor in an archive. `order` lists its dims by decreasing stride, which is the order of the bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ class StoredTensor:
 
 
 def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
-    """Parse the metadata of a checkpoint. Its `storage_data` maps each index to a `DistcpEntry`.
+    """Parse a checkpoint's metadata. The `storage_data` of the result maps each index to a `DistcpEntry`.
 
     Raises:
         FormatError: the file is not a pickle of DCP metadata, or contradicts itself. The error names the tensor.
@@ -157,7 +157,7 @@ def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
     if not isinstance(value, PickleRecord) or value.call != call or value.args or value.items:
         raise FormatError(f"expected a {call.name} in the metadata", uri=uri)
     state = {} if value.state is None else value.state
-    # The state of a dataclass may be a pair, and its first element is the dict.
+    # The state of a dataclass may be a pair, whose first element is the dict of its fields.
     return _dict(state, uri)
 
 
@@ -170,7 +170,7 @@ def _dict(value: Any, uri: str) -> dict[Any, Any]:
 def _shown(value: Any) -> str:
     """Return a value for an error message.
 
-    Only text is shown, because a small pickle can hold a value with a huge text form.
+    Only the content of strings is shown, because a small pickle can hold a value with a huge text form.
     """
     return repr(clip(value)) if isinstance(value, str) else f"a {type(value).__name__}"
 
@@ -217,14 +217,17 @@ def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetada
 
 
 def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Return whether chunks do not overlap. They lie in the tensor and have as many elements as it has."""
+    """Return whether chunks do not overlap.
+
+    The caller has checked that they lie inside the tensor and have as many elements.
+    """
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     cut = {dim for chunk in chunks for dim, extent in enumerate(chunk.sizes) if extent != size[dim]}
     if len(cut) == 1:
         (dim,) = cut
         ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
-    # Refuse numbers that overflow 64 bits, because no file can hold a tensor of that size.
+    # Reject sizes that overflow 64 bits, because no file can hold a tensor that large.
     if math.prod(extent + 1 for extent in size) >= 1 << 62:
         return False
     boxes = [
@@ -237,7 +240,7 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 def _entry(name: str, value: Any, uri: str) -> DistcpEntry:
     fields = _record(value, _INFO, uri)
     file, offset, nbytes = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-    # The name is appended to the checkpoint's URI, and must not lead out of it.
+    # The file name is appended to the checkpoint's URI, and must not lead outside the checkpoint.
     if not isinstance(file, str) or not file or "/" in file or "\\" in file or "\0" in file or file in {".", ".."}:
         raise FormatError(f"{_shown(file)} is not a valid file name", uri=uri, tensor=clip(name))
     if not isinstance(offset, int) or not isinstance(nbytes, int) or not is_sizes((offset, nbytes, offset + nbytes)):
@@ -249,12 +252,13 @@ def _entry(name: str, value: Any, uri: str) -> DistcpEntry:
 
 
 def _paths(value: Any, uri: str) -> dict[str, Path] | None:
-    """Return the planner's table. It maps each flat name to the keys that lead to it in the nested state."""
+    """Return the planner's table. It maps each flat name to the keys that lead to the value in the nested state."""
     if value is None:
         return None
     paths: dict[str, Path] = {}
     for name, path in _dict(value, uri).items():
-        # An int in a path is an index in a list, and a planner creates a list of that length, so `is_key` limits it.
+        # An int in a path is a list index, and a planner creates a list that is long enough for it, so `is_key` limits
+        # the int.
         if not isinstance(name, str) or not isinstance(path, tuple) or not all(map(is_key, path)):
             raise FormatError("the planner's table is malformed", uri=uri)
         paths[name] = path
@@ -281,7 +285,7 @@ class _Member:
 
 
 def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _Member] | int:
-    """Return the members of an archive, or the number of bytes at its end that are needed to find them.
+    """Return the members of an archive, or the number of bytes at its end that are required to find them.
 
     Args:
         tail: the archive's last bytes.
@@ -289,7 +293,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         uri, tensor: names for errors.
 
     Raises:
-        FormatError: the archive does not end as a zip file, or a member is compressed or lies outside.
+        FormatError: the archive does not end as a zip file, or a member is compressed or lies outside the archive.
     """
 
     def fault(why: str) -> FormatError:
@@ -306,7 +310,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         raise fault("its directory lies outside the archive")
     begin = start - (nbytes - len(tail))
     if nbytes - start > _MAX_DIRECTORY_BYTES:
-        # Refuse the number before memory is allocated for it.
+        # Reject the stated length before memory is allocated for the directory.
         raise fault("its directory is too long")
     if begin < 0:
         return nbytes - int(start)
@@ -330,7 +334,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
 
 
 def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int, int]:
-    """Return sizes and offset, with values from the zip64 field for those that do not fit 32 bits."""
+    """Return a member's sizes and offset. Values that do not fit in 32 bits come from the zip64 field."""
     at, wide = 0, b""
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)
@@ -362,9 +366,9 @@ def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) 
 
 
 def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
-    """Return a member's bytes from a whole archive. Raise FormatError if it is missing or malformed."""
+    """Return a member's bytes from a complete archive. Raise FormatError if the member is missing or malformed."""
     members = directory(archive, len(archive), uri=uri, tensor=tensor)
-    # An int means that the directory begins before the archive does.
+    # An int means that the directory would begin before the start of the archive.
     if isinstance(members, int):
         raise FormatError(
             "not an archive of torch.save: its directory lies outside the archive", uri=uri, tensor=clip(tensor)
@@ -377,12 +381,14 @@ def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
 
 
 def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, str, int]:
-    """Parse an archive's `data.pkl`. Return the tensor, the member with its elements, and the bytes that it needs.
+    """Parse an archive's `data.pkl`.
 
-    The tensor's offset counts from the beginning of the member.
+    Return the tensor, the member that holds its elements, and the member's required size.
+
+    The tensor's offset is relative to the beginning of the member.
 
     Raises:
-        FormatError: the archive holds something other than one tensor whose elements lie without gaps.
+        FormatError: the archive does not hold exactly one tensor whose elements are stored without gaps.
     """
 
     def fault(why: str) -> FormatError:

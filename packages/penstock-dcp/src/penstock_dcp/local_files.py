@@ -1,9 +1,9 @@
-"""Reads parts of a load from local files into host memory. It uses little Python for each of the many small tensors.
+"""Reads parts of a load from local files into host memory. Each of the many small tensors costs little time in Python.
 
     one run of bytes, same dtype  --pread--> the target's memory
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
-It asks the kernel to read missing pages into the page cache before the copies reach them, so that one thread keeps a
+It asks the kernel to read missing pages into the page cache before the copies reach them, so that one thread can keep a
 disk busy. `loader.run` reads remote files, and files whose tensors go to a device.
 """
 
@@ -38,25 +38,26 @@ _AHEAD_BYTES = 32 * MIB
 """Number of bytes to request from the disk ahead of the current read."""
 
 _THREAD_BYTES = 16 * MIB
-"""Minimum number of bytes for a thread. Starting and ending one costs about as much as copying 1 MiB."""
+"""Minimum number of bytes for each thread. Starting and joining a thread costs about as much as copying 1 MiB."""
 
 _MAX_THREADS = 4
-"""Maximum number of threads. More threads would wait for the address space's lock. Source: `Intake.num_reads`."""
+"""Maximum number of threads. Further threads would only wait for the kernel's lock on the address space. Source:
+`Intake.num_reads`."""
 
 _LOOK_S = 1.0
-"""Seconds between checks of threads that read."""
+"""Interval in seconds at which the caller checks the reading threads."""
 
 _Work = tuple[int, FilePart, int, int, bool]
-"""Number of a part, the part, and its `span`."""
+"""A tuple of a part's number, the part, and the three values of its `span`."""
 
 
 def num_threads(num_ranks: int) -> int:
-    """Return the number of read threads for a rank. Ranks share the cores, because all may be on this host."""
+    """Return the number of read threads for a rank. Ranks share the cores, because all of them may be on this host."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 class _Mapped:
-    """A mapping of a whole file. It ends with the last reference to its view."""
+    """A mapping of a whole file. The file is unmapped when the last reference to its view is gone."""
 
     def __init__(self, source: FileSource, file: MappedFile) -> None:
         self.source = source
@@ -69,7 +70,7 @@ class LocalFill:
 
     Attributes:
         nbytes: size of all parts in bytes.
-        moved_bytes: number of bytes that are in their targets.
+        moved_bytes: number of bytes that have been written to their targets.
     """
 
     def __init__(self, session: LoadSession, parts: Sequence[FilePart]) -> None:
@@ -87,12 +88,12 @@ class LocalFill:
         self.moved_bytes = 0
         self._is_copied = False
         self._fills_tensors = not all(part.row.is_bytes for part in parts)
-        # Guards the counts and the paths if there are several threads.
+        # Guards the byte counts and the I/O paths if there are several threads.
         self._lock = threading.Lock()
         self._is_stopped = False
 
     def slab(self, index: int) -> Bytes:
-        """Return the stored bytes of a complete part, for the checker."""
+        """Return the stored bytes of a complete part, for the digest check."""
         memory = self._memories[index]
         assert memory is not None
         return memory
@@ -110,7 +111,7 @@ class LocalFill:
             if count == 1:
                 self._fill(self._work)
                 return
-            # Assign neighbouring parts to one thread, so that it reads its files from beginning to end.
+            # Assign neighbouring parts to the same thread, so that each thread reads its files from beginning to end.
             before = accumulate((span for _, _, _, span, _ in self._work), initial=0)
             groups: list[list[_Work]] = [[] for _ in range(count)]
             for work, at in zip(self._work, before, strict=False):
@@ -122,7 +123,7 @@ class LocalFill:
             self._session.is_touched = self._is_copied or (is_read and self._fills_tensors)
 
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Wait for the threads. Raise the first error or a pending interrupt after the others have stopped."""
+        """Wait for the threads. After all of them have stopped, raise the first error or a pending interrupt."""
         try:
             while wait(jobs, interrupts.longest_wait_s(_LOOK_S)).not_done:
                 interrupts.raise_if_noted()
@@ -150,7 +151,7 @@ class LocalFill:
                 if part.row.is_bytes:
                     memory = torch.empty(nbytes, dtype=torch.uint8)
                 if memory is None:
-                    # Map one file at a time, because the pages of a mapping count as memory of the process.
+                    # Map one file at a time, because the pages of a mapping count towards the process's memory.
                     if mapped is None or mapped.source is not self._sources[part.row.file]:
                         source = self._sources[part.row.file]
                         mapped = _Mapped(source, MappedFile.open(source.uri, state=source.state))
@@ -171,7 +172,7 @@ class LocalFill:
                     self._session.paths[key] = self._session.paths.get(key, 0) + count
 
     def _read(self, number: int, part: FilePart, offset: int, memory: torch.Tensor) -> str:
-        """Read a run directly into its memory. Return the I/O path that was used."""
+        """Read a contiguous run directly into its memory. Return the I/O path that was used."""
         source, array = self._sources[part.row.file], memory.numpy()
         path, view = "", array.data
         for at in range(0, len(array), _READ_BYTES):
@@ -185,9 +186,9 @@ class LocalFill:
         return path
 
     def _copy(self, mapped: _Mapped, number: int, part: FilePart, offset: int, nbytes: int) -> str:
-        """Copy a box that is not one run, or whose dtype or strides differ, from a mapping of its file.
+        """Copy a box that is not contiguous, or whose dtype or strides differ, from a mapping of its file.
 
-        Return the path.
+        Return the I/O path that was used.
         """
         interrupts.raise_if_noted()
         row = part.row
@@ -214,7 +215,7 @@ class LocalFill:
 
 
 def _plan(parts: Sequence[FilePart]) -> LoadPlan:
-    """Return a load plan without reads, in which each part with bytes is a separate slab."""
+    """Return a load plan without reads, in which each non-empty part is a separate slab."""
     table = table_of([part.row for part in parts])
     boxes = tuple(part.box for part in parts)
     widths = [dtype.bits for dtype in table.dtypes]

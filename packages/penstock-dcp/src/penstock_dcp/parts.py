@@ -1,4 +1,4 @@
-"""The parts of a load. A part is a box of a stored item, and the tensors in the state that it fills.
+"""The parts of a load. A part is a box of a stored item, with the tensors in the state that the box fills.
 
 `reader` orders the parts, and `local_files` and `loader` read them.
 """
@@ -18,19 +18,19 @@ from penstock_dcp.checkpoint import CheckpointRow
 
 @dataclass(slots=True, kw_only=True)
 class FilePart:
-    """A box of a stored item, and the items of the plan that it fills."""
+    """A box of a stored item, with the plan's items that it fills."""
 
     row: CheckpointRow
     box: Box | None
-    """The box in the order of the bytes. None means the whole row."""
+    """The box, with its dims in the order of the stored bytes. None means the whole row."""
     items: list[ReadItem]
     targets: list[torch.Tensor]
     data: bytes = b""
-    """The bytes, if the value is not a tensor."""
+    """The bytes of a value that is not a tensor. Otherwise None."""
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the targets, with its index."""
+        """Return the targets' device, including its index."""
         device = self.targets[0].device
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
@@ -39,14 +39,14 @@ class FilePart:
         row, box = self.row, self.box
         if box is None:
             return row.offset, row.nbytes, True
-        # A box of an F4 tensor, whose elements share bytes, was refused before.
+        # `box_of` has already refused boxes of F4 tensors, whose elements share bytes.
         width = stride = torch_dtype(row.dtype).itemsize
         first, last = 0, 0
         is_cut, is_run = False, True
         for start, stop, size in zip(reversed(box.start), reversed(box.stop), reversed(row.shape), strict=True):
             if stop == start:
                 return row.offset, 0, True
-            # If an inner dim is cut, a second index of an outer dim starts a second run.
+            # If an inner dim is cut, each further index of an outer dim starts a new run.
             is_run &= not is_cut or stop - start == 1
             is_cut |= stop - start != size
             first += start * stride
@@ -72,7 +72,10 @@ class FilePart:
         self.deliver_tensor(memory.view(torch_dtype(self.row.dtype)).view(torch_shape(self.row.dtype, shape)))
 
     def deliver_tensor(self, stored: torch.Tensor) -> None:
-        """Copy the box to the targets, except a target that has its memory. `stored` is in the order of the bytes."""
+        """Copy the box to the targets, except a target that uses the memory of `stored`.
+
+        The dims of `stored` are in the order of the bytes.
+        """
         for target in self.targets:
             ordered = self._ordered(target)
             if ordered.data_ptr() != stored.data_ptr():
@@ -84,7 +87,7 @@ class FilePart:
 
 
 def box_of(item: ReadItem, row: CheckpointRow) -> Box | None:
-    """Return the box of a row that an item reads, in the order of the bytes. None means the whole row.
+    """Return the box that an item reads from a row, with dims in the order of the bytes. None means the whole row.
 
     Raises:
         PlanError: the box lies outside the row, or is a part of an F4 tensor.

@@ -1,9 +1,9 @@
-"""Decodes pickles as data. Its interpreter builds a tree, and never calls, imports or looks up anything.
+"""Decodes pickles without executing them. The interpreter builds a tree, and never calls, imports or looks up anything.
 
-DCP keeps its metadata in a pickle, and other values than tensors in torch.save archives, which are pickles too.
+DCP stores its metadata in a pickle, and values other than tensors in torch.save archives, which contain pickles too.
 Python's unpickler executes the names in a pickle. This interpreter knows only the opcodes that such data uses. An
-unlisted name, an unknown opcode or a malformed argument is a FormatError. A call becomes a `PickleRecord`, whose
-meaning `distcp` knows. `archive` writes plain values as a torch.save archive.
+unlisted name, an unknown opcode or a malformed argument is a FormatError. A call becomes a `PickleRecord`, which
+`distcp` interprets. `archive` writes plain values as a torch.save archive.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.errors import FormatError, PlanError
 from penstock.storage.safetensors import clip
 
 MAX_VALUES = 1 << 20
-"""Maximum number of parts in a value. A pickle of a few bytes can refer to itself a billion times."""
+"""Maximum number of parts in a value. A tiny pickle can contain nested references that expand to a billion parts."""
 
 MAX_DEPTH = 64
 """Maximum nesting depth of a value, far below Python's recursion limit."""
 
 
 _MAX_KEY_PARTS = 256
-"""Maximum number of parts in a key or a set element. Python hashes them recursively. A tuple nested 100,000 deep would
-crash the process, and one that refers to itself twice on each of 60 levels would be hashed for years."""
+"""Maximum number of parts in a key or a set element. Python hashes keys recursively. Hashing a tuple with 100,000
+levels would crash the process, and hashing a tuple whose 60 levels each refer twice to the next would take years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class PickleRecord:
 
 
 PERSISTENT = Global("", "persistent id")
-"""The call of a record for a persistent id. Its only argument is the id."""
+"""The callable in a record for a persistent id. The record's only argument is the id."""
 
 # Plain values that torch.save writes as calls. Source: the archives of torch 2.8 to 2.13.
 _SET, _SET_2 = Global("builtins", "set"), Global("__builtin__", "set")
 _FROZENSET, _FROZENSET_2 = Global("builtins", "frozenset"), Global("__builtin__", "frozenset")
 _ENCODE = Global("_codecs", "encode")
-# Empty bytes, which need no encoding.
+# Names in the pickle of an empty `bytes`, which is written as a call without arguments.
 _EMPTY, _EMPTY_2 = Global("builtins", "bytes"), Global("__builtin__", "bytes")
 _ORDERED = Global("collections", "OrderedDict")
 SIZE = Global("torch", "Size")
@@ -100,7 +100,7 @@ class _Decoder:
         return int.from_bytes(self.take(nbytes), "little")
 
     def text(self, nbytes: int) -> str:
-        # Decode as pickle does, because file names may have surrogates.
+        # Decode as pickle does, because file names may contain surrogates.
         return self.take(nbytes).decode("utf-8", "surrogatepass")
 
     def line(self) -> str:
@@ -120,7 +120,7 @@ class _Decoder:
         return named
 
     def keys(self, values: list[Any]) -> list[Any]:
-        """Return values that will be hashed, after checking that each has a limited size."""
+        """Check that each of these values is small enough to be hashed, and return them."""
         for value in values:
             if isinstance(value, tuple | frozenset):
                 left, parts = _MAX_KEY_PARTS, [value]
@@ -133,7 +133,7 @@ class _Decoder:
         return values
 
     def mark(self) -> None:
-        """Begin a new stack, so that nothing below a mark can be popped above it."""
+        """Begin a new stack, so that opcodes after a mark cannot pop values from below it."""
         self.below.append(self.stack)
         self.stack = []
 
@@ -186,8 +186,8 @@ class _Decoder:
         raw, memo, steps, size = self.raw, self.memo, _STEPS, len(self.raw)
         stack, at = self.stack, 0
         push = stack.append
-        # Handle the most frequent opcodes inline, with the position in a local variable. The metadata of a large
-        # checkpoint has a million of them, and this takes half the time.
+        # Handle the most frequent opcodes inline, with the position in a local variable. A large checkpoint's metadata
+        # has a million of these opcodes, and inlining halves the time.
         while at < size:
             code = raw[at]
             at += 1
@@ -249,7 +249,7 @@ def _tuple(count: int) -> Callable[[_Decoder], None]:
 
 
 def _marked(make: Callable[[list[Any]], Any]) -> Callable[[_Decoder], None]:
-    # Take the values first, because they are pushed to the stack below.
+    # Pop the values first, because the result is pushed to the stack below the mark.
     def step(decoder: _Decoder) -> None:
         value = make(decoder.marked())
         decoder.stack.append(value)
@@ -274,7 +274,7 @@ def _signed(decoder: _Decoder, nbytes: int) -> int:
 # Source: the comments in Python's `pickletools`, by opcode.
 _STEPS: dict[int, Callable[[_Decoder], Any]] = {
     0x80: lambda d: d.number(1) <= 5 or d.fail("its protocol is newer than 5"),
-    0x95: lambda d: d.number(8),  # FRAME: a hint for readers from a stream
+    0x95: lambda d: d.number(8),  # FRAME: a hint for streaming readers
     ord("N"): _push(lambda d: None),
     0x88: _push(lambda d: True),
     0x89: _push(lambda d: False),
@@ -324,21 +324,21 @@ def decode(raw: bytes, allowed: frozenset[Global], *, uri: str) -> Any:
     Raises:
         FormatError: the pickle is malformed or contains other data.
 
-    For any content, memory is proportional to the length of `raw`. An opcode takes 0.4 us.
+    For any content, memory use is proportional to the length of `raw`. Each opcode takes about 0.4 us.
     """
     decoder = _Decoder(raw, allowed, uri)
     try:
         return decoder.run()
     except (IndexError, KeyError, TypeError, UnicodeDecodeError, OverflowError) as error:
-        # The stack is empty, a memo entry is missing, a key cannot be hashed, or a text is invalid.
+        # The stack is empty, a memo entry is missing, a key cannot be hashed, or a string is not valid text.
         raise FormatError(f"a malformed pickle at byte {decoder.at}: {error}", uri=uri) from error
 
 
 def plain(value: Any, *, uri: str) -> Any:
-    """Replace the records of plain Python and torch values in a decoded value with these values.
+    """Replace records in a decoded value with the plain Python and torch values that they describe.
 
     Raises:
-        FormatError: the value holds something else, has too many parts, or is nested too deeply.
+        FormatError: the value contains any other record, has too many parts, or is nested too deeply.
     """
     try:
         return _plain(value, uri, [MAX_VALUES], 0)
@@ -367,7 +367,8 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
     if not isinstance(value, PickleRecord):
         return value
     args = inner(value.args)
-    # Check numbers and types exactly, because a record's arguments need not suit its call.
+    # Check the number and the types of the arguments exactly, because a record may have arguments that do not suit its
+    # call.
     if value.state is None and not (value.items and value.call != _ORDERED):
         if value.call == _ORDERED and not args:
             return OrderedDict((inner(key), inner(item)) for key, item in value.items)
@@ -385,7 +386,7 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
 
 
 def is_sizes(value: Any) -> bool:
-    """Return whether a decoded value is a sequence of sizes or offsets, which are non-negative and fit 64 bits."""
+    """Return whether a decoded value is a sequence of sizes or offsets, which are non-negative and fit in 64 bits."""
     return isinstance(value, tuple | list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
@@ -404,14 +405,14 @@ def archive(value: Any) -> bytes:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a plain value that shares nothing with it. Errors are those of `archive`."""
+    """Return a deep copy of a plain value. Raises the same errors as `archive`."""
     if type(value) in {bool, float, str, bytes, type(None)}:
         return value
     return plain(decode(_pickle(value), PLAIN, uri="value"), uri="value")
 
 
 def _pickle(value: Any) -> bytes:
-    """Return the pickle of a plain value. Errors are those of `archive`."""
+    """Return the pickle of a plain value. Raises the same errors as `archive`."""
     out = bytearray(b"\x80\x02")
     _encode(value, out, [MAX_VALUES], 0)
     return bytes(out + b".")

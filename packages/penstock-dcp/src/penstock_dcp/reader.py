@@ -1,4 +1,4 @@
-"""`CheckpointReader` implements torch DCP's `StorageReader` for every storage of Penstock.
+"""`CheckpointReader` implements torch DCP's `StorageReader` for every kind of storage that Penstock supports.
 
 read items -> parts: a box of a stored item, with its targets
 local files, host memory:  --copied, a part at a time (`local_files`)--> the planner's tensors, in place
@@ -43,15 +43,16 @@ from penstock_dcp.parts import FilePart, box_of
 from penstock_dcp.pickled import PLAIN, archive, decode, plain
 
 _MAX_GAP_BYTES = 128 << 10
-"""Maximum gap in bytes that is read instead of skipped. A gap between two parts of a rank is read by other ranks. With
-the 1 MiB of a load, two ranks read a whole model with 300 tensors of 0.9 MiB, twice the bytes they needed."""
+"""Maximum gap in bytes that is read instead of skipped. Other ranks read the bytes between two parts of a rank. With
+the 1 MiB of `penstock.load`, each of two ranks read a whole model of 300 tensors of 0.9 MiB, twice the bytes that it
+needed."""
 
 
 class _Unreadable(Metadata):
     """The metadata of an unreadable checkpoint, which raises the error when it is used.
 
-    DCP catches errors from `read_metadata` and keeps only their text, in an AssertionError. An error that is raised one
-    step later reaches the caller unchanged, in `CheckpointException.failures`.
+    DCP catches errors from `read_metadata` and raises an AssertionError that has only their text. An error in the next
+    step reaches the caller unchanged, in `CheckpointException.failures`.
     """
 
     def __init__(self, error: PenstockError) -> None:
@@ -69,7 +70,7 @@ class CheckpointReader(StorageReader):
     Args:
         uri: a URI as for `penstock.load`, such as a directory, a file, an index, `s3://`, `hf://` or `http://`. None
             means that DCP passes it as `checkpoint_id`.
-        verify: whether bytes are compared with digests. See `penstock.load`. Parts of tensors have no digests.
+        verify: whether bytes are compared with digests. See `penstock.load`. A part of a tensor has no digest.
         memory_bytes: limit of host staging. See `penstock.load`.
         storage_options: credentials and endpoint of an object store. See `penstock.load`.
         cast: whether a tensor is cast if its dtype differs from the stored one, as torch's readers do. If False, a
@@ -78,9 +79,9 @@ class CheckpointReader(StorageReader):
     Attributes:
         reports: reports of the last load, one for each device.
 
-    Each rank reads the bytes for its own tensors once, into their memory. All ranks open and check all their files
-    before the first byte of a tensor is read. Errors are `PenstockError`s in DCP's `CheckpointException.failures`, by
-    rank.
+    Each rank reads the bytes for its own tensors once, directly into the tensors' memory. All ranks open and check all
+    their files before the first byte of a tensor is read. DCP's `CheckpointException.failures` contains each rank's
+    `PenstockError`.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class CheckpointReader(StorageReader):
         """See `StorageReader.validate_checkpoint_id`: any path or URI may be a checkpoint."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
-    # If this method took any keywords, DCP would request the metadata of single ranks after an error.
+    # If this method accepted arbitrary keywords, DCP would request per-rank metadata after an error.
     def read_metadata(self) -> Metadata:
         """Open the checkpoint and return its metadata.
 
-        If it cannot be read, the metadata raises the error when used.
+        If the metadata cannot be read, the result raises the error when it is used.
         """
         self.close()
         self.reports = []
@@ -162,12 +163,12 @@ class CheckpointReader(StorageReader):
                 use.
         """
         checkpoint = self._opened()
-        # The planner may have changed the plan since `prepare_local_plan`.
+        # The planner may have changed the plan after `prepare_local_plan`.
         checkpoint.locate(item.storage_index for item in plan.items)
         parts = self._parts(checkpoint, plan.items, planner)
         values = [part for part in parts if part.row.is_bytes]
         with deferred_interrupts(None), paused_gc():
-            # Read other values before tensors, because an undecodable value must not leave tensors half loaded.
+            # Read values before tensors, because a value that cannot be decoded must not leave tensors partly loaded.
             if values:
                 self._fill(checkpoint, torch.device("cpu"), values)
             decoded = [_value(part, checkpoint.uri) for part in values]
@@ -178,12 +179,12 @@ class CheckpointReader(StorageReader):
                 try:
                     self._fill(checkpoint, device, [part for part in tensors if part.device == device])
                 except PenstockError as error:
-                    # The tensors on a different device may already be filled.
+                    # Tensors on another device may already be filled.
                     error.mutated |= any(report.nbytes for report in self.reports[bool(values) :])
                     if error.mutated:
                         note_written(target for _, target in filled)
                     raise
-            # Torch does not notice that bytes are read into the tensors by address.
+            # Torch does not detect that the tensors change, because the bytes are written to their addresses.
             note_written(target for _, target in filled)
         for part, value in zip(values, decoded, strict=True):
             for item in part.items:
@@ -209,7 +210,7 @@ class CheckpointReader(StorageReader):
         return self._checkpoint
 
     def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[FilePart]:
-        """Return the boxes to read, each once, with the tensors that they fill."""
+        """Return the distinct boxes to read, with the tensors that each of them fills."""
         parts: dict[tuple[str, int, int, Box | None, torch.device], FilePart] = {}
         for item in items:
             row = checkpoint.row(item.storage_index)
@@ -251,7 +252,7 @@ class CheckpointReader(StorageReader):
         rows = [part.row for part in parts]
         options = ReadOptions(
             device=device,
-            # Use a list and not None, because a part of the set has no digest.
+            # Pass an empty list instead of None, because a part of the weight set has no digest.
             names=[],
             verify=self._verify,
             settings=ReadSettings(storage_options=self._storage_options),
@@ -271,7 +272,7 @@ class CheckpointReader(StorageReader):
             journey.received = session.received
             session.phases.enter("plan")
             is_local = all(isinstance(source, FileSource) for source in session.weights.sources)
-            # Other values are read into new memory, so an error leaves the state unchanged.
+            # Values other than tensors are read into new memory, so an error leaves the state unchanged.
             with nullcontext() if parts and parts[0].row.is_bytes else marks_target(session):
                 if is_local and device.type == "cpu":
                     fill = LocalFill(session, parts)
@@ -285,7 +286,7 @@ class CheckpointReader(StorageReader):
         self.reports.append(report)
 
     def _run(self, session: LoadSession, parts: list[FilePart], device: torch.device) -> int:
-        """Read parts of remote files or for a GPU with the load engine. Return the number of bytes."""
+        """Read parts of remote files, or parts for a GPU, with the load engine. Return the number of bytes."""
         is_host = device.type == "cpu"
         plan = session.make_plan(
             table_of([part.row for part in parts]),
@@ -304,7 +305,8 @@ class CheckpointReader(StorageReader):
             else CudaPlace(device, sizes, slabs)
         )
         checker = session.checker(plan, place)
-        # New slabs are allocated when reads reach them. The window keeps reads near the delivered slabs.
+        # New slabs are allocated when reads reach them. The window limits how far reads may run ahead of the delivered
+        # slabs.
         window = 0 if None not in slabs else self._settings.memory_bytes
         run = session.begin(plan, place, checker=checker, window_bytes=window)
         session.enter_move()
@@ -317,7 +319,7 @@ class CheckpointReader(StorageReader):
 
 
 def _value(part: FilePart, uri: str) -> bytes:
-    """Return a new archive with a value's decoded content.
+    """Return a new archive that contains the decoded value.
 
     DCP's planner executes the pickle in the archive that it receives, so it never receives an archive from the
     checkpoint.

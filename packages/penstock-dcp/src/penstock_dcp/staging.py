@@ -1,11 +1,11 @@
-"""Copies a state for an asynchronous save, into host memory of limited size that is kept between saves.
+"""Copies a state for an asynchronous save into host memory, which is limited in size and reused by later saves.
 
     stage: tensors -> the arena, up to `staging_bytes` -> DCP's thread plans and writes, tensors that are live first
     synchronize_staging: waits for those; then training goes on while the arena is written
 
 DCP looks for tensors only in mappings and lists. Everything else is a value, and values are copied too. A value or
-tensor that cannot be stored is replaced by a refusal, which DCP's collective reports. An error on only one rank would
-leave the others waiting.
+tensor that cannot be stored is replaced by a refusal object, whose error DCP's collective reports. An error on only one
+rank would leave the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from penstock_dcp.stored import has_own_storage, require_storable
 
 _ALIGN = 64
 _INNER = (Mapping, list, torch.Tensor)
-"""Types that DCP looks for in a list. A list without them is one value."""
+"""Types that DCP looks for in a list. DCP treats a list without any of them as one value."""
 _POLL_S = 0.01
 
 
 class Staging(AsyncStager):
-    """The stager of a writer. DCP uses a writer as a stager if it is one.
+    """The stager for a writer. DCP uses a writer that is also a stager.
 
     Args:
-        staging_bytes: size of the arena. None means the size that the first state needs.
+        staging_bytes: size of the arena in bytes. None means the size that the first state requires.
         stall_s: seconds within which the save must begin.
 
     Attributes:
-        written_live: set when every tensor that is not a copy was written.
+        written_live: set when every tensor that is not a copy has been written.
         has_live: whether the state has tensors that are not copies.
     """
 
@@ -58,7 +58,7 @@ class Staging(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Wait for the previous save, and return the state with copies of the tensors that fit in the arena."""
-        # The previous save still reads the arena.
+        # The previous save may still be reading the arena.
         self._wait(lambda: False)
         self._thread = None
         tensors: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -70,12 +70,12 @@ class Staging(AsyncStager):
             uncopied.append(tensor)
             return tensor
 
-        # Copy values before the tensors, because this takes longer and other threads may change both.
+        # Copy values before tensors, because tensors take longer and other threads may change both.
         staged = _map(state_dict, note, "")
         needed = sum(_room(tensor) for tensor in tensors.values())
         size = needed if self._limit is None else min(needed, self._limit)
         if self._arena.numel() < size:
-            # Free the old arena first, because two arenas would need twice the limit.
+            # Free the old arena first, because two arenas would take twice the limit.
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -96,7 +96,7 @@ class Staging(AsyncStager):
             return copies.get(_key(tensor), tensor) if has_own_storage(tensor) else tensor
 
         result: dict[str, Any] = _map(staged, copied, "", is_staged=True)
-        # Set this last. If there is no memory for the arena, no save begins, and the next one must not wait for it.
+        # Set this last. If the arena cannot be allocated, no save begins, and the next call must not wait for one.
         self._is_busy = True
         return result
 
@@ -107,22 +107,22 @@ class Staging(AsyncStager):
         )
 
     def synchronize_staging(self) -> None:
-        """Wait until the caller's memory is not read any more. Return at once if the save has failed."""
+        """Wait until the save no longer reads the caller's memory. Return at once if the save has failed."""
         self._wait(self.written_live.is_set)
 
     def begin(self, thread: threading.Thread) -> None:
-        """Store the thread that saves."""
+        """Record the thread that runs the save."""
         self._thread = thread
 
     def release(self) -> None:
-        """Record that the state is not read any more."""
+        """Record that the save no longer reads the state."""
         self._is_busy = False
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done` returns true or the staged save has ended. Raise PeerLost if the save does not begin."""
         begun = time.monotonic()
         while self._is_busy and not done():
-            # DCP runs each save in a new thread, which also ends if the save fails before it writes.
+            # DCP runs each save in a new thread. The thread also exits if the save fails before it writes.
             if self._thread is not None and not self._thread.is_alive():
                 return
             if self._thread is None and time.monotonic() - begun > self._stall_s:
@@ -156,11 +156,13 @@ class _Refusal:
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], name: str, *, is_staged: bool = False) -> Any:
-    """Return a nested state with changed tensors and copied values. In a DTensor the local tensor is changed.
+    """Return a nested state with `change` applied to its tensors and with copied values.
+
+    A DTensor's local tensor is changed.
 
     Args:
         value: a part of the state.
-        change: returns a new tensor for a tensor that can be stored.
+        change: function that returns the new tensor for a tensor that can be stored.
         name: name of the part, for errors.
         is_staged: whether this function already made the state, so that its values are copies.
     """
@@ -187,7 +189,7 @@ def _name(name: str, key: object) -> str:
 
 def _map_tensor(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], name: str) -> torch.Tensor:
     require_storable(value, name)
-    # A class that has shards plans them itself.
+    # A tensor class with shards plans their writes itself.
     return change(value.detach() if has_own_storage(value) else value)
 
 

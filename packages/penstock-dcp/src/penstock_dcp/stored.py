@@ -12,12 +12,12 @@ from penstock.errors import DeviceOutOfMemory, PlanError
 from penstock.loader.tensor import dtype_of
 
 _ODD = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
-"""Errors from subclasses that wrap other tensors. Each subclass reacts to the same calls differently."""
+"""Errors from tensor subclasses that wrap other tensors. Each subclass reacts to the same calls differently."""
 _HINT = "save a dense tensor of its values, or leave it out of the state"
 
 
 def require_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise PlanError for a tensor that cannot be stored. None of its bytes are read."""
+    """Raise PlanError for a tensor that cannot be stored, without reading any of its bytes."""
     fault = _fault_of(tensor)
     if fault is not None:
         raise refusal(fault, name)
@@ -44,7 +44,7 @@ def _fault_of(tensor: torch.Tensor) -> str | None:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
             there = tensor.untyped_storage().nbytes()
-            # Reading from its address would crash the process.
+            # Reading from the tensor's address would crash the process.
             if there < needed:
                 return f"its storage was freed: it has {there} bytes, but {needed} are needed"
         return None
@@ -71,7 +71,7 @@ def has_own_storage(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a tensor's elements in order, as bytes on its device. Conjugate and negative views are resolved.
+    """Return a tensor's elements in row-major order, as bytes on its device. Conjugate and negative views are resolved.
 
     Args:
         tensor: a tensor with any strides. It is not copied if it is contiguous.
@@ -84,7 +84,7 @@ def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
     require_storable(tensor, name)
     try:
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Do not use `reshape`. A dimension with one element may have any stride, which a view as bytes refuses.
+        # Do not use `reshape`. A dim with one element may have any stride, and a view as bytes rejects some strides.
         raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         if has_own_storage(raw):
             return raw

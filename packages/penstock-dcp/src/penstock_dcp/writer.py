@@ -4,8 +4,8 @@
     each rank: its parts --pwrite, digest--> .DST.penstock-dcp-NUMBER/
     coordinator: digests that are missing, manifest --rename--> DST/
 
-The files hold whole tensors, not a rank's parts, so `penstock.load`, transformers and torch's readers can read them
-too. `storage.output` has the directory and its publication, and `staging` the copies for an asynchronous save.
+The files hold whole tensors instead of each rank's parts, so `penstock.load`, transformers and torch's readers can read
+them too. `storage.output` creates and publishes the directory, and `staging` makes the copies for an asynchronous save.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ from penstock_dcp.staging import Staging
 from penstock_dcp.stored import bytes_of, refusal
 
 VALUES_NAME = "values.safetensors"
-"""Name of the file with values that are not tensors, and with the planner's table."""
+"""Name of the file that contains the planner's table, and all values that are not tensors."""
 
 MAX_FILE_BYTES = 5 * GIB
-"""Maximum file size in bytes. A larger tensor gets a separate file. Source: transformers' save_pretrained had 5 GB as
-its default, which suits hubs."""
+"""Maximum file size in bytes. A larger tensor gets a file of that tensor only. Source: the former default of
+transformers' save_pretrained, 5 GB, which suits model hubs."""
 
 MAX_VALUE_BYTES = 64 * MIB
-"""Maximum size in bytes of a value, which passes through a DCP collective to the coordinator."""
+"""Maximum size of a value in bytes. Values reach the coordinator through a DCP collective."""
 
 _PIECE_BYTES = 8 * MIB
-"""Bytes to digest and write at once. They are a whole number of leaves and stay in a core's cache."""
+"""Number of bytes to digest and write at once. It is a multiple of the leaf size, and the bytes fit in a core's
+cache."""
 
 _TOKEN = "dcp-"
 """Prefix of a staging directory's token. See `OutputPlace.staging`."""
@@ -72,7 +73,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Target:
-    """The place to which a save writes. Every rank receives it with its plan."""
+    """The destination of a save. Every rank receives it with its plan."""
 
     directory: str
     table: TensorTable
@@ -81,7 +82,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """The result of a rank's write: digests of whole leaves by their number in the tensor, or a value."""
+    """The result of a rank's write: digests of complete leaves by leaf number in the tensor, or a value."""
 
     leaves: dict[int, int]
     value: bytes | None = None
@@ -92,15 +93,15 @@ class CheckpointWriter(Staging, StorageWriter):
 
     Args:
         uri: a directory, or a prefix in an object store. None means that DCP passes it as `checkpoint_id`.
-        replace: whether to replace a checkpoint in that directory. The old one stays until the new one is complete.
-        scratch: for an object store, a directory shared by all ranks, to which the files are written first. None means
-            the system's temporary directory, if all ranks are on one host.
-        staging_bytes: limit in bytes for host memory with copies for an asynchronous save. None means as much as the
-            state needs. Tensors that do not fit are written before `async_save` returns.
+        replace: whether to replace a checkpoint in that directory. The old checkpoint stays until the new one is
+        complete. scratch: for an object store, a directory shared by all ranks, to which the files are written first.
+        None means the system's temporary directory, if all ranks are on one host.
+        staging_bytes: limit in bytes of the host memory for an asynchronous save's copies. None means as much as the
+            state requires. Tensors that do not fit are written before `async_save` returns.
         storage_options: credentials and endpoint of an object store.
 
-    All ranks need access to the directory on one file system. The checkpoint appears with a rename when every rank has
-    written and every digest is known. A save that fails or is killed leaves the previous checkpoint.
+    All ranks must reach the directory on a shared file system. A rename publishes the checkpoint when every rank has
+    written its parts and every digest is known. A save that fails or is killed leaves the previous checkpoint in place.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class CheckpointWriter(Staging, StorageWriter):
     ) -> None:
         self._settings = Settings.read()
         Staging.__init__(self, staging_bytes, self._settings.stall_s)
-        # Here `run/step-0` is a path, although `load` would take it for the name of a repository.
+        # Here `run/step-0` is a path, although `load` would interpret it as a repository name.
         self._uri = None if uri is None else text_of(uri)
         self._replace = replace
         self._scratch = scratch
@@ -153,7 +154,7 @@ class CheckpointWriter(Staging, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check names, dtypes and layouts before anything is written.
 
-        Raise PlanError if the format cannot store one of them.
+        Raise PlanError if safetensors cannot store one of them.
         """
         for item in plan.items:
             require_name(item.index.fqn, uri=self._uri)
@@ -165,21 +166,24 @@ class CheckpointWriter(Staging, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign a place to every tensor and create the hidden files. DCP calls this on the coordinator.
+        """Assign a place to every tensor, and create the files in a hidden directory.
+
+        DCP calls this on the coordinator.
 
         Raises:
             ConfigError: the destination already exists.
-            DiskFull, DestinationError: as their names say.
+            DiskFull, DestinationError: the files cannot be created.
         """
         if self._uri is None:
             raise ConfigError("the writer has no URI", hint="pass CheckpointWriter(uri) or save(checkpoint_id=)")
-        # DCP does not report another rank's failure to the coordinator, so the previous save may have ended midway.
+        # DCP does not report another rank's failure to the coordinator, so the previous save may have stopped midway.
         self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
                 raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
-            # Use the same name for each save to this prefix, so that the next save finds what a dead one left.
+            # Use the same name for each save to this prefix, so that the next save finds the files of a save that was
+            # killed.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
             place = OutputPlace(
                 path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, keeps_directory=False
@@ -210,7 +214,7 @@ class CheckpointWriter(Staging, StorageWriter):
         out = _output(target)
         try:
             out.open()
-            # Write first what training may change when it continues.
+            # First write the tensors that training may change when it continues.
             items = sorted(plan.items, key=lambda item: not self._is_live(planner, item))
             first_staged = sum(self._is_live(planner, item) for item in items)
 
@@ -266,7 +270,8 @@ class CheckpointWriter(Staging, StorageWriter):
                 out.publish(self._place, small, replace=self._replace)
         finally:
             out.close()
-            # The directory is published or useless by now. No rank writes to it after its results have been gathered.
+            # The directory has been published or is useless by now. No rank writes to it after the results have been
+            # gathered.
             self._discard()
 
     def _discard(self) -> None:
@@ -308,7 +313,8 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
     for item in items:
         if item.tensor_data is None and item.index.fqn in tensors:
             raise PlanError("one rank has a tensor with this name, another has a value", tensor=item.index.fqn)
-    # Put wide elements first, so that every tensor is aligned to its element size, as safetensors' writers do.
+    # Put tensors with wide elements first, as safetensors' writers do, so that every tensor is aligned to its element
+    # size.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].bits, name))
     files: list[int] = [0]
     file_index, offsets, sizes = [], [], []
@@ -333,7 +339,10 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
 
 
 def _write_tensor(out: OutputSet, row: int, item: WriteItem, tensor: torch.Tensor | io.BytesIO) -> _Written:
-    """Write a part of a tensor at its places in the whole tensor. Return the digests of leaves that lie in one run."""
+    """Write a part of a tensor to its places in the file of the whole tensor.
+
+    Return the digests of leaves inside one run.
+    """
     table = out.table
     data, size = item.tensor_data, int(table.nbytes[row])
     assert data is not None and isinstance(tensor, torch.Tensor)
@@ -366,9 +375,9 @@ def _write_run(
     """Write bytes `[start, start + run)` of a tensor that has `size` bytes and begins at offset `base` in its file."""
     at, stop = start, start + run.numel()
     while at < stop:
-        # End the first piece at the next boundary, so that all other pieces are whole leaves.
+        # End the first piece at the next boundary, so that all further pieces consist of complete leaves.
         end = min(stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
-        # Copy from a device a piece at a time, so that pieces and not tensors limit the host memory.
+        # Copy from a device one piece at a time, so that host memory is limited to a piece instead of a whole tensor.
         piece = run[at - start : end - start].cpu().numpy().data
         first = -(-at // leaf.LEAF_BYTES)
         last = -(-end // leaf.LEAF_BYTES) if end == size else end // leaf.LEAF_BYTES
@@ -383,7 +392,7 @@ def _write_run(
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> _Written:
-    """Return a value that is not a tensor as an archive of plain data. Raise PlanError if it is not plain data."""
+    """Serialize a value that is not a tensor to an archive of plain data. Raise PlanError if it is not plain data."""
     name = item.index.fqn
     try:
         stored = planner.resolve_data(item)
@@ -405,7 +414,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> _Written:
 
 
 def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
-    """Return the digests of all leaves. Leaves in several parts are read back and digested here."""
+    """Return the digests of all leaves. Leaves that span several parts are read back and digested here."""
     table = out.table
     counts = leaf.num_leaves(table.nbytes, leaf.LEAF_BYTES)
     firsts = (np.cumsum(counts) - counts).tolist()
@@ -432,7 +441,7 @@ def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
 
 
 def _small_files(out: OutputSet, metadata: Metadata, values: Mapping[str, bytes], leaves: U64) -> dict[str, bytes]:
-    """Return the values' file, the index and the manifest by name, and the revision as `revision`."""
+    """Return the contents of the values' file, index and manifest by name, and the revision as `revision`."""
     table = out.table
     paths = {name: list(path) for name, path in (metadata.planner_data or {}).items() if tuple(path) != (name,)}
     small: dict[str, bytes] = {}

@@ -1,6 +1,6 @@
-"""Penstock for trainers of reinforcement learning: TRL, verl, Megatron, and engines that serve adapters.
+"""Penstock for reinforcement-learning trainers (TRL, verl, Megatron), and for engines that serve adapters.
 
-The package imports no module, because each module needs the package that it adapts.
+The package imports none of its modules, because each module requires the library that it adapts.
 """
 
 from penstock.spi import require_package

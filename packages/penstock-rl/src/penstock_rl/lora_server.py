@@ -1,11 +1,11 @@
 """Engines that serve the versions of an adapter: a vLLM or SGLang server on this host, or vLLM's `LLM` in this process.
 
 Each version has a separate name, id and path (`policy@7`), and no version replaces another in place. Running requests
-finish on the version that they began with, and a prefix cache never mixes versions. vLLM's `load_inplace` keeps the id,
-so running requests would continue with weights of a different version.
+finish on the version that they began with, and a prefix cache never mixes versions. vLLM's `load_inplace` reuses the
+id, so running requests would continue with weights of a different version.
 
-vLLM's routes were run with 0.32. SGLang's routes were read in 0.5.23 and not run. Neither package is needed to import
-this module.
+The routes of vLLM 0.32 were tested. The routes of SGLang are based on the source of 0.5.23 and were not tested. This
+module can be imported without either package.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class LoraEngine(Protocol):
     """An engine that loads adapters from directories. It loads each adapter once, and never replaces one in place."""
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter under a name. Raise DestinationError if this fails."""
+        """Load an adapter under a name. Raise DestinationError if the engine fails to load it."""
         ...
 
     def unload(self, name: str) -> None:
-        """Stop using an adapter for new requests. Running requests finish on it. Raise DestinationError on failure."""
+        """Stop using an adapter for new requests. Running requests finish with it.
+
+        Raise DestinationError on failure.
+        """
         ...
 
 
@@ -60,7 +63,7 @@ class _LoraRoutes:
     _hint = ""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float | None = None) -> None:
-        # The server reads files on this host, so a local address without TLS is enough.
+        # The server reads files on this host, so a local address without TLS is sufficient.
         if urlsplit(url).scheme != "http" or not urlsplit(url).hostname:
             raise ConfigError(f"{url!r} is not a server's address", hint="use an address like http://localhost:8000")
         self.url = url.rstrip("/")
@@ -100,7 +103,7 @@ class _LoraRoutes:
 class VllmServer(_LoraRoutes):
     """A vLLM server on this host, started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-    It needs `--max-loras 2` or more, because running requests use the previous adapter.
+    It must run with `--max-loras 2` or more, because running requests use the previous adapter.
     """
 
     _load_route = "/v1/load_lora_adapter"
@@ -108,9 +111,9 @@ class VllmServer(_LoraRoutes):
     _hint = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
     def synced_base(self, name: str) -> Callable[[], str]:
-        """Return a function for the base of a server whose own weights come from the sync `name`.
+        """Return a function that identifies the base of a server whose own weights come from the sync `name`.
 
-        The function asks the server, and returns `NAME:VERSION`. The server was started with
+        The function queries the server, and returns `NAME:VERSION`. The server must have been started with
         `--weight-transfer-config '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
         """
 
@@ -139,7 +142,7 @@ class SglangServer(_LoraRoutes):
 class VllmEngine:
     """vLLM's `LLM` in this process, created with `enable_lora=True` and `max_loras` of at least 2.
 
-    If vLLM runs its engine in a separate process, an adapter that vLLM refuses raises a plain Exception.
+    If vLLM runs its engine in a separate process, loading an adapter that vLLM refuses raises a plain Exception.
 
     Attributes:
         requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass it to `llm.generate(lora_request=...)`.
@@ -168,11 +171,11 @@ class VllmEngine:
 
 
 class ServedAdapter(Closeable):
-    """The versions of an adapter in an engine. A context manager. Only one thread at a time may update.
+    """The versions of an adapter in an engine. A context manager. Only one thread at a time may call `update`.
 
     Attributes:
-        received: subscription to the versions.
-        loaded: names of the versions in the engine, with the oldest first.
+        received: subscription to the adapter's versions.
+        loaded: names of the versions in the engine, oldest first.
     """
 
     def __init__(
@@ -181,37 +184,41 @@ class ServedAdapter(Closeable):
         self.received = received
         self.loaded: list[str] = []
         self.install_s = 0.0
-        """Time to install the newest version in seconds. The installation writes files and loads them."""
+        """Time in seconds that the installation of the newest version took. It includes writing the files and loading
+        them."""
         self._directory = directory
         self._engine = engine
         self._base = base
         self._name = name
-        # The base of the versions in the engine.
+        # Base of the versions that are loaded in the engine.
         self._loaded_base = ""
 
     @property
     def name(self) -> str:
-        """Return the engine's name for the newest version, such as `policy@7`. Raise ConfigError without a version."""
+        """Return the engine's name for the newest version, such as `policy@7`.
+
+        Raise ConfigError if no version is loaded.
+        """
         if not self.loaded:
             raise ConfigError(f"no version of {self._name!r} is loaded", hint="call update()")
         return self.loaded[-1]
 
     @property
     def version(self) -> int:
-        """Return the version that the engine serves, or -1."""
+        """Return the version that the engine serves, or -1 before the first version."""
         return int(self.loaded[-1].rpartition("@")[2]) if self.loaded else -1
 
     def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
-        """Receive a version, and make the engine serve it under a separate name.
+        """Receive a version, and make the engine serve it under a new name.
 
-        Running requests finish on the version that they began with. The previous version stays loaded, and older
+        Running requests finish with the version that they started with. The previous version stays loaded, and older
         versions are unloaded.
 
         Raises:
-            BaseMismatch: the version is for a different base than the engine's. None of its bytes were read. Versions
-                for a base that the engine no longer has are unloaded.
-            DestinationError: the engine refused the version, for the given reason. It serves the previous version. Call
-                this again.
+            BaseMismatch: the version's base differs from the engine's. None of its bytes were read. Versions for a base
+                that the engine no longer has are unloaded.
+            DestinationError: the engine refused the version, for the stated reason. It continues to serve the previous
+                version. Call this again.
             PenstockError: see `penstock.sync.Subscriber.update`.
         """
         self.check_base()
@@ -236,7 +243,7 @@ class ServedAdapter(Closeable):
         return report
 
     def check_base(self) -> bool:
-        """Return whether the engine still has the base of its versions. Otherwise unload all versions.
+        """Return whether the engine still has the base of the loaded versions. If not, unload all versions.
 
         Call this after the engine's base was updated, and before the engine serves requests again.
         """
@@ -246,14 +253,14 @@ class ServedAdapter(Closeable):
         return False
 
     def unload(self) -> None:
-        """Unload all versions. Raise DestinationError if the engine does not."""
+        """Unload all versions. Raise DestinationError if the engine fails to unload one."""
         while self.loaded:
             self._engine.unload(self.loaded[-1])
             del self.loaded[-1]
 
     def close(self) -> None:
         """Unload all versions, leave the sync, and remove the files. Idempotent."""
-        # A server that has exited has unloaded them too.
+        # A server that has exited no longer holds the versions either.
         with contextlib.suppress(DestinationError):
             self.unload()
         self.received.close()
@@ -270,7 +277,7 @@ def serve_adapter(
     directory: Path | str | None = None,
     keep: int = 8,
 ) -> ServedAdapter:
-    """Receive the versions of an adapter for an engine on this host. Raises as `penstock.subscriber`.
+    """Receive the versions of an adapter for an engine on this host. Raises the same errors as `penstock.subscriber`.
 
     Args:
         name: name of the sync under which a trainer publishes the adapter.
@@ -279,7 +286,7 @@ def serve_adapter(
         served_name: the engine calls version N `SERVED_NAME@N`. None means `name`.
         connection: see `penstock.subscriber`.
         directory, keep: see `AdapterDirectory`. The engine's processes read these files. If the engine runs as a
-            different user or in a container, choose a directory that it may read.
+            different user or in a container, choose a directory that it can read.
     """
     if keep < 2:
         raise ConfigError(f"keep must be at least 2, not {keep}", hint="the engine may read two versions again")

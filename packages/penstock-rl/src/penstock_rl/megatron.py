@@ -1,9 +1,10 @@
-"""Declare Megatron-Core parameters as a Hugging Face checkpoint's tensors. They are views, and nothing is copied.
+"""Declare Megatron-Core parameters as the tensors of a Hugging Face checkpoint, as views without a copy.
 
-The input is one rank's parameters by Megatron's names, with the rank's position in the grid. The output is `Shard`s by
-Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
+The input is one rank's parameters under Megatron's names, with the rank's position in the grid. The output is `Shard`s
+under Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
 
-Source of names and orders: Megatron-Core's GPTModel, with Transformer Engine's layers or its own, and Megatron-Bridge.
+Source of names and their order: Megatron-Bridge, and Megatron-Core's GPTModel with Transformer Engine's layers or its
+own.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ from penstock.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The sizes of a model, and this rank's position."""
+    """The sizes of a model, and this rank's position in its parallel groups."""
 
     num_heads: int
     num_kv_heads: int
     """Number of query groups, which is a multiple of `tp`."""
     head_dim: int
     vocab_size: int
-    """Vocabulary size in the checkpoint. Megatron pads its vocabulary."""
+    """Vocabulary size in the checkpoint, without the padding that Megatron adds."""
     num_experts: int = 0
     tp_rank: int = 0
     tp: int = 1
     ep_rank: int = 0
     ep: int = 1
     expert_tp_rank: int | None = None
-    """Tensor-parallel rank inside experts. None means the same rank as outside."""
+    """Tensor-parallel rank for experts. None means the same rank as for other parameters."""
     expert_tp: int | None = None
     layer_offset: int = 0
     """Number of layers in earlier pipeline stages, from Megatron's `get_transformer_layer_offset`."""
 
 
 Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
-"""A function of (parameter, grid, rank, number of ranks that share the parameter). It yields pairs of an index into the
-rule's names and a shard."""
+"""A function of (parameter, grid, rank, number of ranks that share the parameter). It yields pairs of a shard and the
+index of its name in the rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """How a parameter is cut, and the Hugging Face names of its tensors, in order."""
+    """A rule for a parameter: how it is split, and the Hugging Face names of its tensors, in order."""
 
     cut: Cut
     names: tuple[str, ...]
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the whole tensor, which every rank has, unless Megatron marked it as cut."""
-    # Some layers are parallel or not depending on the model's configuration.
+    """Yield the whole tensor, which every rank has, unless Megatron marked it as tensor-parallel."""
+    # Some layers are tensor-parallel only in some configurations of the model.
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
     else:
@@ -63,12 +64,12 @@ def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tu
 
 
 def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's slice of a column-parallel matrix, which is cut along its outputs (dim 0)."""
+    """Yield this rank's slice of a column-parallel matrix, which is split along its outputs (dim 0)."""
     yield 0, _along(tensor, 0, rank, size)
 
 
 def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's slice of a row-parallel matrix, which is cut along its inputs (dim 1)."""
+    """Yield this rank's slice of a row-parallel matrix, which is split along its inputs (dim 1)."""
     yield 0, _along(tensor, 1, rank, size)
 
 
@@ -88,9 +89,9 @@ def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[
 
 
 def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the slices of a fused QKV matrix. Each query group has its queries, its key and its value."""
-    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups. The rows of a Hugging Face
-    # tensor are therefore not contiguous.
+    """Yield the slices of a fused QKV matrix. Each query group consists of its queries, one key and one value."""
+    # Megatron fuses QKV by query group, so that tensor parallelism can split the matrix between groups. The rows of a
+    # Hugging Face tensor are therefore not contiguous.
     groups, uneven = divmod(grid.num_kv_heads, size)
     queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
     if uneven or ragged or len(tensor) != groups * (queries + 2) * grid.head_dim:
@@ -114,7 +115,7 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
 
 
 def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, NameRule]:
-    """Return rules by Megatron name, with a prefix added to the names on both sides."""
+    """Return rules by Megatron name, with prefixes added to the Megatron names and the Hugging Face names."""
     return {at + name: NameRule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
@@ -204,7 +205,7 @@ MLA: Mapping[str, NameRule] = {
 def from_megatron(
     params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, NameRule] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return one rank's shards of a Megatron-Core model, by Hugging Face names.
+    """Return one rank's shards of a Megatron-Core model under their Hugging Face names.
 
     Args:
         params: the model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
@@ -214,10 +215,10 @@ def from_megatron(
             and `GPT` for others.
 
     Raises:
-        PlanError: no rule matches some parameters, which the message lists, or a size does not fit the grid.
+        PlanError: some parameters match no rule, and the message lists them, or a size does not fit the grid.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
-    # The configuration is not among the parameters, so the names decide.
+    # The parameters do not include the configuration, so choose the rules by the parameters' names.
     if rules is None:
         rules = MLA if any("linear_kv_down_proj" in name for name in state) else GPT
     patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
@@ -250,7 +251,8 @@ def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
     """Split one parameter and add its shards. A tied parameter with two copies adds two shards."""
-    # Megatron numbers layers from 0 in each stage, and experts on each rank. A checkpoint numbers the whole model.
+    # Megatron numbers layers from 0 in each stage, and experts from 0 on each rank. A checkpoint numbers them over the
+    # whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp
     if "expert" in at:

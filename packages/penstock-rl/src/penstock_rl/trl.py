@@ -1,11 +1,12 @@
-"""TRL's asynchronous GRPO sends its trainer's weights to a vLLM server as published shards.
+"""Sends the weights of TRL's asynchronous GRPO trainer to a vLLM server as published shards.
 
 `PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls it only on the main process,
-with unsharded tensors. `attach`, on every rank, replaces the trainer's step for merged weights. Nothing is gathered
-then, and the server pauses only for the installation. A trainer with one process and no sharding needs no `attach`.
+with unsharded tensors. `attach`, called on every rank, replaces the trainer's step for merged weights. Nothing is
+gathered then, and the server pauses only for the installation. A trainer with one process and no sharding needs no
+`attach`.
 
-A restarted server has only the weights in its files. An attached transfer sends it the newest version, with the next
-version or while the trainer waits for samples (`restore`).
+A restarted server has only the weights in its files. An attached transfer detects the restart when it sends the next
+version, or while the trainer waits for samples (`restore`), and then sends the newest version.
 
 Written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
 """
@@ -35,7 +36,7 @@ VERSIONS = ("1.16",)
 _HOOK = "_sync_weight_merged"
 
 _GONE = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-"""Errors of a request to a server that is not running or exits during the request."""
+"""Errors that a request raises if the server is not running or exits during the request."""
 
 
 class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
@@ -50,18 +51,21 @@ class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
 
 
 class PenstockWeightTransfer:
-    """A weight transfer for `AsyncGRPOTrainer`. Each rank has one. An unsupported release of TRL raises ConfigError.
+    """A weight transfer for `AsyncGRPOTrainer`. Each rank creates one.
+
+    An unsupported release of TRL raises ConfigError.
 
     Args:
         server_url: URL of the vLLM server, which was started with `--weight-transfer-config '{"backend": "penstock"}'`
             and `VLLM_SERVER_DEV_MODE=1`.
         info: name of the sync and its options. `rank` and `world_size` come from the trainer.
-        timeout_s: deadline in seconds for one request to the server, which may wait for a whole version.
+        timeout_s: deadline in seconds for one request to the server. A request may last until the server has received a
+            whole version.
         restart_s: seconds to wait for a server that is starting or restarting.
 
     Attributes:
-        engine: sends the versions. None until the first version. Its `report` is about the newest version.
-        num_restored: how often the newest version was sent to a restarted server.
+        engine: the engine that sends the versions. None until the first version. Its `report` describes the newest
+        version. num_restored: number of times that the newest version was sent to a restarted server.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class PenstockWeightTransfer:
     def attach(self, trainer: Any) -> None:
         """Make a trainer publish the shards of every rank. Call this on all ranks, before `train`.
 
-        A trainer without a step for merged weights, unlike AsyncGRPOTrainer, raises ConfigError.
+        Raises ConfigError if the trainer is not an AsyncGRPOTrainer, so that it has no step for merged weights.
         """
         if not callable(getattr(trainer, _HOOK, None)):
             raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
@@ -96,7 +100,7 @@ class PenstockWeightTransfer:
         setattr(trainer, _HOOK, lambda started: self._sync(trainer, started))
         if trainer.rollout_worker is not None:
             self._restore_while_waiting(trainer.rollout_worker)
-        # TRL closes the transfer on the main process itself.
+        # On the main process TRL itself closes the transfer.
         if trainer.weight_transfer is None:
             trainer.add_callback(_EndOfTraining(self.destroy))
 
@@ -115,15 +119,16 @@ class PenstockWeightTransfer:
         self._server.resume()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send whole tensors from one process. Raises as `PenstockTrainerEngine.send_weights`.
+        """Send whole tensors from one process. Raises the same errors as `PenstockTrainerEngine.send_weights`.
 
-        A trainer with several ranks raises ConfigError, because each rank has to publish its shards.
+        Raises ConfigError if the trainer has several ranks, because each rank then has to publish its shards.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
         for name, tensor in iterator:
             kept = self._kept.setdefault(name, tensor)
-            # A parameter is published from its memory. A tensor that TRL moved is copied.
+            # A parameter is published from its own memory. A tensor that TRL has moved is copied into the published
+            # tensor.
             if kept.data_ptr() != tensor.data_ptr():
                 kept.copy_(tensor)
         self._engine(self._kept).send_weights()
@@ -138,7 +143,8 @@ class PenstockWeightTransfer:
         """Send the newest version to the server if it was restarted, and return whether it was.
 
         Call this only on the main process. After `attach`, TRL calls it while the trainer waits for samples. It does
-        not wait for a server that does not respond. Raises as `PenstockTrainerEngine.stage_again` and `commit`.
+        not wait for a server that does not respond. Raises the same errors as `PenstockTrainerEngine.stage_again` and
+        `commit`.
         """
         if self.engine is None or self._installed is None:
             return False
@@ -150,10 +156,13 @@ class PenstockWeightTransfer:
         self._give_again(self.engine)
         return True
 
-    # -- attached: every rank
+    # -- after `attach`: on every rank
 
     def _sync(self, trainer: Any, started: float) -> tuple[float, float, float]:
-        """Send a version from all ranks, instead of the trainer's own step. Return three times, as TRL's step does."""
+        """Send a version from all ranks, in place of the trainer's own step.
+
+        Return three timestamps, as TRL's step does.
+        """
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         accelerator.wait_for_everyone()
@@ -171,7 +180,7 @@ class PenstockWeightTransfer:
         try:
             engine.stage()
         except requests.RequestException as error:
-            # Every rank has published the version, so it can be received later.
+            # Every rank has published the version, so the server can receive it later.
             lost = error
         received = time.time()
         accelerator.wait_for_everyone()
@@ -187,18 +196,21 @@ class PenstockWeightTransfer:
             trainer.model_version += 1
             if trainer.rollout_worker:
                 trainer.rollout_worker.update_model_version(trainer.model_version)
-        # TRL logs them as the ends of the pause, the barrier and the transfer.
+        # TRL logs these times as the ends of the pause, the barrier and the transfer.
         return started, barrier, received
 
     def _install(self, engine: PenstockTrainerEngine) -> None:
         self.pause()
-        # If this fails, the server stays paused, because it has no complete version.
+        # If `commit` fails, the server stays paused, because it has no complete version.
         engine.commit()
         self.resume()
         self._installed = str(engine.version)
 
     def _give_again(self, engine: PenstockTrainerEngine) -> None:
-        """Send the newest version to a restarted server. If the server exits again, retry until `restart_s` is over."""
+        """Send the newest version to a restarted server.
+
+        If the server exits again, retry until `restart_s` has passed.
+        """
         deadline = time.monotonic() + self._restart_s
         while True:
             self._server.wait_for_server_ready()
@@ -213,10 +225,10 @@ class PenstockWeightTransfer:
             return
 
     def _was_started_again(self, error: requests.RequestException) -> bool:
-        """Return whether a request failed because the server was restarted. Wait for the server."""
+        """Return whether a request failed because the server was restarted. May wait until the server is ready."""
         if isinstance(error, _GONE):
             return True
-        # A refusing server was restarted if it no longer has the last version that was sent to it.
+        # A server that refuses the request was restarted if it no longer has the last version that was sent to it.
         self._server.wait_for_server_ready()
         return self._installed is not None and self._served() != self._installed
 
@@ -226,7 +238,7 @@ class PenstockWeightTransfer:
         return str(answer.json()["weight_version"])
 
     def _restore_while_waiting(self, worker: Any) -> None:
-        """Make TRL call `restore` when it checks a rollout worker's health because it has no sample to train on."""
+        """Make TRL call `restore` with each health check of a rollout worker. TRL checks when it has no samples."""
         check_health = worker.check_health
 
         def check(stale_after_s: float) -> None:

@@ -1,12 +1,12 @@
 """verl's checkpoint engine `penstock`: trainer ranks publish their shards, and rollout workers receive whole versions.
 
 With `receive: engine`, vLLM's workers receive their own slices instead (`verl_vllm`), and a rollout worker yields only
-the information that they need.
+the information that vLLM's workers require.
 
-verl gives `send_weights` unsharded tensors, which it gathers with a collective. Importing this module makes the tensors
-of verl's FSDP engine refer to their engine (`Exported`), so that its shards are published and nothing is gathered.
-Other training engines, LoRA and quantisation-aware training yield unsharded tensors. Each rank then copies an equal
-share, and all ranks publish.
+verl passes `send_weights` unsharded tensors, which it gathers with a collective. Importing this module makes the
+tensors of verl's FSDP engine refer to their engine (`Exported`), so that its shards are published and nothing is
+gathered. Other training engines, LoRA and quantisation-aware training yield unsharded tensors. Each rank then copies an
+equal share of them, and all ranks publish their shares.
 
 Importing this module (`custom_backend_module`) registers the backend. It is written for verl 0.9.
 """
@@ -39,17 +39,19 @@ from penstock.spi import (
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"
-"""verl's term for the kind of data from `receive_weights`. Here the data is information for the engine's workers."""
+"""verl's name for the kind of data that `receive_weights` yields. Here the data is information for the engine's
+workers."""
 VERSIONS = ("0.9",)
 """Supported releases of verl."""
 
 _LOGGER = log_named("penstock.verl")
 _TIMEOUT_S = 600.0
-"""Maximum wait in seconds for the trainer's version, which is announced after unsharded tensors were gathered."""
+"""Maximum wait in seconds for the trainer's version. A version of unsharded tensors is announced only after they are
+gathered."""
 
 
 class Exported:
-    """The unsharded tensors of a training engine in verl's iteration order, with a reference to the engine."""
+    """A training engine's unsharded tensors in verl's iteration order, with a reference to the engine."""
 
     def __init__(self, engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.engine = engine
@@ -70,19 +72,19 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: size of verl's buffer between a rollout worker and its engine. Not used here.
         is_master: verl's flag for trainer workers. Not used here.
-        name: name of the sync. None means a name made from this Ray job's id.
+        name: name of the sync. None means a name that contains this Ray job's id.
         hub: URL of the hub. None means `PENSTOCK_HUB`, or else this host's own hub.
         token_file: path of a file whose first token is sent to the hub.
-        listen: `host:port` where other hosts reach a worker. `node` means its Ray node's address and any free port.
-            None means this host only.
+        listen: `host:port` at which other hosts reach a worker. `node` means the address of its Ray node and any free
+            port. None means this host only.
         data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
-        mode: with `live`, the engines read the parameters, which verl does not change at that time. With `snapshot`,
-            they read a copy, and the parameters may change as soon as the copy is complete.
+        mode: with `live`, the engines read the parameters themselves, which verl does not change in the meantime. With
+            `snapshot`, they read a copy, and the parameters may change as soon as the copy is complete.
         transforms: formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
         receive: with `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
-            With `engine`, the engine's own workers receive the slices that they load. This needs vLLM, started with
+            With `engine`, the engine's own workers receive the slices that they load. This requires vLLM, started with
             `weight_transfer_config: {backend: penstock}`.
-        memory: memory in which a version is received before the engine installs it: `host` or `device`.
+        memory: memory into which a version is received before the engine installs it: `host` or `device`.
         timeout_s: maximum wait in seconds for the trainer's version.
         stall_s: seconds without a byte after which a wait is aborted.
     """
@@ -149,7 +151,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of `init_process_group` for each trainer worker and each rollout worker."""
-        # This is not verl's step, because a step is sent again after a failure, but version numbers have to grow.
+        # Do not use verl's step as the version number. verl sends a step again after a failure, but version numbers
+        # have to increase.
         version = 1 + max((worker["version"] for worker in metadata), default=-1)
 
         def arguments(world_size: int) -> dict[str, list[Any]]:
@@ -168,7 +171,10 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(
         self, rank: int, world_size: int, version: int, num_receivers: int, *, receives: bool
     ) -> None:
-        """Store the number of the next version. A rollout worker also subscribes. Raises as `penstock.subscriber`."""
+        """Store the number of the next version. A rollout worker also subscribes.
+
+        Raises the same errors as `penstock.subscriber`.
+        """
         self._rank, self._world_size = rank, world_size
         self._version, self._num_receivers = version, num_receivers
         if receives and self._receiver is None and self.wire_format != WIRE_FORMAT:
@@ -178,12 +184,12 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 device=self._device,
                 transforms=_tags(self._transforms),
                 rank=(rank, world_size),
-                # The group has the workers of one replica.
+                # The group contains the workers of one replica.
                 group=_group_of_replica(),
             )
 
     def finalize(self) -> None:
-        """Do nothing, because publisher and subscriber stay for the next version."""
+        """Do nothing, because the publisher and the subscriber are used again for the next version."""
 
     # -- the trainer
 
@@ -195,7 +201,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             PenstockError: see `penstock.sync.Publisher.publish`.
-            PeerLost: the mode is live and some rollout workers do not have the version. The message gives the reasons.
+            PeerLost: the mode is live and some rollout workers did not receive the version. The message states the
+                reasons.
         """
         why = _why_whole(weights)
         if why is None:
@@ -206,7 +213,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 _LOGGER.warning("penstock: gathering whole tensors, and each rank keeps a share: %s", why)
                 self._shares = WholeTensorShares(self._rank, self._world_size)
             self._shares.fill(weights)
-            # The shares are already copies.
+            # The shares are already copies, so publish them without a further copy.
             params, mode = self._shares.params, "live"
         if self._sender is None:
             self._sender = TrainerPublisher(
@@ -234,8 +241,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield all tensors of the version, after every worker of this replica has received and verified all of them.
 
-        If the engine receives, yield information for its workers: `("init_info", {...})` and `("update_info", {...})`.
-        The tensors are valid until the next version is received.
+        With `receive: engine`, yield information for the engine's workers: `("init_info", {...})` and `("update_info",
+        {...})`. The tensors are valid until the next version is received.
 
         Raises:
             PenstockError: see `penstock.sync.Subscriber.update`.
@@ -263,7 +270,7 @@ def _group_of_replica() -> torch.distributed.ProcessGroup | None:
 
 
 def _why_whole(weights: object) -> str | None:
-    """Return why a rank has only unsharded tensors, or None if its training engine's shards can be published."""
+    """Return why this rank has only unsharded tensors, or None if its engine's shards can be published."""
     if not isinstance(weights, Exported):
         return "verl's training engine is not its FSDP engine"
     from verl.utils.fsdp_utils import fsdp_version
@@ -291,9 +298,9 @@ def _shards(engine: Any) -> dict[str, list[Shard]]:
 
 
 def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
-    """Yield the experts of a packed tensor, with the names and cuts of verl's `unfuse_moe_params`.
+    """Yield the experts of a packed tensor, named and split as in verl's `unfuse_moe_params`.
 
-    transformers 5 packs experts, but engines expect one tensor for each.
+    transformers 5 packs experts into one tensor, but engines expect one tensor for each expert.
     """
     box, shape, tensor = row.form.box, row.form.shape, row.tensor
     for suffix, names in _PACKED.items():
@@ -302,7 +309,7 @@ def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
             width = shape[1] // len(names)
             for expert in range(box.start[0], box.stop[0]):
                 for number, part in enumerate(names):
-                    # These are the rows of this part inside the box.
+                    # Rows of this part that lie inside the box.
                     start = max(box.start[1], number * width)
                     stop = min(box.stop[1], (number + 1) * width)
                     if start < stop:
@@ -322,24 +329,28 @@ _PACKED: Mapping[str, tuple[str, ...]] = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".mlp.experts.down_proj": ("down_proj",),
 }
-"""Names of packed tensors in transformers 5, and the tensors of each expert that are joined along their second dim."""
+"""Names of packed tensors in transformers 5, each with the names of an expert's tensors, which are joined along the
+second dim."""
 
 
 def _tags(transforms: str | Mapping[str, Any] | None) -> Sequence[str] | None:
-    """Return the tags that a receiver requests, from a publisher's transforms."""
+    """Return the tags that a receiver requests for a publisher's transforms."""
     if transforms is None or isinstance(transforms, str):
         return None if transforms is None else (transforms,)
     return tuple(transforms)
 
 
 def _export(original: Callable[..., Any], self: Any, *arguments: Any, **named: Any) -> tuple[Exported, Any]:
-    """Call verl's `get_per_tensor_param`, and add a reference to the engine to its tensors."""
+    """Call verl's `get_per_tensor_param`, and add a reference to the engine to the tensors that it returns."""
     tensors, peft_config = original(self, *arguments, **named)
     return Exported(self, tensors), peft_config
 
 
 def register() -> None:
-    """Register the backend with verl in this process. A second call does nothing. Other releases raise ConfigError."""
+    """Register the backend with verl in this process. A second call does nothing.
+
+    An unsupported release raises ConfigError.
+    """
     if not verl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
         raise ConfigError(
             f"Penstock was run with verl {', '.join(VERSIONS)}, not {verl_version}",
@@ -347,7 +358,7 @@ def register() -> None:
         )
     if BACKEND in CheckpointEngineRegistry._registry:
         return
-    # Other releases may lack these names, so import them after the check.
+    # Unsupported releases may lack these names, so import them after the check.
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 

@@ -1,7 +1,7 @@
-"""verl's server adapter for a vLLM whose workers receive the trainer's versions themselves.
+"""verl's server adapter for a vLLM engine whose workers receive the trainer's versions themselves.
 
-The rollout worker's checkpoint engine (`verl`) yields the version. Unsharded tensors still use verl's own code path.
-The module imports vLLM through verl's adapter, so only verl's registry of adapters imports it.
+The rollout worker's checkpoint engine (`verl`) yields the version to receive. Unsharded tensors still use verl's own
+code path. The module imports vLLM through verl's adapter, so only verl's registry of adapters imports it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from penstock_rl.verl import WIRE_FORMAT
 
 
 class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
-    """verl's adapter for one rollout worker. The worker with the server makes all of vLLM's workers receive."""
+    """verl's adapter for one rollout worker.
+
+    The rollout worker with the server makes all of vLLM's workers receive versions.
+    """
 
     _init_info: dict[str, Any] | None = None
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **options: Any
     ) -> None:
-        """Make the engine receive a version. If it fails, all of vLLM's workers failed, and vLLM's error is raised."""
+        """Make the engine receive a version.
+
+        If it fails, it fails on all of vLLM's workers, and vLLM's error is raised.
+        """
         if wire_format != WIRE_FORMAT:
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
             return
@@ -34,7 +40,7 @@ class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
         await self._execute_method("start_weight_update")
         await self._execute_method("update_weights", kwargs={"update_info": infos["update_info"]})
         await self._execute_method("finish_weight_update")
-        # The cache still has keys and values from the previous weights.
+        # The cache still contains keys and values that were computed with the previous weights.
         await self.server_handle.clear_kv_cache.remote()
         if global_steps is not None:
             await self.server_handle.set_global_steps.remote(global_steps)
