@@ -35,7 +35,7 @@ class FilePart:
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
     def span(self) -> tuple[int, int, bool]:
-        """Return the box's first byte in its file, the bytes up to its last one, and whether all of them are needed."""
+        """Return the box's offset in its file, its extent in bytes, and whether the box is contiguous."""
         row, box = self.row, self.box
         if box is None:
             return row.offset, row.nbytes, True

@@ -70,7 +70,7 @@ class Staging(AsyncStager):
             uncopied.append(tensor)
             return tensor
 
-        # Copy values before tensors, because tensors take longer and other threads may change both.
+        # Copy values before tensors, because copying values takes longer and other threads may change both.
         staged = _map(state_dict, note, "")
         needed = sum(_room(tensor) for tensor in tensors.values())
         size = needed if self._limit is None else min(needed, self._limit)

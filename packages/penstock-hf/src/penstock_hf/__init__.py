@@ -1,4 +1,4 @@
-"""Penstock for libraries of Hugging Face: from_pretrained, adapters, and drop-ins for safetensors and Run:ai's loader.
+"""Penstock for Hugging Face libraries: from_pretrained, adapters, and drop-ins for safetensors and Run:ai's loader.
 
-The package imports no module, because each module needs the package that it adapts.
+The package imports none of its modules, because each module requires the library that it adapts.
 """

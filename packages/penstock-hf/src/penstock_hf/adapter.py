@@ -1,7 +1,7 @@
 """Publish and receive versions of an adapter, each for the base that it was trained on.
 
-A version has the adapter's tensors by PEFT's names, and as metadata the base and the `adapter_config.json`. The
-metadata arrives in the same message as the map for reading the tensors. A receiver with a different base raises
+A version contains the adapter's tensors under PEFT's names. Its metadata contains the base and `adapter_config.json`.
+The metadata arrives in the same message as the map for reading the tensors. A receiver with a different base raises
 BaseMismatch before it reads a byte.
 """
 
@@ -49,7 +49,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 """Files in an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
 _NONE = "none"
 _EPOCH = " run="
-"""Prefix of the epoch in the identity of a synced base. Other members compare it, so it must not change."""
+"""Prefix of the epoch in the identity of a synced base. Other members compare identities, so the prefix must not
+change."""
 
 
 @runtime_checkable
@@ -67,11 +68,11 @@ Base = str | Publisher | Subscriber | PublishReport | UpdateReport | InspectRepo
 
 
 def base_identity(base: Base) -> str:
-    """Return the text that trainer and receiver use to compare their bases.
+    """Return the string by which trainers and receivers compare their bases.
 
     Args:
-        base: a text, a function that returns a text, or a report from `load`, `inspect`, `verify` or `fetch`, which has
-            a revision. The base's own `Publisher` or `Subscriber`, or a report from one, yields `NAME:VERSION
+        base: a string, a function that returns a string, or a report with a revision from `load`, `inspect`, `verify`
+            or `fetch`. The base's own `Publisher` or `Subscriber`, or a report from one, yields `NAME:VERSION
             run=EPOCH` for the current version. A restarted trainer has a different epoch, and therefore a different
             base, even if the version number is the same. Any other type raises ConfigError.
     """
@@ -97,7 +98,10 @@ def base_identity(base: Base) -> str:
 
 
 def is_same_base(expected: str, found: str) -> bool:
-    """Return whether two identities mean the same base. The epoch counts if both have it. vLLM reports none."""
+    """Return whether two identities mean the same base.
+
+    Epochs are compared only if both have one. vLLM reports none.
+    """
     if _EPOCH in expected and _EPOCH in found:
         return expected == found
     return expected.partition(_EPOCH)[0] == found.partition(_EPOCH)[0]
@@ -113,7 +117,7 @@ def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
     if identity == _NONE:
         raise ConfigError("the adapter's base has no version yet", hint="publish or receive the base first")
     try:
-        # All ranks must publish the same text, and a set has a different order in each process.
+        # Sort, because all ranks must publish the same text and a set's order differs between processes.
         text = write_object(msgspec.to_builtins(_plain(config)), indent=None, sort_keys=True).decode()
     except TypeError as error:
         raise ConfigError(f"the adapter's configuration cannot be written as JSON: {error}") from error
@@ -142,8 +146,8 @@ class AdapterSubscriber(Closeable):
     """A receiver of an adapter's versions. `adapter_subscriber` creates it. A context manager for one thread at a time.
 
     Attributes:
-        subscriber: subscriber of the sync.
-        tensors: the adapter's tensors by PEFT's names. They have the live version, except during an update.
+        subscriber: the subscriber to the sync.
+        tensors: the adapter's tensors under PEFT's names. Except during an update, they hold the live version.
     """
 
     def __init__(
@@ -171,7 +175,7 @@ class AdapterSubscriber(Closeable):
 
     @property
     def version(self) -> int:
-        """Return the live version, or -1."""
+        """Return the live version, or -1 before the first version."""
         return self.subscriber.version
 
     @property
@@ -190,15 +194,15 @@ class AdapterSubscriber(Closeable):
         """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
-            BaseMismatch: the version is for a different base than this receiver's, and none of its bytes were read. Or
-                the base changed during the read, and the previous version is still live.
+            BaseMismatch: the version's base differs from this receiver's base, and none of its bytes were read. Or the
+                base changed during the read, and the previous version is still live.
             PlanError: the version's configuration does not fit the target.
         """
         self._follow()
         return self.subscriber.update(version, timeout_s)
 
     def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
-        """Receive and verify a version for `commit`, and return it. Raises as `update`."""
+        """Receive and verify a version for `commit`, and return its number. Raises the same errors as `update`."""
         self._follow()
         return self.subscriber.stage(version, timeout_s)
 
@@ -207,11 +211,11 @@ class AdapterSubscriber(Closeable):
             self._follow_target()
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live. Raises as `penstock.sync.Subscriber.commit` and `update`."""
+        """Make the staged version live. Raises the same errors as `penstock.sync.Subscriber.commit` and `update`."""
         return self.subscriber.commit()
 
     def hooks(self) -> Hooks:
-        """Return the caller's hooks, with the checks for an adapter in front of them."""
+        """Return hooks that run an adapter's checks first, and then the caller's hooks."""
         return replace(self._hooks, before_read=self._before_read, before_pause=self._before_pause)
 
     def _before_read(self, version: int, metadata: Mapping[str, str]) -> None:
@@ -224,7 +228,7 @@ class AdapterSubscriber(Closeable):
             self._hooks.before_read(version, metadata)
 
     def _before_pause(self, version: int) -> None:
-        # Other syncs may have changed the base and the target since the version was staged.
+        # Other syncs may have changed the base and the target after the version was staged.
         self._check_here(version)
         if self._hooks.before_pause is not None:
             self._hooks.before_pause(version)
@@ -263,17 +267,19 @@ def adapter_subscriber(
     settings: SubscriberSettings | None = None,
     device: str | torch.device = "cpu",
 ) -> AdapterSubscriber:
-    """Receive the versions of an adapter that is published under a name. Raises as `penstock.subscriber`.
+    """Receive the versions of an adapter that is published under a name.
+
+    Raises the same errors as `penstock.subscriber`.
 
     Args:
         name: name of the sync.
         base: base of this receiver. At each update it is compared with the version's base.
-        target: tensors to fill, by PEFT's names. If None, new tensors for the published tensors are created in
-            `AdapterSubscriber.tensors`.
+        target: tensors to fill, by PEFT's names. None means that `AdapterSubscriber.tensors` gets a new tensor for each
+            published one.
         check: called with the configuration before a byte is read. It refuses the version by raising an error.
-        check_target: called before a byte is read and before a version goes live. It refuses by raising an error.
-        follow_target: called before each update, to look up the tensors of `target` again if they may have moved.
-        hooks, connection, mode, rank, settings: see `penstock.subscriber`.
+        check_target: called before a byte is read and before a version goes live. It refuses the version by raising an
+        error. follow_target: called before each update, to look up the tensors of `target` again if they may have
+        moved. hooks, connection, mode, rank, settings: see `penstock.subscriber`.
         device: device of new tensors.
     """
     require_name("name", name)
@@ -281,7 +287,8 @@ def adapter_subscriber(
     received = AdapterSubscriber(base, check, hooks or Hooks(), check_target, follow_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        # This runs again if the trainer's adapter has different tensors, for example with a different LoRA rank.
+        # This code runs again if the trainer's adapter has different tensors, for example after a change of the LoRA
+        # rank.
         received.tensors = {
             tensor_name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for tensor_name, tensor in published.items()
@@ -303,17 +310,17 @@ def adapter_subscriber(
 
 
 class AdapterDirectory(Closeable):
-    """Directories with versions of an adapter, as PEFT's `save_pretrained` writes them.
+    """Directories with an adapter's versions, in the layout that PEFT's `save_pretrained` writes.
 
     Each directory is complete when it appears. Its name contains the trainer's epoch and the version, and its content
     never changes, because engines key their caches by the path.
 
     Args:
-        received: subscription to the versions.
+        received: subscription to the adapter's versions.
         root: parent of the directories. None means a private directory in `/dev/shm`, or else in the runtime
             directory. It is created for this process, and `close` removes it.
-        keep: number of the newest versions whose directories stay. An engine reads a directory again if a request needs
-            an adapter that the engine evicted.
+        keep: number of versions, the newest ones, whose directories are kept. An engine reads a directory again if a
+            request uses an adapter that the engine has evicted.
     """
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
@@ -329,11 +336,11 @@ class AdapterDirectory(Closeable):
         """Write the live version of the adapter unless it is already written, and return its directory.
 
         Raises:
-            DestinationError, DiskFull: it could not be written, or the written bytes differ from the received bytes.
-            ConfigError: no version has been received.
+            DestinationError, DiskFull: the version could not be written, or the written bytes differ from the received
+            bytes. ConfigError: no version has been received.
         """
         config, received = self._received.config, self._received
-        # The same number from a restarted trainer has different bytes.
+        # A restarted trainer reuses version numbers for different bytes, so include the epoch.
         epoch = received.subscriber.revision.partition(":")[0]
         into = self._place() / f"{received.name.replace('/', '_')}-{epoch[:12]}-{received.version}"
         if into in self._versions:
@@ -352,7 +359,8 @@ class AdapterDirectory(Closeable):
                 out.write(0, at, data)
                 again = bytearray(int(files.table.nbytes[row]))
                 out.read(0, at, memoryview(again))
-                # The bytes were verified in memory. Compare them with the bytes that engines will read.
+                # The received bytes were verified in memory. Compare them with the bytes that engines will read from
+                # the file.
                 if again != data:
                     raise DestinationError("the file's bytes differ from those written", uri=str(growing), tensor=name)
             out.publish(into, {CONFIG_FILE: write_object(config)})
@@ -370,13 +378,14 @@ class AdapterDirectory(Closeable):
     def _place(self) -> Path:
         if self._own is None:
             if self._root is None:
-                # This is only the parent of a directory that `mkdtemp` creates.
+                # `/dev/shm` is only the parent of a directory that `mkdtemp` creates.
                 memory = Path("/dev/shm")  # nosec B108
                 root = memory if os.access(memory, os.W_OK) else private_directory()
             else:
                 root = self._root
                 root.mkdir(parents=True, exist_ok=True)
-            # `mkdtemp` creates a directory for this user only. Another user's engine needs a readable `root`.
+            # `mkdtemp` creates a directory for this user only. An engine of another user requires a `root` that it can
+            # read.
             self._own = Path(tempfile.mkdtemp(prefix=ADAPTERS, dir=root))
             if self._root is not None:
                 self._own.chmod(0o755)

@@ -1,7 +1,7 @@
-"""Merge a LoRA adapter into full weights, at the source or at the receiver of a sync.
+"""Merge a LoRA adapter into full weights, on the publisher's or the receiver's side of a sync.
 
 Each version starts from the base's pristine values. Adding an adapter and subtracting it again, as PEFT's
-`merge_adapter` and `unmerge_adapter` do, would change the base by a rounding error at each version. `penstock convert`
+`merge_adapter` and `unmerge_adapter` do, would add a rounding error to the base with each version. `penstock convert`
 uses the same arithmetic (`penstock_convert.operations.lora`).
 """
 
@@ -103,7 +103,7 @@ class AdapterMerge:
         start, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
         inputs = [values]
         if recipe.inputs[0].source == 1:
-            # The adapter has a copy of the tensor, which replaces the base's tensor.
+            # The adapter contains a full copy of the tensor, and the copy replaces the base's tensor.
             own = given.pop(0)
             inputs = [own[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]]
         if len(given) == 2:
@@ -112,7 +112,8 @@ class AdapterMerge:
             is_turned = recipe.inputs[2].at is None
             inputs += [a, b[columns]] if is_turned else [a[:, columns], b[start:stop]]
         elif given:
-            # Copy the bias, because the operation scales it in place, and this tensor belongs to the trainer.
+            # Copy the bias, because the operation scales its input in place, and the original tensor belongs to the
+            # trainer.
             inputs.append(given[0][start:stop].clone())
         return self._operation.run(recipe, start, stop, [one.contiguous() for one in inputs])[0]
 
@@ -133,7 +134,7 @@ def _tied(model: torch.nn.Module) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A box of a merged tensor, with the buffer that is published instead."""
+    """A box of a merged tensor, with the buffer that is published in its place."""
 
     row: ShardRow
     buffer: torch.Tensor
@@ -143,8 +144,8 @@ class MergedTensors:
     """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names. See `merged_publisher`.
 
     Attributes:
-        published: tensors for `penstock.publisher`. Tensors that the adapter changes are buffers, which have no values
-            before `refresh`. All others are the base's own.
+        published: tensors for `penstock.publisher`. Tensors that the adapter changes are buffers, whose values are
+            undefined before `refresh`. All others are the base's own tensors.
 
     Args:
         model: a `PeftModel`. If it is sharded, call `fully_shard` first.
@@ -183,7 +184,7 @@ class MergedTensors:
         return base, adapter
 
     def _make(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Fill `published`. Reuse a buffer if the base's tensor is still on the same device."""
+        """Fill `published`. Reuse a buffer if the base's tensor is still on the buffer's device."""
         buffers = {(made.row.name, made.row.form.box, made.row.tensor.device): made.buffer for made in self._made}
         self._made = []
         for name, tensor in base.items():
@@ -203,8 +204,8 @@ class MergedTensors:
         """Look up the tensors again if the trainer moved, cast or replaced some of them.
 
         Raises:
-            ConfigError: the base has different dtypes or shapes, so receivers would get different tensors.
-            PlanError: memory was freed, or the adapter no longer fits. Nothing was changed.
+            ConfigError: dtypes or shapes of the base have changed, so receivers would get different tensors.
+            PlanError: memory was freed, or the adapter no longer fits the base. Nothing was changed.
         """
         if self._storages.are_there() and self._placed.is_same():
             return
@@ -234,7 +235,8 @@ class MergedTensors:
         """
         self._state.require_same(is_used=True)
         self._follow()
-        # This is a collective for DTensors. The factors are small, and a rank needs other ranks' rows.
+        # Gather the whole factors, because a rank uses other ranks' rows and the factors are small. For DTensors this
+        # is a collective.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
             made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
@@ -280,8 +282,8 @@ def merged_publisher(
 ) -> MergedPublisher:
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
-    The base's parameters are never written to. The tensors that the adapter changes need their size in memory a second
-    time, and a snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
+    The base's parameters are never written to. The tensors that the adapter changes take up memory a second time, and a
+    snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
 
     Args:
         name: name of the sync.
@@ -321,13 +323,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MergingSubscriber(Closeable):
-    """A model whose weights are its base with the newest version of an adapter. `merging_subscriber` creates it.
+    """A model whose weights are its base with an adapter's newest version merged in. `merging_subscriber` creates it.
 
     Attributes:
         received: subscription to the adapter's versions.
         version: the version that is merged into the model, or -1 if the model is the base.
         is_dirty: whether a merge failed after it changed the model. Do not use the model before an update succeeds.
-        pause_s: duration in seconds of the newest version's pause, in which values are copied into the model.
+        pause_s: duration in seconds of the pause in which the newest version's values were copied into the model.
     """
 
     def __init__(self, received: AdapterSubscriber, model: torch.nn.Module, hooks: Hooks, *, on_host: bool) -> None:
@@ -340,7 +342,7 @@ class MergingSubscriber(Closeable):
         self._on_host = on_host
         self._merge: tuple[str, AdapterMerge] | None = None
         self._base = ""
-        # The rows of each tensor that a version has changed, with their values before the first change.
+        # Rows of each tensor that any version has changed, with their values before the first change.
         self._pristine: dict[str, list[tuple[ShardRow, torch.Tensor]]] = {}
         # Digests of these rows after the last merge.
         self._left: dict[str, list[int]] = {}
@@ -359,7 +361,7 @@ class MergingSubscriber(Closeable):
             return report
         self._follow()
         if self.received.base != self._base:
-            # The base was updated, so the stored values of the previous base are useless.
+            # The base was updated, so discard the stored values of the previous base.
             self._pristine, self._left, self._base = {}, {}, self.received.base
         elif not self.is_dirty:
             self._check_untouched()
@@ -374,7 +376,8 @@ class MergingSubscriber(Closeable):
     def _follow(self) -> None:
         """Look up the changed tensors again, because an engine may have moved or replaced them.
 
-        PlanError: a tensor is gone or was freed, or its dtype or shape changed. Nothing was changed.
+        Raise PlanError if a tensor is missing or was freed, or its dtype or shape has changed. Nothing was changed
+        then.
         """
         state = self._state()
         for name, kept in self._pristine.items():
@@ -385,7 +388,7 @@ class MergingSubscriber(Closeable):
             self._pristine[name] = [(row, values) for row, (_, values) in zip(rows, kept, strict=True)]
 
     def _merged(self) -> dict[str, list[torch.Tensor]]:
-        """Return the new values of all tensors in the model that change."""
+        """Return the new values of the model's tensors that this version changes."""
         state = self._state()
         adapter = self.received.tensors
         config = self.received.config
@@ -398,7 +401,7 @@ class MergingSubscriber(Closeable):
             self._pristine[name] = [(row, self._kept(row.tensor)) for row in rows]
         return {
             name: [
-                # A tensor that only an earlier adapter has changed gets the base's values again.
+                # Reset a tensor to the base's values if only an earlier adapter changed it.
                 merge.merged(row, values.to(row.tensor.device), adapter) if name in merge.changed else values
                 for row, values in rows
             ]
@@ -409,7 +412,7 @@ class MergingSubscriber(Closeable):
         return tensor.to("cpu", copy=True) if self._on_host else tensor.clone()
 
     def _install(self, version: int, values: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy values into the model, between the engine's callbacks."""
+        """Copy values into the model, between the two callbacks of the engine."""
         began = time.perf_counter()
         self._call("before_pause", version)
         self.is_dirty = True
@@ -472,20 +475,21 @@ def merging_subscriber(
 ) -> MergingSubscriber:
     """Receive the versions of an adapter, and merge each version into a model's own weights.
 
-    The changed tensors need their size in memory once more for the pristine values, and once more during an update.
-    Raises as `penstock.subscriber`.
+    The changed tensors take up memory a second time for the pristine values, and a third time during an update. Raises
+    the same errors as `penstock.subscriber`.
 
     Args:
         name: name of the sync under which a trainer publishes the adapter.
         model: the base, under the checkpoint's names. Its tensors may be DTensors. Its parameters keep their memory.
         base: see `adapter.base_identity`.
         connection: see `penstock.subscriber`.
-        hooks: `before_read`, and the callbacks around the copies into the model.
-        pristine: location of the base's values of the changed tensors: the model's `device`, or the `cpu`.
+        hooks: `before_read`, and the callbacks before and after the copies into the model.
+        pristine: where the base's original values of the changed tensors are stored: `device` for the model's device,
+            or `cpu`.
     """
     if pristine not in ("device", "cpu"):
         raise wrong_argument("pristine", pristine, "device or cpu")
     hooks = hooks or Hooks()
-    # The model's pause is enough, because the adapter's own tensors arrive in different memory.
+    # Pass only `before_read`. The adapter's own tensors arrive in separate memory, so receiving them requires no pause.
     received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))
     return MergingSubscriber(received, model, hooks, on_host=pristine == "cpu")

@@ -1,7 +1,7 @@
-"""PEFT: a trainer publishes an adapter separately, and another process receives it into a `PeftModel`.
+"""PEFT: a trainer publishes an adapter without its base, and another process receives the adapter into a `PeftModel`.
 
 The adapter's parameters and configuration have the names that PEFT's `save_pretrained` writes. The model may be sharded
-with FSDP2. `adapter` has receivers without PEFT.
+with FSDP2. `adapter` contains receivers that do not require PEFT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FREE = frozenset(
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
         *("init_lora_weights", "lora_dropout", "corda_config", "eva_config", "lora_ga_config", "loftq_config"),
         *("ephemeral_gpu_offload", "ensure_weight_tying"),
-        # The sync compares the names of the tensors, which include the modules with an adapter.
+        # The sync compares the tensors' names, and these already show which modules have an adapter.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     }
 )
@@ -40,18 +40,18 @@ _FREE = frozenset(
 def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Return an adapter's live parameters, under the names that PEFT saves. FSDP2's DTensors stay DTensors.
 
-    With FSDP2, call this between steps, because it reshards the module as its `state_dict` does. A model without the
-    adapter, or an unsupported release of PEFT, raises ConfigError.
+    With FSDP2, call this between steps, because it reshards the module, as `state_dict` does. Raises ConfigError if the
+    model lacks the adapter or the release of PEFT is not supported.
     """
     return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
 
 
 def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return the parameters of `adapter_tensors` without detaching them. They are the model's own objects."""
+    """Return the same parameters as `adapter_tensors`, but as the model's own objects instead of detached tensors."""
     _config(model, adapter)
     # `get_peft_model_state_dict` alone would copy the parameters of a tensor-parallel model. Skip embeddings of the
     # base, which PEFT saves with adapted embeddings. Unwrap torch.compile's module, because PEFT does not find the
-    # adapter under its names.
+    # adapter under the names in that module.
     model = unwrapped(model)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     named: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
@@ -61,9 +61,9 @@ def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict
 
 
 def adapter_config(model: torch.nn.Module, adapter: str = "default") -> dict[str, Any]:
-    """Return the content of an adapter's `adapter_config.json`. It raises as `adapter_tensors`."""
+    """Return the content of an adapter's `adapter_config.json`. Raises the same errors as `adapter_tensors`."""
     config: dict[str, Any] = _config(model, adapter).to_dict()
-    # PEFT saves this value too, because a loaded adapter is not trained.
+    # PEFT saves this value too, because an adapter is not trained after it is loaded.
     return {**config, "inference_mode": True}
 
 
@@ -99,12 +99,15 @@ class AdapterPublisher(Closeable):
 
     @property
     def version(self) -> int:
-        """Return the newest version that this rank published, or -1."""
+        """Return the newest version that this rank has published, or -1 before the first version."""
         return self.publisher.version
 
     @property
     def latest(self) -> int:
-        """Return the highest version that any member had when this rank joined. Later versions are larger."""
+        """Return the highest version that any member had when this rank joined.
+
+        New versions must have larger numbers.
+        """
         return self.publisher.latest
 
     def publish(self, version: int) -> PublishReport:
@@ -116,12 +119,12 @@ class AdapterPublisher(Closeable):
                 differ from its configuration. Nothing is published.
             PenstockError: see `penstock.sync.Publisher.publish`.
         """
-        # The adapter is published by name, so it does not matter which adapters are active.
+        # The adapter is published by its name, so it does not matter which adapters are active.
         self._state.require_same(is_used=False)
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this number of subscribers take part. See `penstock.sync.Publisher.wait_subscribers`."""
+        """Wait until `count` subscribers take part. See `penstock.sync.Publisher.wait_subscribers`."""
         self.publisher.wait_subscribers(count, timeout_s)
 
     def close(self) -> None:
@@ -142,7 +145,7 @@ def adapter_publisher(
 ) -> AdapterPublisher:
     """Publish an adapter from this rank under a name that receivers know.
 
-    All ranks call this at the same time, and publish the same versions. Raises as `adapter_tensors` and
+    All ranks call this at the same time, and publish the same versions. Raises the same errors as `adapter_tensors` and
     `penstock.publisher`.
 
     Args:
@@ -177,10 +180,10 @@ def adapter_subscriber(
     """Receive the versions of an adapter into the parameters of a `PeftModel`.
 
     The model's own adapter must match. An update raises PlanError before it reads a byte if a tensor's name or shape
-    differs, or an option that changes what the model computes (`lora_alpha`, `use_rslora`, ...). It also raises if the
-    model would not use the version, because the adapter's layers are merged, disabled, scaled or have different
-    options. The update fills the current parameters, even after they were moved or replaced. Raises as
-    `adapter_tensors` and `penstock.subscriber`.
+    differs, or if an option differs that changes what the model computes (`lora_alpha`, `use_rslora`, ...). It also
+    raises PlanError if the model would not use the version, because the adapter's layers are merged, disabled or
+    scaled, or have different options. The update fills the current parameters, even after they were moved or replaced.
+    Raises the same errors as `adapter_tensors` and `penstock.subscriber`.
 
     Args:
         name: name of the sync.
@@ -222,7 +225,7 @@ def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _normal(value: Any) -> Any:
-    """Return an option in the form that JSON has. PEFT treats an empty option as None, so return None for it."""
+    """Return an option in its JSON form. PEFT treats an empty option like None, so return None for an empty option."""
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value)) or None
     if isinstance(value, Mapping):

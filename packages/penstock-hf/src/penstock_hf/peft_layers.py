@@ -1,7 +1,7 @@
-"""Check a PeftModel's layers at every publish and update, because they decide what the model computes.
+"""Check a PeftModel's layers at every publish and update, because their state affects what the model computes.
 
-A merged layer ignores the adapter's tensors, because its base weight contains the sum. `scale_layer` changes the factor
-of the sum. PEFT stores this state neither in the tensors nor in the configuration.
+A merged layer ignores the adapter's tensors, because its base weight already includes them. `scale_layer` changes the
+factor by which a layer scales its adapter. PEFT stores this state neither in the tensors nor in the configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PeftLayer:
-    """The state of one PEFT layer that decides what the layer computes."""
+    """The state of one PEFT layer, as far as it affects what the layer computes."""
 
     kind: str
     merged: tuple[str, ...]
@@ -34,21 +34,22 @@ class _PeftLayer:
     options: tuple[tuple[str, object], ...]
     """The adapter's rank, alpha, kind of scaling, and whether it uses DoRA."""
     scaling: float | None
-    """Factor of a LoRA layer's sum. None if the layer has no such sum."""
+    """Factor by which a LoRA layer scales the adapter's part. None if the layer has no such factor."""
     expected: float | None
-    """Factor according to the adapter's configuration."""
+    """The same factor according to the adapter's configuration."""
 
 
 class AdapterState:
-    """The state of a model's layers at the time when a publisher or subscriber was created for an adapter.
+    """The state of a model's layers when a publisher or subscriber was created for an adapter.
 
     Args:
         model: a `PeftModel`.
         adapter: name of the adapter in the model.
-        look_up: returns the current tensors that are published or filled.
+        look_up: function that returns the current tensors to publish or fill.
 
     Attributes:
-        tensors: the last result of `look_up`. A publisher or subscriber of this mapping follows tensors that moved.
+        tensors: the last result of `look_up`. A publisher or subscriber that uses this mapping follows tensors that
+            have moved.
 
     Raises:
         PlanError: the adapter's factors do not match its configuration.
@@ -63,7 +64,7 @@ class AdapterState:
         self._require_scaling(self._layers)
 
     def require_same(self, *, is_used: bool) -> None:
-        """Refuse to publish or update a model whose layers have changed. Look up `tensors` again.
+        """Look up `tensors` again. Raise an error if the model's layers have changed.
 
         This visits the model's modules and its state dict, and reads no tensor.
 
@@ -71,8 +72,8 @@ class AdapterState:
             is_used: whether the adapter must still be active if it was active before.
 
         Raises:
-            PlanError: the message names the layers and the change, and the hint names the call of PEFT that undoes it.
-                Nothing was changed.
+            PlanError: layers have changed. The message names the layers and the change, and the hint names the PEFT
+                call that undoes it. Nothing was changed.
         """
         layers = _layers(self._model, self._adapter)
         merged = {name: layer for name, layer in layers.items() if layer.merged}
@@ -99,7 +100,7 @@ class AdapterState:
             raise PlanError(message, hint="create the publisher or subscriber again")
 
     def follow(self) -> None:
-        """Look up the tensors again. Call this before an update, which reads into them."""
+        """Look up the tensors again. Call this before an update, because the update writes to the tensors."""
         self._follow()
 
     def _follow(self) -> dict[str, torch.Tensor]:
@@ -111,7 +112,7 @@ class AdapterState:
         return tensors
 
     def _is_idle(self, before: _PeftLayer, now: _PeftLayer) -> bool:
-        """Return whether a layer used the adapter before, and now computes something different."""
+        """Return whether a layer used the adapter before but no longer does."""
         was_used = self._adapter in before.active and not before.is_disabled
         return was_used and (now.is_disabled or now.active != before.active)
 
@@ -138,7 +139,7 @@ def _shown(names: Any) -> str:
 
 
 def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _PeftLayer]:
-    """Return the state of all PEFT layers by name, for any adapter."""
+    """Return the state of all PEFT layers by name, including layers of other adapters."""
     config = getattr(model, "peft_config", {}).get(adapter)
     return {
         name.replace("_orig_mod.", ""): _layer(module, adapter, name, config)
@@ -153,7 +154,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _PeftLayer:
         return options.get(adapter) if isinstance(options, Mapping) else None
 
     scaling, expected = of("scaling"), None
-    # Other kinds of layers have these options with different meanings.
+    # In other kinds of layers these options have different meanings.
     if isinstance(module, LoraLayer) and not isinstance(module, AdaLoraLayer) and scaling is not None:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
@@ -164,7 +165,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _PeftLayer:
     if expected is None:
         fixed.append(("scaling", scaling))
     return _PeftLayer(
-        # The class is not compared, because `fully_shard` and `torch.compile` replace it.
+        # Do not compare the class itself, because `fully_shard` and `torch.compile` replace it.
         kind="tuner" if isinstance(module, BaseTunerLayer) else "wrapper",
         merged=tuple(module.merged_adapters),
         active=tuple(module.active_adapters),

@@ -1,7 +1,7 @@
 """`penstock run`: start a program whose Python processes read safetensors through Penstock.
 
-This process is replaced by the program (exec). `startup` installs the replacement from `safetensors` in each Python
-process.
+The program replaces this process (exec). In each of its Python processes, `startup` installs the reader from
+`penstock_hf.safetensors`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def run(
     URIs then work wherever the program accepts a safetensors file, and files on network volumes are read ahead. This
     applies to every Python process that the program starts, as soon as the process imports safetensors.
     """
-    # Check the variables here, because the program's `import safetensors` must not fail.
+    # Check the environment variables here, because an invalid one must not make the program's `import safetensors`
+    # fail.
     Settings.read()
     environment = dict(os.environ)
     paths = [str(STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
@@ -43,11 +44,11 @@ def run(
         hint = "give the program and its arguments after --, for example: penstock run -- python app.py"
         raise ConfigError(f"cannot run {program!r}: the program does not exist or is not executable", hint=hint)
     sys.stdout.flush()
-    # Python ignores these two signals from its start, and a program would inherit that.
+    # Python ignores these two signals when it starts, and the program would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
-        # This is the command of the user, and no shell reads it.
+        # The user chose this command, and no shell interprets it.
         os.execvpe(program, command, environment)  # nosec B606
     except OSError as error:
         raise ConfigError(

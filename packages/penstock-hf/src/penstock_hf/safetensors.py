@@ -1,14 +1,15 @@
-"""Replace `safetensors.safe_open` with Penstock's reader, in a program that stays unchanged.
+"""Replaces `safetensors.safe_open` with Penstock's reader in an unmodified program.
 
-Call `install()` once in a process, or use `with installed():`. Then `safetensors.safe_open` and the functions that use
-it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) choose a reader for each file:
+Call `install()` once in a process, or use `with installed():`. After that, `safetensors.safe_open` and the functions
+that use it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) choose a reader for each
+file:
 
 - A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`) gets Penstock's reader.
 - A file on a network file system that is not fully in the page cache gets Penstock's reader, for torch or numpy. It
   reads ahead with large reads, and its tensors own their memory.
 - Any other file gets the original reader at its original speed, which maps local files without a copy.
 
-Only `safe_open` is replaced, so the functions' signatures, errors and identity stay safetensors' own.
+Only `safe_open` is replaced, so the other functions stay safetensors' own objects, with their signatures and errors.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _FRAMEWORKS = {"pt", "torch", "pytorch", "np", "numpy"}
 
 
 class _Replacement(type):
-    """The class of the replacement for `safetensors.safe_open`. Calling it chooses a reader.
+    """The metaclass of the replacement for `safetensors.safe_open`. Calling the replacement selects a reader.
 
-    Instances of the original also count as its instances.
+    Instances of the original class also count as instances of the replacement.
     """
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Return a file that Penstock or the original has opened. Raise the errors of the chosen reader."""
+        """Return a file that Penstock or the original has opened. Raises the errors of the selected reader."""
         filename = arguments[0] if arguments else options.get("filename")
         for opener in reversed(_openers):
             file = opener(*arguments, **options)
@@ -53,7 +54,7 @@ class _Replacement(type):
             _log.debug("%s: read by safetensors", filename)
             return _original(*arguments, **options)
         _log.debug("%s: read by penstock: %s", filename, reason)
-        # This imports torch, which a program may never need.
+        # Import here, because this imports torch, which a program may never use.
         with extras_named():
             from penstock import safe_open
 
@@ -67,7 +68,7 @@ class _Replacement(type):
         return subclass in {cls, _original, ours}
 
     def __getattr__(cls, name: str) -> Any:
-        # A program may look up the methods on the class.
+        # A program may access the methods through the class.
         return getattr(_original, name)
 
 
@@ -75,15 +76,15 @@ _lock = threading.Lock()
 _count = 0
 _original: Any = None
 _replacement: Any = None
-# Openers are called first, newest first. They return an open file, or None for a name that they do not know.
+# Openers are called before other readers, newest first. An opener returns an open file, or None for an unknown name.
 _openers: list[Callable[..., Any]] = []
 
 
 def install(replacements: Mapping[Any, Any] | None = None) -> None:
     """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
-    Every loaded module that has the original among its globals gets the replacement, and so do modules that are
-    imported later. Calls nest, and the last `uninstall` takes effect. This does not import torch. It may be called in
+    Every loaded module with the original among its globals gets the replacement, as do modules that are imported later.
+    Calls nest, and only the last `uninstall` restores the original. This does not import torch. It may be called from
     any thread at any time, and open files stay unchanged. Raises MissingExtra if safetensors is not installed.
 
     Args:
@@ -103,7 +104,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
 
 
 def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
-    """Undo one `install`. After the last `uninstall` every module has the original again. Otherwise do nothing."""
+    """Undo one `install`. The last `uninstall` restores the original in every module. All others restore nothing."""
     global _count
     with _lock:
         if not _count:
@@ -117,7 +118,7 @@ def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
 def installed(
     opener: Callable[..., Any] | None = None, replacements: Mapping[Any, Any] | None = None
 ) -> Iterator[None]:
-    """Install the replacement for the duration of a `with` block. Raises as `install`.
+    """Install the replacement for the duration of a `with` block. Raises the same errors as `install`.
 
     Args:
         opener: called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
@@ -146,7 +147,7 @@ def install_in_program() -> None:
         handler.setFormatter(logging.Formatter("penstock: %(message)s"))
         _log.logger.addHandler(handler)
         _log.setLevel(logging.DEBUG)
-        # The program's own handlers would write each line again.
+        # Without this, the program's own log handlers would write each line again.
         _log.logger.propagate = False
     install()
 
@@ -154,7 +155,8 @@ def install_in_program() -> None:
 def _make(original: Any) -> Any:
     """Return a replacement for a class, with the same name, documentation and signature."""
     body = {
-        # The original's module is `builtins`, where it cannot be found. With this name it can be pickled.
+        # The original claims the module `builtins`, which does not contain it. With this module name the class can be
+        # pickled.
         "__module__": "safetensors",
         "__doc__": original.__doc__,
         "__signature__": inspect.signature(original),
@@ -173,7 +175,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         try:
             return "a URI" if text.startswith("file://") or is_remote(text) else ""
         except ConfigError:
-            # No storage has this scheme. The original reports the error if it is not a path.
+            # No storage has this scheme. If the name is not a path either, the original reports the error.
             return ""
     if framework not in _FRAMEWORKS:
         return ""

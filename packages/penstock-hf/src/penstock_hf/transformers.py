@@ -1,6 +1,6 @@
-"""Load transformers models through Penstock, for names on a hub, directories and object stores.
+"""Load transformers models through Penstock, from a hub, a directory or an object store.
 
-`from_pretrained` returns the same model as the class's own function. In one process, if the checkpoint's tensors match
+`from_pretrained` returns the same model as the class's own method. In one process, if the checkpoint's tensors match
 the model's, it fills an empty model on the device. In all other cases transformers loads in `patched_libraries()`.
 """
 
@@ -33,7 +33,7 @@ from penstock.spi import (
 )
 from penstock_hf.patched_libraries import (
     directory,
-    patched_libraries,  # its name for users of transformers
+    patched_libraries,  # re-exported for users of transformers
 )
 
 if TYPE_CHECKING:
@@ -79,20 +79,20 @@ def from_pretrained(
         name_or_uri: `org/name[@revision]`, `hf://org/name[@revision][/folder]`, a directory, or a prefix in an object
             store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
         group: a torch.distributed group whose ranks all make this call. Each rank reads a share of the weights from
-            storage, and the ranks exchange the shares. This works for `tp_plan` and FSDP2 too, where each rank keeps
+            storage, and the ranks exchange the shares. This also works with `tp_plan` and FSDP2, where each rank keeps
             only its shards.
         memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. In a group, half of it is for
-            tensors that have arrived but were not requested yet.
-        verify: compare with the digests in the manifest. See `penstock.load`. For a model on a hub and one process,
-            compare with the hub's digests.
+            tensors that have arrived but have not been requested yet.
+        verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. In one process, a
+            model on a hub is compared with the hub's digests.
         storage_options: credentials and endpoint. See `penstock.load`.
         progress: see `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
             own bar.
         trace: see `penstock.load`. It applies only if the model is filled in place.
-        weight_cache: use processed parameters that a weight cache on this host has from an earlier process with the
-            same model, options and versions, without a copy. Otherwise load, and hand the parameters over (see
-            `penstock.cache.cache_parameters`). They are stored under `NAME.KEY`. The name is this text, or the model's
-            if it is True. The key is a digest of the model, options and versions.
+        weight_cache: use without a copy the processed parameters that a weight cache on this host holds from an earlier
+            process with the same model, options and versions. If there are none, load the model and hand its parameters
+            over to the cache (see `penstock.cache.cache_parameters`). They are stored under `NAME.KEY`. The name is
+            this string, or the model's name if this is True. The key is a digest of the model, options and versions.
         options: options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
             `revision`, `token` and `quantization_config`.
 
@@ -154,14 +154,15 @@ def start_from_pretrained(
     `penstock.modules.load_in_background`.
 
     Args:
-        model_class, name_or_uri: see `from_pretrained`. Only a directory or a prefix in an object store.
-        first: globs of tensors to read before the others. See `penstock.modules.load_in_background`.
+        model_class, name_or_uri: see `from_pretrained`. The location must be a directory or a prefix in an object
+            store.
+        first: glob patterns for the tensors to read before all others. See `penstock.modules.load_in_background`.
         memory_bytes, verify, storage_options, progress, trace: see `penstock.modules.load_in_background`.
         options: `config`, `dtype` and `device_map` for one device.
 
     Raises:
         ConfigError: the checkpoint's tensors do not match the model's on one device, for example because experts are
-            merged or weights are quantised. The message gives the reason. Use `from_pretrained` instead.
+            merged or weights are quantised. The message states the reason. Use `from_pretrained` instead.
         NotFound, MissingExtra: see `from_pretrained`.
         PenstockError: see `penstock.modules.load_in_background`.
     """
@@ -193,17 +194,19 @@ def start_from_pretrained(
 
 
 def weights_loader(model: Any) -> LoadFunction:
-    """Return a function that loads weights into a transformers model as transformers does, for `load=` in `subscriber`.
+    """Return a function that loads weights into a transformers model as transformers does.
 
-    It merges experts, changes names and casts values as from_pretrained does for this class. The results are copied
-    into the model's parameters, whose addresses stay the same. When it runs with real tensors, it needs memory for a
-    second copy of them until it returns. Raises MissingExtra if transformers 5 is not installed.
+    Pass it to `subscriber` as `load`.
+
+    The function merges experts, changes names and casts values as from_pretrained does for this class. The results are
+    copied into the model's parameters, whose addresses stay the same. When it runs with real tensors, it takes memory
+    for a second copy of them until it returns. Raises MissingExtra if transformers 5 is not installed.
     """
     _check_version()
     from transformers import conversion_mapping, core_model_loading, modeling_utils
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load these weights into the model's own parameters."""
+        """Load `weights` into the model's own parameters."""
         import torch
 
         # transformers creates new parameters. Restore the model's parameters with the new values copied into them.
@@ -227,7 +230,9 @@ def weights_loader(model: Any) -> LoadFunction:
 def checkpoint_shards(
     model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return this rank's shards of a model (FSDP2's, or the whole model) by the checkpoint's names, for `publisher`.
+    """Return this rank's shards of a model by the checkpoint's names, for `publisher`.
+
+    Without FSDP2, they are the whole model.
 
     Tensors that the class has merged, such as experts, are split into the checkpoint's tensors as views without a copy.
 
@@ -237,7 +242,7 @@ def checkpoint_shards(
         storage_options: see `penstock.load`.
 
     Raises:
-        PlanError: the class computes some of its weights when it loads. The message names them.
+        PlanError: the class computes some of the model's weights when it loads. The message names these weights.
         MissingExtra: transformers 5 is not installed.
     """
     _check_version()
@@ -257,7 +262,7 @@ def checkpoint_shards(
 
 
 def _read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `penstock.load_into` for those of `from_pretrained`."""
+    """Convert the arguments of `from_pretrained` to those of `penstock.load_into`."""
     from penstock import ReadSettings
 
     fields = ("storage_options", "memory_bytes", "trace")
@@ -289,10 +294,10 @@ class _Plain:
     """Revision of the checkpoint."""
 
     def key(self) -> Key:
-        """Return the key of the model's processed parameters, which covers everything that they depend on."""
+        """Return the key of the model's processed parameters. It covers everything that the parameters depend on."""
         from penstock_compile_cache.key import key_of
 
-        # The same model at a different location has the same parameters.
+        # Omit the location, because the same model at a different location has the same parameters.
         fields = {field: value for field, value in self.config.to_dict().items() if field != "_name_or_path"}
         described = {
             "class": self.concrete.__qualname__,
@@ -305,7 +310,10 @@ class _Plain:
 def _plain(
     model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
 ) -> _Plain | str:
-    """Describe a model by its configuration and its weights' headers. If it is not a plain one, return the reason."""
+    """Describe a model by its configuration and its weights' headers.
+
+    Return the reason instead if the model is not plain.
+    """
     from transformers import AutoConfig
 
     from penstock.spi import revision_of
@@ -324,7 +332,7 @@ def _plain(
     if getattr(config, "quantization_config", None) is not None:
         return "it is quantised"
     concrete = _concrete(model_class, config)
-    # Read only headers, which show whether the checkpoint matches before any weights are read.
+    # Read only headers. They show whether the checkpoint matches the model before any weights are read.
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         manifest = weights.manifest
     dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
@@ -339,7 +347,7 @@ def _plain(
 
 
 def _read_generation(model: Any, files: Path) -> None:
-    """Set the generation configuration from the file next to the weights, if the model generates."""
+    """If the model can generate, set its generation configuration from the file next to the weights."""
     from transformers import GenerationConfig
 
     if model.can_generate() and (files / "generation_config.json").exists():
@@ -353,12 +361,13 @@ def _filled(
     arguments: Mapping[str, Any],
     fill: Callable[[Any, Mapping[str, str], str, Mapping[str, Any]], None],
 ) -> tuple[Any | None, str]:
-    """Return the model, filled in place, or else None and the reason why transformers has to load it.
+    """Return the model, filled in place, or None and the reason why transformers has to load the model.
 
     Args:
         model_class, uri, options: See `from_pretrained`.
         arguments: Arguments for the load.
-        fill: Called with the empty model, its name for each tensor in the checkpoint, the URI and `arguments`.
+        fill: Called with the empty model, a mapping from the checkpoint's tensor names to the model's, the URI and
+            `arguments`.
     """
     import torch
     from transformers import initialization
@@ -376,7 +385,7 @@ def _filled(
         targets, why = _targets(model, table)
         if why is not None:
             return None, why
-        # transformers initialises every tensor without this mark at random, but these will be loaded.
+        # transformers initialises every tensor without this mark at random, but these tensors will be loaded.
         for tensor in model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
         # Compute buffers that no checkpoint holds (rotary frequencies) on the CPU, as from_pretrained does.
@@ -390,7 +399,10 @@ def _filled(
 def _kept(
     model_class: Any, uri: str, weight_cache: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Return the model with a weight cache's processed parameters. If there are none, load it and hand them over."""
+    """Return the model with processed parameters from a weight cache.
+
+    If the cache has none, load them and hand them over.
+    """
     import torch
     from transformers import initialization
 
@@ -408,7 +420,8 @@ def _kept(
             raise ConfigError(message, uri=uri, hint="leave out weight_cache=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         key = plain.key()
-        # Add the key to the user's name too, because another checkpoint may have tensors of the same names and shapes.
+        # Add the key to the user's name too, because another checkpoint may have tensors with the same names and
+        # shapes.
         name = f"{weight_cache if isinstance(weight_cache, str) else model_name(uri)}.{key.id}"
         try:
             with contextlib.ExitStack() as stack:
@@ -419,12 +432,14 @@ def _kept(
                     model = concrete._from_config(copy.deepcopy(config), dtype=kind)
                 model.tie_weights()
                 attached.attach_into(model)
-                # Keep the attachment only now. If the model cannot use it, its load must not hold a lease.
+                # Keep the attachment to the cache only now. If the model cannot use the parameters, no lease may remain
+                # during the load.
                 stack.pop_all()
         except (NotFound, HubUnavailable) as error:
             _logger.info("penstock: loading %s: %s", uri, error.message)
         except NOT_USABLE as error:
-            # Log the text. A log handler that keeps the exception would keep its frames, and with them the model.
+            # Log the text. A log handler that stores the exception would keep its frames alive, and with them the
+            # model.
             _logger.warning("penstock: loading %s, because its cached parameters cannot be used: %s", uri, str(error))
         else:
             for tensor in model.state_dict(keep_vars=True).values():
@@ -440,8 +455,8 @@ def _kept(
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
-        # The files may have been replaced between reading their headers and the load. A given configuration cannot be
-        # replaced, but transformers may have written to it.
+        # The files may have been replaced after their headers were read. A configuration from the caller cannot have
+        # been replaced, but transformers may have written to it.
         given = {} if options.get("config") is None else {"config": config}
         with _local_files(uri, storage_options) as files:
             now = _plain(model_class, uri, files, {**options, **given}, storage_options)
@@ -449,8 +464,8 @@ def _kept(
             changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
             raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
         report = penstock.cache.cache_parameters(model, name).report
-    # The model is loaded, and a failed hand-over leaves it unchanged. While config.json is being replaced, it may be
-    # invalid JSON, which is a ValueError or an OSError from transformers.
+    # The model is loaded, and a failed hand-over leaves the model unchanged. While config.json is being replaced, it
+    # may be invalid JSON, and transformers then raises ValueError or OSError.
     except (PenstockError, OSError, ValueError) as error:
         _logger.warning("penstock: the parameters of %s are not cached for the next process: %s", uri, error)
     else:
@@ -465,7 +480,7 @@ def _by_transformers(
     options: dict[str, Any],
     arguments: Mapping[str, Any],
 ) -> Any:
-    """Return the model after transformers' own loading, which reads through Penstock."""
+    """Return the model as loaded by transformers' own code, which reads through Penstock."""
     storage_options = arguments["storage_options"]
     memory_bytes = arguments["memory_bytes"]
     block = patched_libraries(
@@ -487,7 +502,7 @@ def _by_transformers(
 
 
 def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options with which transformers loads a hub's URI, or raise ConfigError."""
+    """Return the name and the options with which transformers loads a URI on a hub. Raise ConfigError if it cannot."""
     where = parse_repository(uri, "hf")
     if where.kind != "model":
         raise ConfigError(f"a {where.kind} is not a model", uri=uri, hint="use hf://org/name[@revision][/folder]")
@@ -545,7 +560,7 @@ def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None
         if (torch_dtype(dtype), torch_shape(dtype, shape)) != (own.dtype, tuple(own.shape)):
             return {}, f"{name} is {dtype} {list(shape)}, the model's {own.dtype} {list(own.shape)}"
         targets[name] = target
-    # Tied parameters are one tensor with several names, and a checkpoint must fill exactly one of them.
+    # Tied parameters are one tensor with several names, and a checkpoint must contain exactly one of these names.
     places: dict[int, list[str]] = {}
     for name, tensor in state.items():
         places.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), []).append(name)
@@ -567,7 +582,10 @@ def _first_floating(table: TensorTable) -> Any:
 
 
 def _concrete(model_class: Any, config: Any) -> Any:
-    """Return the class itself, or an Auto class's class for this config. Raise ConfigError if there is none."""
+    """Return `model_class` itself, or an Auto class's model class for this config.
+
+    Raise ConfigError if there is none.
+    """
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         return model_class

@@ -1,4 +1,4 @@
-"""Penstock for SGLang: its load format, weight updates and released memory.
+"""Penstock for SGLang: a load format, weight updates and released memory.
 
-No module is imported here: each needs the package that it adapts.
+The package imports none of its modules, because they require SGLang.
 """

@@ -1,8 +1,8 @@
 """SGLang's `--load-format penstock`: weights from a URI, through `penstock.stream`, a fleet, a weight cache or a sync.
 
 The loader is a subclass of SGLang's default loader, which still maps names, quantises, and checks the model. For a URI,
-the configuration and the tokenizer are downloaded once, before the first process starts, and SGLang gets their
-directory. A file in it names the URI of the weights, which each rank streams.
+the configuration and the tokenizer are downloaded once, before the first process starts, and SGLang receives the path
+of their directory. A file in the directory contains the URI of the weights, which each rank streams.
 
 `/update_weights_from_disk` loads new weights from a path, from any URI, or from a trainer (`sync://NAME/VERSION`). The
 model changes only after all ranks have received and verified the version.
@@ -53,17 +53,17 @@ LOGGER = "penstock.sglang"
 SYNC = "sync://"
 """Prefix of an update's path if a trainer publishes the weights."""
 SYNC_OPTIONS = {"sync_listen": "listen", "sync_data_port": "data_port"}
-"""Options for the ports of a sync, and their names in `ConnectionSettings`."""
+"""Options for the ports of a sync, mapped to their names in `ConnectionSettings`."""
 URIS = "models at URIs"
 SLEEP = "verified weights after memory is released"
 _QUANTISED_WHILE_LOADED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
-"""Values of `--quantization` for which `get_model_loader` chooses other loaders. Source: SGLang 0.5.23."""
+"""Values of `--quantization` for which SGLang's `get_model_loader` selects different loaders. Source: SGLang 0.5.23."""
 _WEIGHTS_FILE = ".penstock-weights.json"
-"""File with the URI of the weights, in the directory that SGLang gets for a model at a URI."""
+"""File with the URI of the weights, in the directory whose path SGLang receives in place of a model's URI."""
 
 
 def sglang_logger() -> Log:
-    """Return the integration's logger, at SGLang's level. SGLang configures only the root logger's handler."""
+    """Return the integration's logger, at SGLang's log level. SGLang configures only the root logger's handler."""
     logger = logging.getLogger(LOGGER)
     if logger.level == logging.NOTSET and (level := logging.getLogger("sglang").getEffectiveLevel()) < logging.WARNING:
         logger.setLevel(level)
@@ -113,7 +113,7 @@ def _add_load_format() -> None:
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:
-        # SGLang before 0.5.21.
+        # SGLang before 0.5.21 defines the choices in this module.
         from sglang.srt import server_args as choices
     if LOAD_FORMAT in choices.LOAD_FORMAT_CHOICES:
         return
@@ -134,7 +134,7 @@ def _replace_runai() -> None:
 
 def _verify(original: Any, load_config: Any) -> None:
     """Check a load format as SGLang does, but replace `penstock` with the class of its loader."""
-    # `get_model_loader` instantiates a class that it finds here.
+    # `get_model_loader` instantiates the load format if it is a class.
     if load_config.load_format == LOAD_FORMAT:
         load_config.load_format = _loader_class()
     else:
@@ -155,7 +155,7 @@ def _give_directory(server_args: Any, previous: Any) -> None:
             if uri is not None and is_remote(uri):
                 replaced[field] = str(model_directory(uri, storage_options=stores))
         if "model_path" in replaced and config.served_model_name is None:
-            # SGLang's default is the path, which would be a directory in its cache.
+            # SGLang's default name is the path, which would be a directory in SGLang's cache.
             replaced["served_model_name"] = model_name(config.model_path)
         if replaced:
             declare_resolution(server_args, "penstock", **replaced)
@@ -170,7 +170,8 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
         SourceError: the storage failed.
     """
     settings = Settings.read()
-    # Pin the URI once for configuration and weights, because a moving branch must not mix files from two commits.
+    # Pin the URI once for the configuration and the weights, so that a branch that moves does not mix files from two
+    # commits.
     place = pinned_uri(uri, settings=settings, storage_options=storage_options)
     directory = _cache() / sha256(place.encode()).hexdigest()[:16]
     note = json.dumps({"weights": place, "model": uri}).encode()
@@ -182,21 +183,21 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel:
-    """A model whose directory in SGLang was created by `model_directory`."""
+    """A model whose directory `model_directory` created for SGLang."""
 
     weights: str
     """Pinned URI of the weights."""
     model: str
-    """URI of the model as the user gave it."""
+    """URI of the model as the user wrote it."""
 
     @classmethod
     def find(cls, path: str) -> StreamedModel | None:
-        """Read the URIs from the directory's note, or return None for an ordinary directory.
+        """Read the URIs from Penstock's file in the directory, or return None for an ordinary directory.
 
-        A note from a different version of Penstock raises FormatError.
+        Raises FormatError if a different version of Penstock wrote the file.
         """
         file = Path(path) / _WEIGHTS_FILE
-        # Check only Penstock's directory, because a model's own files must not redirect its weights.
+        # Accept the file only in Penstock's cache directory, because a model's own files must not redirect its weights.
         if file.parent.parent != _cache():
             return None
         try:
@@ -211,7 +212,7 @@ class StreamedModel:
 
 
 def _cache() -> Path:
-    """Return the parent of the directories that SGLang gets for URIs."""
+    """Return the parent of the directories that replace URIs."""
     from sglang.srt.environ import envs
 
     return Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "penstock"
@@ -222,7 +223,7 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: extra[name] for name in SYNC_OPTIONS if name in extra}
     options = read_options({name: extra[name] for name in extra if name not in own} if own else extra) | own
     sync_connection(options, 0)
-    # DeepGEMM and FlashInfer are already imported, and have read the paths of their caches.
+    # DeepGEMM and FlashInfer are already imported at this point, and have read the paths of their caches.
     if options.get("compile_cache"):
         hint = 'run eval "$(penstock compile-cache restore URI --engine sglang)" before SGLang'
         raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
@@ -230,14 +231,16 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings:
-    """Return the connection of a sync in a replica, whose fleet member has the ports of `listen` and `data_port`.
+    """Return the connection for a sync in a replica.
 
-    The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`. A wrong value raises
-    ConfigError.
+    The replica's fleet member uses the ports of `listen` and `data_port`.
+
+    The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`. An invalid value
+    raises ConfigError.
 
     Args:
         options: result of `loader_options`.
-        rank: rank of this process among one replica's processes on this host. Only rank 0 uses the given ports.
+        rank: rank of this process among one replica's processes on this host. Only rank 0 uses the configured ports.
     """
     given = {name: options[option] for option, name in SYNC_OPTIONS.items() if options.get(option) is not None}
     if "listen" in given:
@@ -248,12 +251,12 @@ def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings
 
 
 def _loader_class() -> type[Any]:
-    # This module must be importable without SGLang, so the class is defined in a function.
+    # This module must be importable without SGLang, so define the class in a function.
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
     class PenstockSglangLoader(DefaultModelLoader):  # type: ignore[misc]
-        """SGLang's default loader, reading through Penstock. The default loader is configured for `safetensors`."""
+        """SGLang's default loader, but with reads through Penstock. The base class is configured for `safetensors`."""
 
         def __init__(self, load_config: Any) -> None:
             self._options = loader_options(load_config.model_loader_extra_config or {})
@@ -261,13 +264,14 @@ def _loader_class() -> type[Any]:
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a model of Hugging Face. A model at a different URI is streamed when it is loaded."""
+            """Download a model from Hugging Face. A model at any other URI is streamed when it is loaded."""
             if StreamedModel.find(model_config.model_path) is None:
                 super().download_model(model_config)
 
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
             """Return a new model with its weights."""
-            # SGLang has separate loaders for these methods, but does not use them if the load format is a class.
+            # SGLang has separate loaders for these quantisation methods, but does not use them if the load format is a
+            # class.
             kind = model_config.quantization
             has_own_loader = kind in _QUANTISED_WHILE_LOADED and not model_config._is_already_quantized()
             if has_own_loader or getattr(model_config, "modelopt_quant", None):
@@ -288,12 +292,13 @@ def _loader_class() -> type[Any]:
         ) -> Iterator[tuple[str, torch.Tensor]]:
             options = self._options
             if not options:
-                # For `update_weights_from_disk`, SGLang creates a loader without options. Use those of the start.
+                # For `update_weights_from_disk`, SGLang creates a loader without options. Use the options that the
+                # server was started with.
                 options = loader_options(_published_extra())
             if options.get("weight_cache") and (
                 not self._options or getattr(source.model_config, "is_draft_model", False)
             ):
-                # The weight cache's name is only for the target model's weights at the start.
+                # The weight cache's name applies only to the target model's original weights.
                 options = {name: value for name, value in options.items() if name != "weight_cache"}
             if source.model_or_path.startswith(SYNC):
                 tensors = iter(_of_sync(source.model_or_path, options).items())
@@ -308,10 +313,10 @@ def _loader_class() -> type[Any]:
         def _checkpoint(
             self, source: Any, resolved_source: Any, options: Mapping[str, Any]
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the tensors of a checkpoint, after the first tensor has arrived."""
+            """Wait for a checkpoint's first tensor, and return an iterator over all of its tensors."""
             streamed = StreamedModel.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
-                # An update may have a URI. At the start, directories replaced URIs.
+                # An update's path may be a URI. At the start of the server, directories replaced URIs.
                 stores = options.get("storage_options")
                 weights = pinned_uri(source.model_or_path, settings=Settings.read(), storage_options=stores)
                 streamed = StreamedModel(weights=weights, model=source.model_or_path)
@@ -329,7 +334,7 @@ def _loader_class() -> type[Any]:
             return streamed.weights
 
         def _local_files(self, source: Any, resolved_source: Any) -> list[str]:
-            """Return the local files of a source as SGLang finds or downloads them."""
+            """Return the paths of a source's local files, which SGLang finds or downloads."""
             if resolved_source is None:
                 folder, files, is_safetensors = self._prepare_weights(
                     source.model_or_path, source.revision, source.fall_back_to_pt, *_file_patterns(source)
@@ -354,7 +359,7 @@ def _file_patterns(source: Any) -> list[list[str]]:
 
 
 def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the same tensors, after the first tensor has arrived."""
+    """Wait for the first tensor, and return an iterator over all of the tensors."""
     return chain(list(islice(tensors, 1)), tensors)
 
 
@@ -363,9 +368,10 @@ _receivers: dict[str, VersionReceiver] = {}
 
 
 def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a trainer's version, after all ranks have received and verified the version.
+    """Wait until all ranks have received and verified a trainer's version, and return its tensors.
 
-    A path without the name of a sync and a version raises ConfigError, because all ranks must receive the same version.
+    A path without a sync's name and a version number raises ConfigError, because all ranks must receive the same
+    version.
     """
     from penstock.spi import VersionReceiver
 
@@ -397,7 +403,7 @@ def _published_extra() -> Mapping[str, Any]:
 
 
 def _rank() -> int:
-    """Return the rank of this process among one replica's processes on this host, which read the same checkpoint."""
+    """Return this process's rank among one replica's processes on this host, all of which read the same checkpoint."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().world_group.local_rank)
@@ -407,7 +413,7 @@ def _device() -> str:
     """Return the device of the parameters."""
     import torch
 
-    # SGLang has already chosen the process's GPU. It creates the parameters in `with torch.device(...)`.
+    # SGLang has already selected this process's GPU. It creates the parameters inside `with torch.device(...)`.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
@@ -418,7 +424,7 @@ def _group() -> Any:
 
 
 def _parallel_group() -> Any:
-    """Return SGLang's tensor-parallel group, or None for a single rank."""
+    """Return SGLang's object for the tensor-parallel group, or None for a single rank."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group

@@ -1,8 +1,8 @@
-"""Verify SGLang's weights after its memory was released and resumed, and read them again if they were lost.
+"""Verify SGLang's weights after their memory was released and resumed, and read them again if they were lost.
 
-The weights are digested before their memory is released. After the last tag has resumed, the digests are compared.
-Weights that differ and that no update has replaced are read again, from the path of the start or of the last update.
-The scheduler accepts requests only after that. Written for SGLang 0.5.23, and importable without SGLang.
+The weights are digested before their memory is released. After the last tag has resumed, the digests are compared. If
+the weights differ and no update has replaced them, they are read again from the original path or the last update's
+path. The scheduler accepts requests only after that. Written for SGLang 0.5.23, and importable without SGLang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _WEIGHTS = "weights"
 
 
 class SchedulerSleep:
-    """The weights of one scheduler process while their memory is released. Attribute `is_whole`: the model may be used.
+    """The weights of one scheduler process while their memory is released.
+
+    `is_whole` says whether the model may be used.
 
     Schedulers with a different `load_format` keep SGLang's behaviour.
     """
@@ -65,7 +67,8 @@ class SchedulerSleep:
         if self._applies() and _has_weights(request.tags) and _WEIGHTS not in manager.offload_tags:
             from penstock.spi import MemoryDigests
 
-            # SGLang may preserve the bytes (a backup on the host, or no memory saver). The digests detect that.
+            # SGLang may preserve the bytes, with a backup on the host or because there is no memory saver. The digests
+            # detect this case.
             self._digests = MemoryDigests(
                 tensor
                 for _, runner in manager._select_runners()
@@ -75,7 +78,7 @@ class SchedulerSleep:
         return original(manager, request)
 
     def resume(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Resume memory. After the last released tag, make sure that the weights are back.
+        """Resume memory. After the last released tag has resumed, restore the weights if they were lost.
 
         A PenstockError means that the weights could not be read. SGLang's reply has no field for a failure, so the
         scheduler exits.
@@ -89,7 +92,7 @@ class SchedulerSleep:
         return reply
 
     def update(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Update the weights. A successful update replaces lost weights."""
+        """Update the weights. After a successful update, lost weights need not be restored."""
         reply = original(manager, request)
         if getattr(reply, "success", False) and _WEIGHTS not in manager.offload_tags:
             self._whole()
@@ -114,7 +117,10 @@ class SchedulerSleep:
 
 
 def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
-    """Return a context in which a model loads. If its memory may be released, digest kernels are ready at the end."""
+    """Return a context for loading a model.
+
+    If its memory may be released, the digest kernels are ready when the context exits.
+    """
     return kernels_ready(device, log) if may_release() else nullcontext()
 
 

@@ -2,7 +2,7 @@
 
 `bench load` repeats a load in this process, and measures safetensors too if it can read the files. `bench fetch` starts
 a holder and receivers in separate processes with a private hub, and measures a plain copy as their limit. The processes
-communicate through pipes. The repository's `benchmarks/` compare with other tools in fresh processes.
+communicate through pipes. The repository's `benchmarks/` compare Penstock with other tools, each in a new process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bench() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRate:
-    """The times of one loader in seconds, and decimal GB/s at the median."""
+    """One loader's times in seconds, and its rate in decimal GB/s at the median time."""
 
     loader: str
     nbytes: int
@@ -64,13 +64,13 @@ class LoadRate:
     worst_s: float
     gb_per_s: float
     verified: bool
-    """Whether the loads compared the bytes with digests."""
+    """Whether the loads verified the bytes against digests."""
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The result of one load: its bytes, whether they were verified, and their path."""
+    """The result of one load: the number of bytes, whether they were verified, and their I/O path."""
 
     nbytes: int
     verified: bool
@@ -101,7 +101,7 @@ def bench_load(
         raise ConfigError("--cold works only for local files", uri=uri)
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
 
-    # The first use of the name imports torch, which must not count as a cost of the first load.
+    # The first use of `penstock.load` imports torch, and that must not count towards the first load's time.
     load, settings = penstock.load, penstock.ReadSettings(memory_bytes=budget)
 
     def penstock_load(verify: bool | None = None) -> Loaded:
@@ -126,7 +126,7 @@ def bench_load(
         note("safetensors is left out, because it is not installed")
     else:
         if rates[0].verified:
-            # safetensors compares no digests, so also measure a load without verification.
+            # safetensors does not verify digests, so also measure a load without verification.
             note("penstock verifies against the manifest and safetensors does not, so compare it with verify=False")
             unverified = partial(penstock_load, verify=False)
             rates.append(_measure("penstock, verify=False", unverified, repeat=repeat, before=before))
@@ -139,7 +139,7 @@ def bench_load(
 
 
 def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> LoadRate:
-    """Time some loads. The preparation of each load is not timed."""
+    """Time repeated loads. `before` prepares each load and is not timed."""
     from penstock.loader.progress import Progress
 
     times, loaded = [], Loaded(nbytes=0, verified=False, path="")
@@ -164,7 +164,7 @@ def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Ca
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Read a byte in every page, so that mapped memory counts as loaded, and wait for the device."""
+    """Read a byte in every page, so that the time includes page faults in mapped files, and wait for the device."""
     import torch
 
     on_device = False
@@ -180,7 +180,8 @@ def touch(tensors: Iterable[torch.Tensor]) -> None:
 
 def drop_cached(files: Sequence[str]) -> None:
     """Ask the kernel to drop the pages of these files from its cache."""
-    # Tensors from the previous load map the files. The kernel keeps pages that are mapped or not yet written back.
+    # The previous load's tensors may still map the files. The kernel keeps pages that are mapped or not yet written
+    # back.
     gc.collect()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -192,7 +193,7 @@ def drop_cached(files: Sequence[str]) -> None:
 
 
 def local_files(uri: str) -> list[str]:
-    """Return the files behind a URI if they are local, and an empty list otherwise."""
+    """Return the paths of a URI's files if they are local, and an empty list otherwise."""
     from penstock.storage import is_remote, local_path
     from penstock.storage.locate import resolve
 
@@ -203,14 +204,15 @@ def local_files(uri: str) -> list[str]:
 
 MODEL = "penstock-bench"
 TENSOR_BYTES = 64 * MIB
-"""Size in bytes of most tensors, because a large model's matrices have tens of MB."""
+"""Size of most generated tensors in bytes. A large model's matrices have tens of MB."""
 DEADLINE_S = 300.0
-"""Deadline in seconds for one step of a child process, such as its start or a fetch. It is enough for tens of GB."""
+"""Deadline in seconds for one step of a child process, such as its start or a fetch. It is sufficient for tens of
+GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRate:
-    """The fetches of one receiver, or the limit: seconds from the call to the commit, and median decimal GB/s."""
+    """One receiver's fetches, or the plain copies: seconds from call to commit, and median decimal GB/s."""
 
     who: str
     device: str
@@ -237,7 +239,7 @@ def bench_fetch(
     from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device
 
-    # Report a wrong device here with a hint, and not in each process.
+    # Report an invalid device once here with a hint, instead of in each process.
     resolve_device(device)
     nbytes = int(total_gb * GB)
     with (
@@ -277,7 +279,7 @@ def _times(rate: LoadRate | FetchRate) -> list[str]:
 
 
 def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) -> FetchRate:
-    """Return the rate of fetches with these times."""
+    """Return a row with the rate of fetches that took these times."""
     median = statistics.median(times)
     return FetchRate(
         who=who,
@@ -295,7 +297,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     """Measure a plain copy of the same bytes, in host memory with one thread or between two devices."""
     import torch
 
-    # 1 GB does not fit into any cache, and the copy needs this memory two times.
+    # 1 GB exceeds every cache and is sufficient. The copy takes this memory twice.
     nbytes = min(nbytes, GB) if device == "cpu" else nbytes
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=_device(device, 0))
     target = torch.full((nbytes,), 2, dtype=torch.uint8, device=_device(device, 1))
@@ -315,7 +317,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     finally:
         torch.set_num_threads(threads)
     path = "memcpy, one thread" if device == "cpu" else "one copy between the devices"
-    # The first copy is a warm-up, because it touches the pages or opens peer access between the devices.
+    # The first copy is a warm-up, because it faults the pages in or opens peer access between the devices.
     return _rate("limit", str(target.device), times[1:], path, nbytes=nbytes)
 
 
@@ -338,14 +340,17 @@ def private_hub(directory: str) -> Iterator[str]:
 
 @contextmanager
 def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Run a function in a separate process, and yield the pipe to it. `_answer_of` raises its errors."""
-    # Do not fork, because a child could not use CUDA after this process has, and would lack torch's threads.
+    """Run a function in a separate process, and yield the pipe to the process.
+
+    `_answer_of` raises the function's errors.
+    """
+    # Do not fork. A forked child would lack torch's threads, and could not use CUDA if this process has used it.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
     with _sigint_ignored():
         process.start()
-    # Close this process's copy of the child's end. Otherwise reads would not detect the exit of the child.
+    # Close this process's copy of the child's end of the pipe. Otherwise reads would not detect that the child exited.
     there.close()
     try:
         yield here
@@ -359,9 +364,9 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Ignore SIGINT in processes that are started inside the context."""
-    # A terminal sends Ctrl-C to the children too. They exit when this process closes their pipes, and their tracebacks
-    # would hide this process's message.
+    """Make processes that are started inside the context ignore SIGINT."""
+    # Ctrl-C in a terminal also signals the children. They exit anyway when this process closes their pipes, and their
+    # tracebacks would bury this process's message.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -371,7 +376,7 @@ def _sigint_ignored() -> Iterator[None]:
 
 @contextmanager
 def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[list[Connection]]:
-    """Run receivers, spread over the devices, and yield the pipes to them."""
+    """Run receiver processes, spread over the devices, and yield the pipes to them."""
     if not count:
         yield []
         return
@@ -384,7 +389,7 @@ def _answer_of(pipe: Connection) -> Any:
 
     Raises:
         SourceStalled: the process sent nothing for `DEADLINE_S`.
-        PeerLost: the process exited or sent an error.
+        PeerLost: the process exited, or it sent an error.
     """
     if not pipe.poll(DEADLINE_S):
         raise SourceStalled(f"a process of the benchmark sent nothing for {DEADLINE_S:g} s")
@@ -398,7 +403,7 @@ def _answer_of(pipe: Connection) -> Any:
 
 
 def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
-    """Offer generated weights until the pipe is closed, in the holder's process."""
+    """Offer generated weights until the pipe is closed. Runs in the holder's process."""
     import penstock
 
     with _reported(pipe):
@@ -411,7 +416,7 @@ def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
 
 
 def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
-    """Fetch on each request until the pipe is closed, in a receiver's process."""
+    """Fetch the weights on each request until the pipe is closed. Runs in a receiver's process."""
     import penstock
 
     place = _device(device, number)
@@ -422,7 +427,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
                 pipe.recv()
             except EOFError:
                 return
-            # Use a new member for each fetch, because a member with the weights would read nothing.
+            # Use a new member for each fetch, because a member that has the weights would not read them again.
             with penstock.join(MODEL, connection=hub) as fleet:
                 tensors: dict[str, torch.Tensor] = {}
                 report = fleet.fetch(tensors, device=place, progress=False)
@@ -432,7 +437,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
 
 @contextmanager
 def _reported(pipe: Connection) -> Iterator[None]:
-    """Send an error inside the context to the benchmark, unless the benchmark has exited."""
+    """Send an error that is raised inside the context to the benchmark's process, unless that process has exited."""
     try:
         yield
     except BrokenPipeError:
@@ -443,14 +448,14 @@ def _reported(pipe: Connection) -> Iterator[None]:
 
 
 def _device(device: str, number: int) -> str:
-    """Return the device for one of the processes. `cuda` is spread over all devices."""
+    """Return the device for a process. For `cuda`, the processes are spread over all devices."""
     import torch
 
     return f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device
 
 
 def make_weights(nbytes: int, device: str) -> dict[str, torch.Tensor]:
-    """Return random bytes as bfloat16 tensors in one arena. Each matrix is followed by a small tensor like a norm."""
+    """Return random bytes as bfloat16 tensors in one arena. A small tensor, as for a norm, follows each matrix."""
     import torch
 
     from penstock.memory.arena import Arena, needed_bytes

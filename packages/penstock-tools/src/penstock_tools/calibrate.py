@@ -1,7 +1,7 @@
-"""Measure the rates that a simulation needs on this machine, for each stage of a sync and a fetch.
+"""Measure this machine's rates for each stage of a sync and a fetch, as input for a simulation.
 
-Measuring takes about a minute, half a GiB of memory, half a GiB of temporary files, and memory on the device. Links
-between GPUs and hosts are not measured, because the description of a cluster contains them (`plan.cluster`).
+Measuring takes about a minute, half a GiB of host memory, half a GiB of temporary files, and some device memory. Links
+between GPUs and hosts are not measured, because the description of a cluster contains their rates (`plan.cluster`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _BYTES = 128 * MIB
 _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
-# The fastest of several runs counts, because other processes on the machine only make a run slower.
+# Number of runs, of which the fastest counts, because other processes on the machine can only slow a run down.
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096
@@ -56,7 +56,10 @@ Timed = Callable[[], object]
 
 
 def calibrate() -> Rates:
-    """Measure on the first CUDA device, or on the CPU if there is none. Requests are measured over loopback."""
+    """Measure on the first CUDA device, or on the CPU if the machine has no CUDA device.
+
+    Requests are measured over loopback.
+    """
     on_device = False
     if importable("torch"):
         import torch
@@ -83,8 +86,8 @@ def calibrate() -> Rates:
     operations = _operations("cuda:0" if on_device else "cpu") if quantise is not None else {}
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
-    # One process with one device cannot measure these rates, because they need two devices or several processes. Their
-    # Python time is scaled like a step, which is a guess, because a step makes different calls.
+    # One process with one device cannot measure these rates, because they involve two devices or several processes.
+    # Scale their Python time by the ratio of `step_s`. This is an estimate, because a step makes different calls.
     # Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = slowed(H200_RATES, times)
@@ -132,7 +135,10 @@ def _host_stages() -> dict[str, float]:
 
 
 def _columns() -> Strips:
-    """Return one column of many rows. Its runs are as short as a receiver's eighth of a tensor."""
+    """Return a column of a matrix with many rows.
+
+    Its runs are as short as those of a receiver with an eighth of a tensor.
+    """
     num_rows = _BYTES // (_GAPS * _COLUMN_BYTES)
     at, run, rows, pitch = (np.array([value]) for value in (0, _COLUMN_BYTES, num_rows, _GAPS * _COLUMN_BYTES))
     return Strips(at=at, run_bytes=run, num_rows=rows, pitch=pitch)
@@ -161,7 +167,7 @@ def _device_stages() -> dict[str, float]:
         device,
     )
 
-    # Each function waits for the device at the end, because a call only queues kernels and copies.
+    # Each function waits for the device before it returns, because a call only queues kernels and copies.
     def pack() -> None:
         packing.run()
         torch.cuda.synchronize(device)
@@ -183,7 +189,7 @@ def _device_stages() -> dict[str, float]:
 
 
 def _quantise(on_device: bool) -> float | None:
-    """Return the GB/s of BF16 that the transform reads, or None without torch."""
+    """Return the rate in GB/s at which the transform reads BF16, or None without torch."""
     if not importable("torch"):
         return None
     import torch
@@ -218,11 +224,12 @@ _CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("slerp", "source", 2, {"operations": {"op": "slerp", "t": 0.3}}),
     ("ties", "source", 3, {"operations": {"op": "ties", "density": 0.5}}),
 )
-"""The prefix of an operation's name, the kind and number of its sources, and the arguments for `convert`."""
+"""Tuples of the prefix of an operation's name, the kind and the number of its sources, and the arguments for
+`convert`."""
 
 
 def _operations(device: str) -> dict[str, float]:
-    """Return the GB/s that each operation reads in its decisive stage, from real conversions of small checkpoints."""
+    """Return each operation's read rate in GB/s, measured with real conversions of small checkpoints."""
     import penstock
     import penstock_convert
 
@@ -235,7 +242,8 @@ def _operations(device: str) -> dict[str, float]:
         sources["fp8-block128"] = [into]
         for operation, kind, count, arguments in _CONVERSIONS:
             into = directory / "result"
-            # In the first run torch compiles or allocates, which a large conversion does only once.
+            # Discard the first run, in which torch compiles kernels or allocates memory. A large conversion does this
+            # only once.
             for _ in range(2):
                 report = penstock.convert(
                     sources[kind][:count],
@@ -247,14 +255,14 @@ def _operations(device: str) -> dict[str, float]:
                 )
                 shutil.rmtree(into)
                 found[operation] = max(operation_gb_per_s(report), found.get(operation, 0.0))
-    # Small checkpoints have too few heads for `reshard`, which copies too.
+    # Small checkpoints have too few heads for `reshard`. Use the rate of `copy`, because `reshard` also only copies.
     return {**found, "reshard": found["copy"]}
 
 
 def operation_gb_per_s(report: ConvertReport) -> float:
-    """Return the GB/s that a conversion read while it computed, or in its busiest stage if it computed nothing.
+    """Return a conversion's read rate in GB/s while it computed, or in its busiest stage if it computed nothing.
 
-    A copy or a rename happens where files are read, so its computing time would yield no rate.
+    Copies and renames happen in the read stage, so their computing time does not yield a rate.
     """
     busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.moving_s
     return report.read_bytes / GB / busy_s
@@ -278,7 +286,7 @@ def _checkpoint(directory: Path, number: int) -> Path:
 
 
 def _posting() -> tuple[float, float, float]:
-    """Return the seconds for a read without its bytes, for each further long run, and for each further short run."""
+    """Return the costs in seconds of a read without its bytes, a further long run, and a further short run."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory
@@ -293,29 +301,30 @@ def _posting() -> tuple[float, float, float]:
         transport.wait(transport.post_read(ends[1], ends[0].descriptor, segments), stall_s=60.0)
 
     try:
-        # Measure runs with hardly any bytes. Then measure long runs, and subtract a copy of the same bytes as one run.
+        # Measure reads with almost no bytes. Then measure long runs, and subtract the time to copy the same bytes as
+        # one run.
         one_s = _best_s(lambda: read(1, _SHORT_BYTES))
         short_s = (_best_s(lambda: read(_RUNS, _SHORT_BYTES)) - one_s) / (_RUNS - 1)
         joined_s = _best_s(lambda: read(1, room))
         long_s = (_best_s(lambda: read(_RUNS, SHORT_RUN_BYTES)) - joined_s) / (_RUNS - 1)
     finally:
         transport.close()
-    # The difference of two measured times may be negative, and a long run costs at least as much as a short one.
+    # The difference of two measured times may be negative, but a long run costs at least as much as a short run.
     return one_s, max(long_s, short_s), short_s
 
 
 def _answer() -> float:
-    """Return the seconds for a small request over an open connection."""
+    """Return the time in seconds that a small request takes over an open connection."""
     # Members use this client for their requests to the hub and to each other.
     with _answering() as port, ControlConnection(over_tcp("127.0.0.1", port), "127.0.0.1") as connection:
         return _best_s(lambda: connection.request("POST", "/", b"x" * 512, timeout_s=10.0), repeat=50)
 
 
 class _Echo(http.server.BaseHTTPRequestHandler):
-    """A handler that responds to a request with the request's body."""
+    """A handler that echoes the body of each request."""
 
-    # HTTP/1.0 would close the connection after each response. Nagle's algorithm would delay the body, which is written
-    # after the headers.
+    # HTTP/1.0 would close the connection after each response. Nagle's algorithm would delay the body, because it is
+    # written separately from the headers.
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -328,7 +337,7 @@ class _Echo(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Write no log. The default writes a line for each request to stderr."""
+        """Do not log. The default implementation writes a line for each request to stderr."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Links of a described cluster, their fair sharing between flows, and the meter that records their load.
+"""The links of a described cluster, max-min fair sharing of their rates between flows, and a meter for their load.
 
-GPUs of a node are connected by NVLink, and nodes by their NICs and a fabric. Storage reaches a GPU over the link of all
-storage, the node's storage link and PCIe.
+GPUs of a node are connected by NVLink, and nodes by their NICs and a fabric. Bytes from storage reach a GPU over the
+link shared by all storage, the node's storage link and PCIe.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from penstock_convert.plan.simulate import NUM_BINS, LinkLoad
 
 F64 = npt.NDArray[np.float64]
 WIDTH = 3
-"""Maximum number of links that a flow uses. A read from storage uses three (all storage, the node's storage link and
-PCIe), and a flow between GPUs uses two."""
+"""Maximum number of links that a flow uses. A read from storage uses three (the link of all storage, the node's storage
+link and PCIe), and a flow between GPUs uses two."""
 
 
 class ClusterLinks:
     """The numbered links of a cluster, with their capacities in bytes per second.
 
     Attributes:
-        capacity: [num_links] bytes per second. The last entry is infinite and pads flows that use fewer links.
-        classes: the numbers `[start, stop)` of the links of each kind, by its name.
+        capacity: [num_links] bytes per second. The last entry is infinite and serves as padding for flows that use
+            fewer links.
+        classes: range `[start, stop)` of link numbers for each kind of link, by the kind's name.
 
-    `slowdown` is the factor for each GPU by which the rates of its links are divided.
+    `slowdown` contains, for each GPU, the factor by which the rates of its links are divided.
     """
 
     def __init__(self, cluster: Cluster, slowdown: np.ndarray) -> None:
@@ -35,7 +36,7 @@ class ClusterLinks:
         gpus, nics = cluster.num_gpus, cluster.num_nodes * cluster.nics_per_node
         gpu_slow = np.asarray(slowdown, np.float64)
         nic_slow = np.ones(nics)
-        # A NIC that several GPUs share is as slow as the slowest of them.
+        # A NIC that several GPUs share is as slow as the slowest of these GPUs.
         np.maximum.at(nic_slow, self.nic(np.arange(gpus)), gpu_slow)
         whole = cluster.storage_gb_per_s or np.inf
         sizes = (
@@ -53,14 +54,14 @@ class ClusterLinks:
         self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
 
     def nic(self, gpu: I64) -> I64:
-        """Return the NIC of each GPU. Neighbours share a NIC if a node has fewer NICs than GPUs."""
+        """Return the number of each GPU's NIC. Neighbouring GPUs share a NIC if a node has fewer NICs than GPUs."""
         cluster = self._cluster
         local = gpu % cluster.gpus_per_node * cluster.nics_per_node // cluster.gpus_per_node
         nic: I64 = gpu // cluster.gpus_per_node * cluster.nics_per_node + local
         return nic
 
     def _at(self, name: str, number: I64) -> I64:
-        """Return the numbers of links of one kind."""
+        """Return the link numbers of the links of one kind, from their numbers within the kind."""
         link: I64 = self.classes[name][0] + number
         return link
 
@@ -72,7 +73,7 @@ class ClusterLinks:
         return is_near
 
     def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
-        """Return the factor by which gaps between copies and short runs lengthen each read over NVLink."""
+        """Return the factor by which gaps between copies, and short runs, lengthen each read over NVLink."""
         link = self._cluster.nvlink_gb_per_s
         short_rate = min(rates.gather_gb_per_s or link, link)
         took = (nbytes - short_bytes) / link + short_bytes / short_rate + num_copies * rates.gap_s * GB
@@ -82,9 +83,10 @@ class ClusterLinks:
     def between(self, source: I64, receiver: I64) -> I64:
         """Return the [num_flows, WIDTH] links from GPUs to GPUs."""
         near = self.near(source, receiver)
-        # There is no third link, so use the padding entry.
+        # A flow between GPUs has no third link, so use the padding entry.
         nowhere = np.full(len(source), len(self.capacity) - 1)
-        # The model assumes that switches and the fabric carry the full load, so only the endpoints limit a flow.
+        # The model assumes that switches and the fabric can carry any load, so only the links at the endpoints limit a
+        # flow.
         out = np.where(near, self._at("nvlink out", source), self._at("nic out", self.nic(source)))
         into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self.nic(receiver)))
         return np.stack((out, into, nowhere), axis=1)
@@ -104,10 +106,10 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         capacity: capacity of each link. An infinite capacity limits nothing.
         bound: maximum rate of each flow, or None for no maximum.
 
-    The cost is linear in the number of flows for each round. There are as many rounds as distinct rates.
+    Each round costs time that is linear in the number of flows. There are as many rounds as distinct rates.
     """
-    # The share of a flow is the minimum over its links of the remaining capacity per flow. A link whose flows all get
-    # that link's share is full, and all full links are settled in the same round.
+    # A link's share is its remaining capacity per flow, and a flow's rate is the minimum of the shares of its links. A
+    # link is full if all of its flows get its share, and all full links are settled in the same round.
     num_flows, num_links = len(links), len(capacity)
     rates = np.zeros(num_flows)
     open_flows = np.arange(num_flows)
@@ -123,16 +125,17 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         if bound is not None:
             least = np.minimum(least, bound[open_flows])
         assert np.isfinite(least).all(), "a flow that nothing bounds"
-        # Minimum rate of any flow of a link. If that is the link's own share, the link is settled.
+        # Minimum rate of any flow over a link. If this minimum is the link's own share, the link is settled.
         lowest = np.full(num_links, np.inf)
-        # Work column by column, because `minimum.at` on a flat index would need the values repeated for each link.
+        # Process the columns one by one, because `minimum.at` with a flat index would require the values repeated for
+        # each link.
         for column in mine.T:
             np.minimum.at(lowest, column, least)
         # Without the tolerance, a rounding error could leave a link just above its share, and cost one round per flow.
         settled = used & (lowest >= share * (1 - 1e-12))
         done = settled[mine].any(axis=1)
         if bound is not None:
-            # A flow's bound acts like a link with one flow. It settles the flow if no link limits the flow further.
+            # A flow's bound acts like a link with one flow. It settles the flow if no link has a smaller share.
             done |= least >= bound[open_flows]
         fixed = open_flows[done]
         rates[fixed] = least[done]
@@ -143,7 +146,7 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
 
 
 class Meter:
-    """Record of the bytes over each link and of the load of each kind of link over time."""
+    """A record of the bytes that each link carried, and of the load on each kind of link over time."""
 
     def __init__(self, links: ClusterLinks) -> None:
         self._links = links
@@ -153,7 +156,7 @@ class Meter:
         self._starts = [start for start, _ in links.classes.values()]
 
     def add(self, start_s: float, stop_s: float, flows: I64, moved: F64) -> None:
-        """Record the bytes that flows moved over these links between two points in time."""
+        """Record the bytes that flows moved over their links between two points in time."""
         if stop_s <= start_s or not len(flows):
             return
         carried = np.bincount(
@@ -161,17 +164,18 @@ class Meter:
         )
         self.nbytes += carried
         self._steps.append((start_s, stop_s))
-        # Omit the padding at the end. Store sums by kind, because a simulation has thousands of steps and links.
+        # Omit the padding entry at the end. Store one sum for each kind, because a simulation has thousands of steps
+        # and links.
         self._carried.append(np.add.reduceat(carried[:-1], self._starts))
 
     def limit_s(self, nominal: F64) -> float:
-        """Return the time that the busiest link needs at nominal capacities."""
+        """Return the time in seconds that the busiest link takes at its nominal capacity."""
         return float((self.nbytes / nominal).max(initial=0.0))
 
     def loads(self, total_s: float) -> tuple[LinkLoad, ...]:
-        """Return the load of each kind of link that carried bytes."""
-        # Count only the capacity of links that carried bytes. Otherwise a ring over two nodes would look idle next to a
-        # thousand unused nodes.
+        """Return the load over time of each kind of link that carried bytes."""
+        # Count only the capacity of links that carried bytes. Otherwise a ring over two nodes would seem idle if a
+        # thousand other nodes are unused.
         edges = np.linspace(0.0, total_s, NUM_BINS + 1)
         steps = np.array(self._steps).reshape(-1, 2)
         carried = np.array(self._carried).reshape(-1, len(self._starts))
@@ -199,7 +203,7 @@ class Meter:
 
 def _binned(steps: F64, carried: F64, edges: F64) -> F64:
     """Return the bytes carried in each bin, with the bytes of a step spread evenly over its duration."""
-    # Interpolating the running sum spreads each step over the bins that it crosses and loses no byte.
+    # Interpolating the running sum spreads each step's bytes over the bins that it crosses without losing any.
     at = np.concatenate(([0.0], np.cumsum(carried)))
     times = np.concatenate((steps[:1, 0], steps[:, 1]))
     return np.diff(np.interp(edges, times, at))

@@ -1,4 +1,4 @@
-"""Machine model of the simulations of a fetch and a sync, in addition to `penstock_convert.plan.cluster`."""
+"""Machine model for the simulations of a fetch and a sync, in addition to `penstock_convert.plan.cluster`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.errors import ConfigError
 from penstock_convert.plan.cluster import Rates
 
 SHORT_RUN_BYTES = 256 << 10
-"""A run of at least this size is a separate copy. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+"""Minimum size in bytes of a run that is a separate copy. Source: `transport.cuda_ipc.SHORT_BYTES`."""
 SLAB_BYTES = 1 << 30
-"""Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
+"""Number of bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
 STORAGE_GB_PER_S = 3.4
-"""Rate at which a node reads from storage if the cluster does not name a rate. Source:
+"""Rate in GB/s at which a node reads from storage if the cluster does not specify a rate. Source:
 benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
 
 PYTHON_COSTS = (
@@ -29,11 +29,12 @@ PYTHON_COSTS = (
     "answer_s",
     "hop_s",
 )
-"""Costs that depend on a host's processor: calls in Python that queue work for a device or send requests."""
+"""Names of the costs that depend on the host's processor: Python calls that queue work for a device or send
+requests."""
 
 
 def slowed(rates: Rates, times: float) -> Rates:
-    """Return the same machine with a processor that runs Python `times` times slower. See `PYTHON_COSTS`.
+    """Return the rates of the same machine with Python running slower by the factor `times`. See `PYTHON_COSTS`.
 
     A factor that is not a finite number above 0 raises ConfigError.
     """

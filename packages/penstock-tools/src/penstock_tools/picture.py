@@ -1,4 +1,4 @@
-"""A picture of a prediction as a self-contained SVG."""
+"""Draws a prediction as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {
 
 
 def svg(prediction: Prediction) -> str:
-    """Return a prediction as a picture: its timeline, and below it the load of each kind of link."""
+    """Return an SVG of a prediction: its timeline, and below it the load on each kind of link."""
     lanes = list(dict.fromkeys(span.lane for span in prediction.timeline))
     top = 74
     loads = top + len(lanes) * _LANE + 24
@@ -51,7 +51,7 @@ def svg(prediction: Prediction) -> str:
 
 
 def _x(at_s: float, total_s: float) -> float:
-    """Return the position of a point in time on the time axis."""
+    """Return the x coordinate of a point in time."""
     return _LEFT + (_WIDTH - _LEFT - 16) * (at_s / total_s if total_s else 0.0)
 
 
@@ -62,7 +62,7 @@ def _text(x: float, y: float, what: str, size: int = 12, *, bold: bool = False, 
 
 
 def _timeline(prediction: Prediction, lanes: list[str], top: int) -> Iterator[str]:
-    """Yield the spans, with one row per lane."""
+    """Yield the SVG elements of the spans, with one row for each lane."""
     for i, lane in enumerate(lanes):
         yield _text(_LEFT - 8, top + i * _LANE + 13, lane, 11, end=True)
     for span in prediction.timeline:
@@ -79,7 +79,7 @@ def _bar(span: Span, y: float, total_s: float) -> str:
 
 
 def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
-    """Yield the share of these links that is in use over time."""
+    """Yield the SVG elements of a curve that shows the used share of these links over time."""
     step_s = total_s / len(load.load)
     # Draw steps instead of a line through the midpoints, because each value is a mean over its interval.
     points = [(_x(0.0, total_s), y + _LOAD)]
@@ -96,7 +96,7 @@ def _curve(load: LinkLoad, y: float, total_s: float) -> Iterator[str]:
 
 
 def _axis(total_s: float, top: float, bottom: float) -> Iterator[str]:
-    """Yield lines that divide the time into four equal parts, labelled in seconds."""
+    """Yield the SVG elements of lines that divide the time into four equal parts, labelled in seconds."""
     for part in range(5):
         at_s = total_s * part / 4
         x = _x(at_s, total_s)

@@ -1,6 +1,6 @@
 """`penstock plan` and `penstock simulate`: show plans, and predict their duration on a described cluster.
 
-Only headers are read, and nothing is moved, so the cluster need not exist.
+Only headers are read and no weights are moved, so the cluster need not exist.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plan_load(
     from penstock.plan import schedule
     from penstock.storage.weight_set import open_weights
 
-    # Use the settings of a real load, because a smaller memory limit makes smaller reads.
+    # Use the settings of a real load, because a smaller memory limit leads to smaller reads.
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     settings = Settings.read(memory_bytes=budget)
     with open_weights(uri, settings=settings, names=names) as weights:
@@ -167,7 +167,7 @@ def plan_sync(
 
 
 def explain_sync(plan: SyncPlan, limit: int = 20) -> str:
-    """Return a description of a sync's plan: totals, the busiest members, then the first `limit` receivers."""
+    """Return a description of a sync's plan: totals, the busiest members, and the first `limit` receivers."""
     links = plan.link_bytes()
     received, sent = links.sum(axis=1), links.sum(axis=0)
     lines = [
@@ -214,7 +214,7 @@ def plan_convert(
 
     job = plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
-    # With fewer workers than GPUs in a node, they still have the node's links and disks for themselves.
+    # If there are fewer workers than GPUs in a node, the workers share all of the node's links and disks.
     if workers < described.gpus_per_node:
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
     else:
@@ -396,7 +396,7 @@ def simulate_convert(
         raise ConfigError(
             f"--task-bytes {task_bytes} is too small", hint="use 2 or more, because a task has an input and an output"
         )
-    # Real tasks end at tensor boundaries, so few of them have the full size.
+    # Real tasks end at tensor boundaries, so few of them have the maximum size.
     size = np.random.default_rng(seed).integers(max(1, whole // 2), whole, num_tasks, endpoint=True)
     out_bytes = np.maximum(1, size / (1 + shrink)).astype(np.int64)
     prediction = simulation.simulate_convert(size - out_bytes, out_bytes, described, speeds, seed=seed)
@@ -404,9 +404,9 @@ def simulate_convert(
 
 
 def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
-    """Raise ConfigError for groups that are larger than the number of receivers."""
+    """Raise ConfigError if a group is larger than the number of receivers."""
     source = context.get_parameter_source("tp")
-    # The default is for large fleets. With fewer receivers there is one group.
+    # The default group size is for large fleets. With fewer receivers there is one group.
     if tp > receivers and source is not None and source.name == "COMMANDLINE":
         message = f"--tp {tp} is more than the {receivers} receivers"
         raise ConfigError(message, hint=f"use --tp {receivers} or a divisor of that number, or more receivers")
@@ -415,7 +415,7 @@ def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
 def both_sides(
     model: str, trainers: int, receivers: int, *, shards: int, tp: int, whole_experts: bool, fp8: bool
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts of the publishers and of the subscribers of a sync for the options."""
+    """Return the layouts of a sync's publishers and subscribers for these options."""
     from penstock_tools.shapes import receiver_layouts, trainer_layouts
 
     shapes = read_shapes(model)
@@ -424,7 +424,7 @@ def both_sides(
 
 
 def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
-    """Return a described cluster by name or from a file, and the rates of its stages.
+    """Return a described cluster and the rates of its stages. `cluster` is a known name or the path of a file.
 
     Any other text raises ConfigError.
     """
@@ -432,14 +432,14 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     hint = f"known names: {', '.join(CLUSTERS)}"
     described = known[0] if known else from_json(read_file(Path(cluster), hint=hint), Cluster)
     described.check()
-    # A cluster from a file has no rates. Use the rates of the H200, which are measured best.
+    # A cluster from a file has no rates. Use the rates of the H200, which have the most measurements.
     if rates is None:
         return described, known[1] if known else CLUSTERS["h200"][1]
     return described, read_rates(rates)
 
 
 def read_shapes(model: str) -> list[Shape]:
-    """Return the tensors of a model that is known by name, or from a weight set's headers."""
+    """Return the tensors of a model. `model` is a known name, or a weight set whose headers are read."""
     from penstock_tools.shapes import kimi_k2, shape_of
 
     if model == "kimi-k2":
@@ -450,7 +450,7 @@ def read_shapes(model: str) -> list[Shape]:
     return [shape_of(name, shape) for name, shape in zip(table.names, table.shapes, strict=True)]
 
 
-# Maximum number of lines for failures and for assumptions, which a large cluster has for every rank.
+# Maximum number of lines for failures and for assumptions. A large cluster could have one for every rank.
 _LISTED = 8
 
 

@@ -1,8 +1,8 @@
 """Build the layouts of both sides of a sync from names and shapes, for models that no rank holds yet.
 
 A trainer distributes experts over groups, and an expert's rows over its group. Rows of other tensors are distributed
-over `shards` ranks, with replicas. A receiver distributes experts over groups of `tp`, each cut by tensor parallelism
-or unsliced. The `Layout`s are the same as ranks would declare and record.
+over `shards` ranks, with replicas. A receiver distributes experts over groups of `tp` ranks, and an expert is either
+split by tensor parallelism or unsliced. Real ranks would declare and record the same `Layout`s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ROWS = re.compile(
 _PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 Cut = tuple[int | None, int, int]
-"""A tuple (dim, part, of): slice `part` of `of` along a dim. If `of` is 1 or the dim None, it is the whole tensor."""
+"""A tuple (dim, part, of): slice number `part` of `of` slices along a dim. If `of` is 1 or the dim is None, the slice
+is the whole tensor."""
 
 
 class Shape(NamedTuple):
@@ -43,14 +44,17 @@ class Shape(NamedTuple):
     dim: int | None
     """Dim that tensor parallelism splits. None means that every rank has the whole tensor."""
     expert: int
-    """Number of the tensor's expert, or -1."""
+    """Number of the expert that the tensor belongs to, or -1."""
 
 
 def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
-    """Return a tensor's shape by transformers' names. A tensor with an unknown name is unsliced on each rank."""
+    """Return a tensor's `Shape` from its name in transformers.
+
+    A tensor with an unknown name is unsliced on each rank.
+    """
     expert = _EXPERT.search(name)
     dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
-    # A 1-D tensor cannot be split along the second dim.
+    # A 1-D tensor has no second dim that could be split.
     return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(expert[1]) if expert else -1)
 
 
@@ -94,10 +98,10 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     yield shape_of("lm_head.weight", (vocab, hidden))
 
 
-# 70,000 tensors have a few hundred forms. Each form is created once, and equal forms are the same object.
+# The 70,000 tensors of a model have only a few hundred distinct forms, so create each form once.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
-    """Return part `part` of `of` along a dim, cut like torch's chunk, or None if it is empty."""
+    """Return the form of part `part` of `of` along a dim, split as by `torch.chunk`, or None if the part is empty."""
     if dim is None or of == 1:
         return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
     step = -(-shape[dim] // of)
@@ -110,7 +114,10 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 
 def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
-    """Yield a rank's slice of a tensor, quantised with its scales if it has a tag."""
+    """Yield the form of a rank's slice of a tensor.
+
+    With a tag, the slice is quantised, and its scales are yielded too.
+    """
     # Quantisers convert only projections. Embeddings, norms, routers and the head stay unchanged.
     tagged = fp8 and _PROJECTION.search(tensor.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
@@ -125,11 +132,11 @@ def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
 
 
 def _layout(member: str, rows: Sequence[tuple[str, Form]]) -> Layout:
-    """Return the layout with these rows, one after the other in one region."""
+    """Return the layout with these rows, placed one after another in a single region."""
     forms = {form: i for i, form in enumerate({form: None for _, form in rows})}
     sizes = np.array([form.span_bytes for form in forms], np.int64)
     index = np.array([forms[form] for _, form in rows], np.int64)
-    # Pad like an allocator, so that neighbouring runs join only if they would join in a live model too.
+    # Pad like an allocator, so that neighbouring runs are adjacent only if they would be adjacent in a live model too.
     aligned = -(-sizes[index] // _ALIGN_BYTES) * _ALIGN_BYTES
     return Layout(
         member=member,
@@ -157,8 +164,8 @@ def _side(
         model: the model's tensors.
         num_ranks: number of ranks on this side.
         fp8: whether projections are quantised.
-        cut_of: returns how a rank's slice of a tensor is cut.
-        has: returns whether a rank has an expert, for `(rank, expert, num_experts)`.
+        cut_of: function that returns how a rank's slice of a tensor is cut.
+        has: function of `(rank, expert, num_experts)` that returns whether a rank has an expert.
     """
     experts: dict[int, list[Shape]] = defaultdict(list)
     for tensor in model:
@@ -175,14 +182,14 @@ def _side(
 def trainer_layouts(
     model: Iterable[Shape], num_ranks: int, *, shards: int = 32, expert_groups: int = 0, fp8: bool = False
 ) -> list[Layout]:
-    """Return layouts of rows over ranks, as FSDP2 cuts them.
+    """Return layouts with tensors split by rows over ranks, as in FSDP2.
 
     Args:
         model: the model's tensors.
         num_ranks: number of the trainer's ranks.
-        shards: number of ranks over which tensors outside experts are cut. Further ranks are replicas (HSDP).
+        shards: number of ranks over which tensors outside experts are split. Further ranks are replicas (HSDP).
         expert_groups: number of groups that each hold some experts. 0 means groups of four ranks.
-        fp8: whether projections are held quantised.
+        fp8: whether the ranks hold projections in quantised form.
     """
     groups = expert_groups or max(num_ranks // 4, 1)
     if groups > num_ranks or num_ranks % groups:
@@ -190,13 +197,14 @@ def trainer_layouts(
     per_group = num_ranks // groups
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
-        """Return rows of an expert over its group, and rows of other tensors over the shards."""
+        """Split an expert's rows over its group, and the rows of other tensors over the shards."""
         of = min(shards, num_ranks) if tensor.expert < 0 else per_group
         return 0, rank % of, of
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
         """Return whether the rank's group has the expert."""
-        # Multiply before dividing, so that experts are spread evenly even if their number is not a multiple.
+        # Multiply before dividing, so that experts are spread evenly even if their number is not a multiple of the
+        # groups.
         return expert * groups // num_experts == rank // per_group
 
     return _side("trainer", model, num_ranks, fp8, cut_of, has)
@@ -205,17 +213,20 @@ def trainer_layouts(
 def receiver_layouts(
     model: Iterable[Shape], num_ranks: int, *, tp: int = 8, whole_experts: bool = False, fp8: bool = False
 ) -> list[Layout]:
-    """Return tensor-parallel layouts in groups of `tp`. Experts are cut over groups, or unsliced on single ranks."""
+    """Return tensor-parallel layouts in groups of `tp`.
+
+    Experts are split within a group, or unsliced on single ranks.
+    """
     tp = min(tp, num_ranks)
     if num_ranks % tp:
         raise PlanError(f"{num_ranks} ranks cannot be divided into groups of {tp}")
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
-        """Return the tensor-parallel slice. An expert that is unsliced is not cut."""
+        """Return the tensor-parallel slice, or the whole tensor for an unsliced expert."""
         return (0, 0, 1) if tensor.expert >= 0 and whole_experts else (tensor.dim, rank % tp, tp)
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
-        """Return whether the rank, or its group, has the expert."""
+        """Return whether the rank or its group has the expert."""
         if whole_experts:
             return expert * num_ranks // num_experts == rank
         return expert * (num_ranks // tp) // num_experts == rank // tp

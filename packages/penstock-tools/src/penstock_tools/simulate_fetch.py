@@ -1,9 +1,9 @@
-"""Simulate a fetch: Penstock's relay on a described cluster, with members as streams that follow each other.
+"""Simulate a fetch: Penstock's relay on a described cluster, with each member modelled as a stream from its parent.
 
-A member is a stream from its parent. If the relay has two trees, it is two streams with half of the chunks each. A
-stream begins a hop after its parent, stays at least a hop behind it, and catches up as fast as its links allow. Chunks
-are small compared with the weights, so they are treated as a continuous flow. A hop is one step of verified and
-announced bytes, which a child can then read. Without a holder the members form a ring, in which each member reads its
+If the relay has two trees, a member is two streams with half of the chunks each. A stream begins a hop after its
+parent's stream, stays at least a hop behind it, and catches up as fast as its links allow. Chunks are small compared
+with the weights, so they are treated as a continuous flow. A hop is one step of bytes that a member has verified and
+announced, so that its children can read them. Without a holder the members form a ring, in which each member reads its
 share from storage and passes it on.
 """
 
@@ -23,15 +23,15 @@ from penstock_convert.plan.simulate import Prediction, Span, Stage, assumed, bot
 from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 
 PATIENCE_S = 0.5
-"""Seconds that a silent member delays its readers. Source: `fetch.upstream.PATIENCE_S`."""
+"""Number of seconds for which a silent member delays its readers. Source: `fetch.upstream.PATIENCE_S`."""
 READS_OF_ONE = 3
-"""Number of reads in flight from one upstream, which share its link. Source: `fetch.run.READS_OF_ONE`."""
+"""Number of reads in flight from one upstream. They share its link. Source: `fetch.run.READS_OF_ONE`."""
 STEP_S = 0.02
-"""Reads grow until one of them takes this many seconds. Source: `fetch.upstream.STEP_S`."""
+"""Duration of a read in seconds at which reads stop growing. Source: `fetch.upstream.STEP_S`."""
 MAX_STEP_CHUNKS = 128
 """Number of chunks in the largest read. Source: `fetch.upstream.MAX_STEP_CHUNKS`."""
 _STEPS = 4000
-"""Number of time steps in a copy. Events within one step are handled together."""
+"""Number of time steps into which the time of one copy is divided. Events within one step are handled together."""
 _ROUNDS = 16
 _NEAR_ENOUGH = 1e-6
 _UNBOUND = np.finfo(np.float64).max
@@ -39,14 +39,18 @@ _UNBOUND = np.finfo(np.float64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
-    """The members and their weights. GPU g of every node has part `g % parts`, and exchanges it with its peers."""
+    """The members and their weights.
+
+    GPU g of every node has part `g % parts`, and exchanges it with the same GPUs of other nodes.
+    """
 
     nbytes: int
     """Total size of all parts in bytes."""
     parts: int = 1
-    """Number of ranks in a replica. 8 is tensor parallelism over a node's GPUs. With 1, each GPU has all weights."""
+    """Number of ranks in a replica. 8 means tensor parallelism over a node's 8 GPUs. With 1, each GPU has all
+    weights."""
     holders: int = 1
-    """Number of replicas that are complete at the start, on the first GPUs. With 0, each member reads from storage."""
+    """Number of replicas, on the first GPUs, that are complete at the start. With 0, each member reads from storage."""
 
 
 def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
@@ -55,7 +59,7 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
     Args:
         fleet: the weights, their parts, and the holders at the start.
         cluster: the cluster. All its GPUs take part.
-        rates: rates of the stages.
+        rates: rates of the machine's stages.
         seed: seed for the order in which members join, the slow members, and the members that die.
 
     Raises:
@@ -75,15 +79,18 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
 
 
 def step_bytes(bytes_per_s: F64) -> F64:
-    """Return the number of bytes in one read of a stream with this rate. Reads double until one lasts `STEP_S`."""
-    # The reads from one upstream share its link, so each lasts as long as all of them.
+    """Return the number of bytes in one read of a stream with this rate.
+
+    Reads double in size until one lasts `STEP_S`.
+    """
+    # The reads from one upstream share its link, so each read lasts as long as all of them together.
     chunks = np.maximum(bytes_per_s * STEP_S / READS_OF_ONE / CHUNK_BYTES, 1.0)
     least: F64 = np.minimum(2.0 ** np.ceil(np.log2(chunks)), MAX_STEP_CHUNKS) * CHUNK_BYTES
     return least
 
 
 class _FetchEvents:
-    """The events of one fetch. Arrays of streams have one row for each GPU, or two rows with two trees."""
+    """The events of one fetch. Arrays of streams have one row for each GPU, or two rows for each GPU with two trees."""
 
     def __init__(self, fleet: SimulatedFleet, cluster: Cluster, rates: Rates, seed: int) -> None:
         self.fleet = fleet
@@ -100,7 +107,7 @@ class _FetchEvents:
         self.is_holder = self.gpu < fleet.holders * fleet.parts
         self.dead = np.zeros(count, bool)
         self.joined = np.random.default_rng((seed, 2)).permutation(count)
-        # The arrays below are for streams. Times are infinite until their event happens.
+        # The arrays below have one row for each stream. A time is infinite until its event happens.
         self.have = np.where(self.is_holder, float(self.line), 0.0)
         self.start = np.where(self.is_holder, 0.0, np.inf)
         self.done = self.start.copy()
@@ -110,7 +117,7 @@ class _FetchEvents:
         self.relinked: list[str] = []
         self._plan_relay()
         slowest = min(cluster.nic_gb_per_s, cluster.nvlink_gb_per_s) * GB
-        # Use the slowest link, so that the steps are small enough wherever the bottleneck is.
+        # Derive the steps from the slowest link, so that they are small enough wherever the bottleneck is.
         copy_s = self.line / slowest
         self.quantum = copy_s / _STEPS
         self.deaths = self._deaths(copy_s, seed)
@@ -126,19 +133,22 @@ class _FetchEvents:
 
     @property
     def part_line(self) -> float:
-        """Number of bytes in one stream."""
+        """Number of bytes that one stream transfers."""
         return self.line / self.num_trees
 
     def _of_gpus(self, of_streams: F64) -> F64:
-        """Return values of streams as [num_trees, num_gpus]."""
+        """Reshape the values of streams to [num_trees, num_gpus]."""
         return of_streams.reshape(self.num_trees, len(self.gpu))
 
     def _is_filled(self) -> np.ndarray:
-        """Return whether each stream's member needs no more data, because it was complete at the start or is dead."""
+        """Return whether each stream's member requires no data, because it was complete at the start or is dead."""
         return np.tile(self.is_holder | self.dead, self.num_trees)
 
     def _split(self) -> None:
-        """Continue with two streams for each member, with half of the remaining and half of the received bytes each."""
+        """Continue with two streams for each member.
+
+        Each stream has half of the remaining bytes and half of the received bytes.
+        """
         count, self.num_trees = len(self.gpu), NUM_TREES
         self.have, self.rate_of = np.tile(self.have / NUM_TREES, NUM_TREES), np.zeros(NUM_TREES * count)
         self.start, self.done = np.tile(self.start, NUM_TREES), np.tile(self.done, NUM_TREES)
@@ -147,7 +157,7 @@ class _FetchEvents:
         )
 
     def _plan_relay(self) -> None:
-        """Ask Penstock's relay for the parents in each part."""
+        """Get the parents for each part from Penstock's relay."""
         parts, per_node, count = self.fleet.parts, self.cluster.gpus_per_node, len(self.gpu)
         all_have = self._of_gpus(self.have).sum(axis=0)
         upstream = np.where(self.parent >= 0, self.parent % count, -1).reshape(self.num_trees, count)
@@ -157,7 +167,8 @@ class _FetchEvents:
             mine = mine[~self.dead[mine]]
             chunks = np.minimum(all_have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
             whole = all_have[mine] >= self.line * (1 - 1e-12)
-            # Count at most one chunk less than all, because a rounding error must not turn it into a holder.
+            # Count at most all chunks but one, because a rounding error must not turn an incomplete member into a
+            # holder.
             chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
             columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), upstream[:, mine].T.tolist())
             nodes = [
@@ -182,13 +193,13 @@ class _FetchEvents:
         self.parent[:] = -1
         for relay in relays:
             for tree in range(self.num_trees):
-                # If a part's relay has one tree, all chunks use this tree.
+                # If a part's relay has only one tree, all chunks use that tree.
                 for child, parent in relay.trees[min(tree, len(relay.trees) - 1)].items():
                     self.parent[tree * count + int(child)] = tree * count + int(parent)
         self._measure()
 
     def _measure(self) -> None:
-        """Compute the depths, and the duration of a hop over each link."""
+        """Compute the streams' depths, and the duration of a hop over each link."""
         count = len(self.gpu)
         self.streams = np.flatnonzero((self.parent >= 0) & ~self._is_filled())
         parent = self.parent[self.streams]
@@ -196,7 +207,7 @@ class _FetchEvents:
         self.links = np.zeros((len(self.parent), links.shape[1]), np.int64)
         self.links[self.streams] = links
         at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
-        # Following the parents in a ring would not end.
+        # Skip this for a ring, because following its parents would never end.
         while self.fleet.holders and (at >= 0).any():
             at = np.where(at >= 0, self.parent[at], -1)
             self.depth += at >= 0
@@ -204,10 +215,10 @@ class _FetchEvents:
             np.bincount(links.reshape(-1), minlength=len(self._links.capacity)), 1
         )
         rate = share[links].min(axis=1)
-        # In a ring, each chunk is a step, because storage sets the pace.
+        # In a ring, each step is one chunk, because storage sets the pace.
         step = np.full(len(self.parent), float(min(CHUNK_BYTES, self.line)))
         if self.fleet.holders:
-            # A step is not larger than the parent's, because the parent announces this many bytes at a time.
+            # A step is at most as large as the parent's step, because the parent announces that many bytes at a time.
             step[:] = np.inf
             step[self.streams] = np.minimum(step_bytes(rate), self.part_line)
             for depth in range(1, int(self.depth.max(initial=0)) + 1):
@@ -215,7 +226,8 @@ class _FetchEvents:
                 step[some] = np.minimum(step[some], step[self.parent[some]])
         self.digest_s = np.where(np.isfinite(step), step / self.rates.digest_gb_per_s / GB + self.rates.step_s, 0.0)
         self.hop = np.zeros(len(self.parent))
-        # A holder has verified and announced everything. A relay has to receive the step first.
+        # A holder has verified and announced all bytes. Any other member has to receive a step before its child can
+        # read it.
         waits = ~self._is_filled()[parent] if self.fleet.holders else np.ones(len(parent), bool)
         self.hop[self.streams] = self.rates.hop_s + np.where(
             waits, step[self.streams] / rate + self.digest_s[self.streams], 0.0
@@ -223,14 +235,14 @@ class _FetchEvents:
 
     def go(self) -> None:
         """Run until every live member has all data."""
-        # Without a holder, all members finish at the same time, so there are no events.
+        # Without a holder, all members finish at the same time, so there are no events to simulate.
         if self.fleet.holders:
             self._flow()
         else:
             self._ring()
 
     def _flow(self) -> None:
-        """Move from event to event: streams begin, end and catch up, members die, and readers find new parents."""
+        """Advance from event to event. Streams begin, end and catch up, members die, and readers find new parents."""
         now, deaths = 0.0, list(self.deaths)
         relink_s = np.inf
         while True:
@@ -261,7 +273,7 @@ class _FetchEvents:
                 self._plan_relay()
 
     def _begin(self, now: float) -> None:
-        """Start the streams whose parents began at least a hop ago, at a time that depends on their parent's start."""
+        """Start the streams whose parents began at least a hop ago. The start time depends on the parent's start."""
         waiting = self.streams[~np.isfinite(self.start[self.streams])]
         while len(waiting):
             parent = self.parent[waiting]
@@ -282,12 +294,13 @@ class _FetchEvents:
         place[ready] = np.arange(len(ready))
         bound = np.full(len(ready), _UNBOUND)
         rate = np.zeros(len(ready))
-        # A limit for one stream frees its links for others, which may then catch up. Repeat until nothing changes.
+        # Limiting one stream leaves link capacity for other streams, which may then catch up. Repeat until nothing
+        # changes.
         for _ in range(_ROUNDS):
             rate = fair_rates(links, self._links.capacity, bound)
             theirs = np.where(place[parent] >= 0, rate[place[parent]], 0.0)
             behind = self.have[parent] - self.have[ready]
-            # A stream can come as near as one hop's bytes. One byte is added for rounding.
+            # A stream stays at least one hop's bytes behind its parent. One byte is added for rounding errors.
             near = follows & (behind <= theirs * self.hop[ready] * (1 + _NEAR_ENOUGH) + 1.0)
             limit = np.where(near, self._least_above(rate, near, place[parent]), _UNBOUND)
             if np.array_equal(limit, bound) or np.allclose(limit, bound, rtol=_NEAR_ENOUGH):
@@ -299,7 +312,7 @@ class _FetchEvents:
 
     @staticmethod
     def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
-        """Return each stream's minimum over the rates of the streams above it, as far up as each follows the next."""
+        """Return each stream's minimum over its ancestors' rates, up to the first that does not follow closely."""
         own = np.append(rate, 0.0)
         above = np.append(np.where(near, parent, -1), -1)
         least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))
@@ -309,7 +322,7 @@ class _FetchEvents:
         return least[:-1]
 
     def _caught_up_s(self, ready: I64, rate: F64) -> float:
-        """Return the time until the first stream that is faster than its parent has caught up."""
+        """Return the time until the first of the streams that are faster than their parents has caught up."""
         parent = self.parent[ready]
         theirs = self.rate_of[parent]
         gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
@@ -322,12 +335,12 @@ class _FetchEvents:
         over = (moved >= left * (1 - 1e-12)) & (rate > 0)
         self.meter.add(now, until, self.links[ready], moved)
         self.have[ready] += moved
-        # Set the value exactly. With the sum's rounding error the stream would never count as complete.
+        # Set the value exactly. With the rounding error of the sum, the stream would never count as complete.
         self.have[ready[over]] = self.part_line
         self.done[ready[over]] = now + left[over] / rate[over] + self.digest_s[ready[over]]
 
     def _die(self, who: int, now: float) -> None:
-        """Stop a member. Its readers find other parents after their patience has run out."""
+        """Stop a member. Its readers get new parents after `PATIENCE_S`."""
         if self.dead[who]:
             return
         reads = (self.parent >= 0) & (self.parent % len(self.gpu) == who)
@@ -335,12 +348,15 @@ class _FetchEvents:
         self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} of its readers read from other members")
         self.dead[who] = True
         self._of_gpus(self.rate_of)[:, who] = 0.0
-        # They have no upstream until `PATIENCE_S` has passed, and then the relay is asked again.
+        # The readers have no parent until `PATIENCE_S` has passed, and then get one from a new relay.
         self.parent[reads] = -1
         self._measure()
 
     def _ring(self) -> None:
-        """Read storage once, each member according to its speed. Then pass parts on at the rate of the slowest link."""
+        """Read storage once in total, each member in proportion to its speed.
+
+        Then pass parts on at the rate of the slowest link.
+        """
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
             hint = "give the cluster node_storage_gb_per_s, or storage_gb_per_s"
@@ -351,13 +367,13 @@ class _FetchEvents:
         self.storage_s = float((self.from_storage / read).max())
         self.meter.add(0.0, self.storage_s, self._links.from_storage(self.gpu), self.from_storage)
         if not len(self.streams):
-            # Each part has one member, whose bytes from storage are complete.
+            # If each part has only one member, the member's bytes from storage are complete.
             self.start[:] = self.storage_s
             self.done[:] = self.storage_s
             return
         rate = fair_rates(self.links[self.streams], self._links.capacity)
         part = self.streams % self.fleet.parts
-        # Every byte passes every link of its ring once, so the slowest link sets the pace.
+        # Every byte crosses every link of its ring once, so the slowest link sets the pace.
         slowest = np.full(self.fleet.parts, np.inf)
         np.minimum.at(slowest, part, rate)
         wanted = self.line - self.from_storage[self.streams]
@@ -379,10 +395,11 @@ class _FetchEvents:
         loads = self.meter.loads(total_s)
         limit_s = self.meter.limit_s(self.nominal)
         one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
-        # The row of the last stream belongs to its GPU in one of the trees.
+        # The row number identifies the stream's GPU and its tree.
         last = int(np.where(np.tile(alive, self.num_trees), self.done, -1.0).argmax())
         name = f"GPU {last % len(self.gpu)}"
-        # A stream starts one hop after its upstream, so the last stream's start is the sum of the hops above it.
+        # A stream starts one hop after its parent's stream, so the last stream's start time is the sum of the hops
+        # above it.
         hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
         stages = [Stage(name="hops", member=name, busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
         if self.storage_s:
@@ -415,7 +432,7 @@ class _FetchEvents:
         )
 
     def _timeline(self, last: int) -> tuple[Span, ...]:
-        """Return the chain of the last member: its upstream, the upstream's upstream, and so on."""
+        """Return spans for the last member, its parent, the parent's parent, and so on."""
         spans: list[Span] = []
         at = last
         while at >= 0 and not self.is_holder[at % len(self.gpu)] and len(spans) < 64:

@@ -1,10 +1,10 @@
 """Simulate a sync: a `SyncPlan` on a described cluster, read by read.
 
-A source transforms its buckets in order, and digests requested bytes first. A receiver gets its part and the maps, then
-posts its reads. After its transfer each read is digested and compared.
+A source transforms its buckets in order, but digests requested bytes before it continues. A receiver gets its part of
+the plan and the sources' maps, and then posts its reads. After its transfer, each read is digested and compared.
 
-A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. It reads sources
-in its node one after the other, and others in parallel. Its work in Python is sequential.
+A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. It reads from
+sources in its node one after another, and from other sources in parallel. Its work in Python is sequential.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 from penstock_tools.machine import SHORT_RUN_BYTES, SLAB_BYTES
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
-"""Number of replies that an update waits for: before the reads its part and the sources' maps, and after them the
-acknowledgement of the version. The first two are counted one after the other, as they were measured on four GPUs.
-Receivers have since changed to request both at once."""
+"""Number of replies that an update waits for. Before the reads these are the receiver's part and the sources' maps, and
+after the reads the acknowledgement of the version. The first two are counted sequentially, as in the measurements on
+four GPUs. Receivers now request both at once."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 BATCH_BYTES = 1024 * MIB
@@ -54,40 +54,42 @@ _STEPS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """The reads of a sync as its receivers post them, in columns.
+    """The reads of a sync as its receivers post them, as a table of columns.
 
-    They are sorted by receiver and by window. Within a window the sources alternate.
+    The reads are sorted by receiver and by window. Within a window the sources alternate.
     """
 
     receiver: I64
     window: I64
-    """Number of the read's window of joined buckets, counted over all receivers."""
+    """Number of the read's window, which is a group of joined buckets. Windows are numbered over all receivers."""
     source: I64
     turn: I64
-    """Position of the source in the receiver's order."""
+    """Position of the read's source in the order in which the receiver reads from sources."""
     bucket: I64
-    """Last bucket with bytes of the read. The read can begin when the source has finished this bucket."""
+    """Last bucket that contains bytes of the read. The read can begin when the source has finished this bucket."""
     nbytes: I64
     far_s: F64
-    """Seconds for the read's runs outside the node, each of which is requested separately. It excludes posting, and
-    runs that the source packs."""
+    """Time in seconds for the read's runs from outside the node, each of which is requested separately. Posting, and
+    runs that the source packs, are excluded."""
     packed_bytes: I64
-    """Number of bytes that the source packs for reads outside the node. They are read from its buffers in order."""
+    """Number of bytes that the source packs for a reader outside its node. They are read from the source's buffers in
+    order."""
     packed_s: F64
-    """Seconds to request the packed bytes, run by run. It excludes posting the reads of buffers."""
+    """Time in seconds to request the packed bytes, run by run. Posting the reads of the buffers is excluded."""
     num_copies: I64
     """Number of long runs inside the node, each of which is a separate copy."""
     short_bytes: I64
-    """Number of bytes in short runs inside the node, which a kernel of the reader copies."""
+    """Number of bytes in short runs inside the node, which a kernel on the reader's device copies."""
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> StageWork:
-        """Return the steps into which each receiver cuts its part. This computes all parts."""
+        """Return the steps into which each receiver splits its part of the plan. This computes all parts."""
         names = ("window", "source", "turn", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         collected |= {"far_s": [np.zeros(0)], "packed_s": [np.zeros(0)]}
         num_windows = 0
-        # Compute one part after the other, because all parts of a trillion parameters would need gigabytes.
+        # Compute one part at a time, because the parts of a model with a trillion parameters would take gigabytes in
+        # total.
         for r in range(len(plan.receivers)):
             part = plan.part(r)
             if not len(part.source):
@@ -108,17 +110,19 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    # A packed strip is one run. Here all strips of the part are decided at once, but a receiver decides for each read.
+    # A packed strip is one run. Decide for all strips of the part at once, although a real receiver decides for each
+    # read.
     is_packed = packable(_rectangles(part), BUFFER_BYTES if rates.pack_gb_per_s else 0)
     packed_bytes = np.where(is_packed, nbytes, 0)
     packed_s = np.where(is_packed, np.where(nbytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s), 0.0)
     far_s = np.where(is_packed, 0.0, far_s)
-    # Contiguous memory at both ends counts as one run, as in `transport.Rectangles.longest_runs`.
+    # Memory that is contiguous at the source and at the receiver counts as one run, as in
+    # `transport.Rectangles.longest_runs`.
     is_whole = (part.src_pitch == part.run_bytes) & (part.dst_pitch == part.run_bytes)
     is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
     num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
     short_bytes = np.where(is_short, nbytes, 0)
-    # Sort by window and source, then cut steps that would be too large.
+    # Sort by window and source, then split steps that would be too large.
     turn = part.turn_of(part.source)
     order = np.lexsort((bucket, turn, window))
     piece_bytes = step_bytes(watermark_bytes)
@@ -129,12 +133,13 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     def share(column: np.ndarray) -> np.ndarray:
         """Return each piece's share of a strip's bytes or copies."""
         each = np.repeat(column[order], cuts)
-        # Use differences of rounded sums, so that the pieces add up to exactly the whole.
+        # Use differences of rounded sums, so that the pieces add up to the exact total.
         return each * (piece + 1) // of - each * piece // of
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
     amounts["packed_bytes"] = share(packed_bytes)
-    # A piece of a strip with a long run needs at least one copy. Rounding down would make it free.
+    # A piece of a strip with a long run takes at least one copy. Rounding down to zero copies would make the piece
+    # free.
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
     amounts["packed_s"] = np.repeat(packed_s[order] / cuts, cuts)
@@ -147,7 +152,8 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     last = np.append(head[1:], len(window)) - 1
     pair = window[head] * (int(turn.max()) + 1) + turn[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    # The first read of every source comes first, then the second of each, as `sync.receive.steps.cut` orders them.
+    # Order as in `sync.receive.steps.cut`: the first read from every source, then the second read from every source,
+    # and so on.
     order = np.lexsort((number, window[head]))
     columns = {"window": window[head], "source": source[head], "turn": turn[head], "bucket": bucket[last]}
     columns |= {name: np.add.reduceat(column, head) for name, column in amounts.items()}
@@ -155,7 +161,7 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
 
 
 def _rectangles(part: ReceiverPlan) -> Rectangles:
-    """Return the segments of a part, from all sources, as one table."""
+    """Return a part's segments from all sources as one table."""
     return Rectangles(
         src=part.src,
         dst=part.dst,
@@ -167,7 +173,7 @@ def _rectangles(part: ReceiverPlan) -> Rectangles:
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """Return [num_sources, num_buckets]: bytes of BF16 that each source reads for its tensors with a tag."""
+    """Return [num_sources, num_buckets]: number of BF16 bytes that each source reads for its tensors with a tag."""
     bucket_of: dict[str, int] = {}
     for r, want in enumerate(wants):
         rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
@@ -196,19 +202,19 @@ def simulate_sync(
     one_node: bool = False,
     seed: int = 0,
 ) -> Prediction:
-    """Run the plan on the cluster, which gets as many nodes as both sides need.
+    """Simulate the plan on the cluster, with as many nodes as both sides require.
 
     Args:
         plan: result of `plan_sync`.
         cluster: sources use its first GPUs, and receivers start on the next node.
-        rates: rates of the stages.
-        transformed: bytes that each source transforms in each bucket (`transformed_bytes`). None means no transforms.
-        watermark_bytes: maximum number of bytes that a receiver has requested but not verified.
+        rates: rates of the machine's stages.
+        transformed: number of bytes that each source transforms in each bucket (`transformed_bytes`). None means no
+        transforms. watermark_bytes: maximum number of bytes that a receiver has requested but not verified.
         reads_of_one: number of reads in flight from one source. Sources in the receiver's node count as one.
         staged: whether to count the flip at the end, which copies all bytes on the device.
-        in_arenas: whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip exchanges memory.
-        one_node: whether receivers use the GPUs right after the sources', even in the same node.
-        seed: seed for the slow and the failing members.
+        in_arenas: whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip swaps memory
+        instead of copying. one_node: whether receivers use the GPUs directly after those of the sources, even in the
+        same node. seed: seed for the slow and the failing members.
     """
     rates.check()
     # Receivers begin on a new node, or with `one_node` on the GPU after the last source's.
@@ -219,7 +225,7 @@ def simulate_sync(
     work = StageWork.of(plan, rates, watermark_bytes=watermark_bytes)
     ready = _ready(plan, rates, transformed)
     run = _SyncEvents(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
-    # Without transforms, all digests exist from the start and are requested ahead of the reads.
+    # Without transforms, all digests are available from the start, so they are requested before the reads.
     if transformed is None or not transformed.any():
         run.answered = _answered(work, rates)
     run.go()
@@ -268,7 +274,7 @@ _USED = (
 
 
 def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
-    """Return [num_sources, num_buckets + 1]: when each source begins, and when readers may have each of its buckets.
+    """Return [num_sources, num_buckets + 1]: the times at which each source begins and its buckets are ready.
 
     This does not include digests that are requested during the transform. See `_SyncEvents._answer`.
     """
@@ -282,26 +288,26 @@ def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
 
 
 def _answered(work: StageWork, rates: Rates) -> F64:
-    """Return [num_reads]: when digests arrive from ready sources, if they are requested for many reads at once."""
+    """Return [num_reads]: the times at which ready sources deliver digests that were requested in advance."""
     pair = work.source * (int(work.receiver.max(initial=0)) + 1) + work.receiver
     order = np.argsort(pair, kind="stable")
     begin = np.cumsum(work.nbytes[order]) - work.nbytes[order]
     turn = np.zeros(len(order), np.int64)
     turn[order] = (begin - begin[np.searchsorted(pair[order], pair[order])]) // ASK_BYTES
-    # Each source answers the first question from every receiver, then the second ones, and so on.
+    # Each source serves the first request from every receiver, then the second request from every receiver, and so on.
     questions, which = np.unique(np.stack((work.source, turn, work.receiver)), axis=1, return_inverse=True)
     which = which.reshape(-1)
     took = np.bincount(which, weights=work.nbytes) / rates.digest_gb_per_s / GB + rates.step_s
     done = np.cumsum(took)
-    # The running sum covers all sources, so subtract the time of the sources before this one.
+    # The running sum covers all sources, so subtract the total of the previous sources.
     done -= (done - took)[np.searchsorted(questions[0], questions[0])]
     answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
     return answered_s
 
 
 def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
-    """Return each receiver's reads inside the node and from outside, in the order of its requests."""
-    # The order is that of `sync.receive.transfer`. Inside the node it is by window, then one source after the other.
+    """Return each receiver's reads from inside the node and from outside, each in the order of its requests."""
+    # Use the order of `sync.receive.transfer`. Inside the node, sort by window, and then by source.
     queues: list[tuple[deque[int], deque[int]]] = [(deque(), deque()) for _ in range(num_receivers)]
     order = np.lexsort((np.arange(len(near)), np.where(near, work.turn, 0), work.window))
     for read, r, is_near in zip(order.tolist(), work.receiver[order].tolist(), near[order].tolist(), strict=True):
@@ -333,7 +339,7 @@ class _SyncEvents:
         self._flow_links = links.between(work.source, first + work.receiver)
         self.first = np.searchsorted(work.receiver, np.arange(num_receivers + 1))
         count = len(work.receiver)
-        # Times at which each read went through its stages, for the timeline.
+        # Times at which each read reached its stages, for the timeline.
         self.asked = np.zeros(count)
         self.posted = np.zeros(count)
         self.begun = np.zeros(count)
@@ -342,44 +348,46 @@ class _SyncEvents:
         self.done = np.zeros(num_receivers)
         self.nbytes_of = np.bincount(work.receiver, weights=work.nbytes, minlength=num_receivers)
         self.moved = 0.0
-        # Use plain lists, because they are read one number at a time, which is several times slower with NumPy.
+        # Use plain lists, because single elements are read, and that is several times slower with NumPy.
         self._receiver = work.receiver.tolist()
         self._source = work.source.tolist()
         self._nbytes = work.nbytes.tolist()
         self._window = work.window.tolist()
         near = links.near(work.source, first + work.receiver)
-        # Over NVLink single short runs cost nothing, because a kernel copies a group of them.
+        # Over NVLink a single short run costs nothing, because a kernel copies a whole group of short runs.
         gathers = -(-work.short_bytes // GROUP_BYTES)
         near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
         cost_s = np.where(near, near_s, rates.post_s + work.far_s)
         self._cost_s = cost_s.tolist()
-        # Buffers that each read uses, one after the other, after the rest of the read.
+        # Number of buffers that each read uses, one after another, after the rest of the read.
         packed_bytes = np.where(near, 0, work.packed_bytes)
         num_batches = -(-packed_bytes // BUFFER_BYTES)
         self._batch_bytes = (packed_bytes / np.maximum(num_batches, 1)).tolist()
         self._batch_s = (rates.post_s + work.packed_s / np.maximum(num_batches, 1)).tolist()
         self._batches_left = num_batches.tolist()
         self.cost_s = cost_s + num_batches * rates.post_s + np.where(near, 0.0, work.packed_s)
-        """Seconds for the receiver's host to post each read, including its buffers."""
+        """Time in seconds that the receiver's host takes to post each read, including the reads of its buffers."""
         self._flow_bytes: list[float] = (work.nbytes - packed_bytes).tolist()
         """Number of bytes that each read sends over the wire next."""
         self._is_packed = [False] * count
-        """Whether these bytes come from a buffer."""
+        """Whether the bytes that each read sends next come from a buffer."""
         self._free_buffers: dict[int, int] = {}
         self._wait_buffer: dict[int, deque[int]] = {}
-        # Time at which each source's device has packed everything that was requested so far.
+        # Time at which each source's device has packed all bytes that were requested so far.
         self._packer_free: dict[int, float] = {}
         stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates)
         self._stretch = np.where(near, stretch, 1.0)
         self._ready: list[float] = ready[work.source, work.bucket + 1].tolist()
         self._transformed: list[float] = ready[:, -1].tolist()
-        """Time at which each source has transformed everything if nothing delays it."""
-        # How long digests have delayed each source's transform, and when its device has finished the requested digests.
+        """Time at which each source has transformed all of its bytes if nothing delays the transform."""
+        # Delay of each source's transform by digests, and the time at which its device has finished the requested
+        # digests.
         self._delay = [0.0] * len(ready)
         self._digest_free = [0.0] * len(ready)
         self.answered: F64 | None = None
-        """Time at which each read's digests arrive from ready sources. None means a request before each read."""
-        # Number of unverified reads for each window. A receiver's windows before `_whole` are complete.
+        """Time at which each read's digests arrive from ready sources. None means that digests are requested before
+        each read."""
+        # Number of unverified reads in each window. A receiver's windows before `_whole` are complete.
         windows = int(work.window[-1]) + 1 if count else 0
         self._left = np.bincount(work.window, minlength=windows).tolist()
         self._window_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
@@ -387,20 +395,21 @@ class _SyncEvents:
         self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._near = near.tolist()
         self._queues = queued(work, near, num_receivers)
-        # Number of reads inside the node that may begin now, and the reads that wait for a turn.
+        # Number of reads inside the node that may begin now, and the reads that wait until one may begin.
         self._turns = [NEAR_READS] * num_receivers
         self._wait_turn: list[deque[int]] = [deque() for _ in range(num_receivers)]
-        # Reads and bytes in flight, for a receiver's limits. Sources in its node count as one, with number -1.
+        # Numbers of reads and bytes in flight, for a receiver's limits. All sources in its node count as one source,
+        # with number -1.
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._unverified = [0] * num_receivers
-        # Time at which the receiver's Python thread and its device have finished their queued work.
+        # Times at which each receiver's Python thread and its device have finished their queued work.
         self._host_free = [0.0] * num_receivers
         self._device_free = [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
         """Heap of (time, read, next stage). See `_happen`."""
         self._new: list[int] = []
-        """Reads that were posted since the last step, and take part in sharing the links from now on."""
+        """Reads that were posted since the last step. From now on they share the links."""
 
     def go(self) -> None:
         """Run until every read is verified."""
@@ -420,13 +429,15 @@ class _SyncEvents:
             rates = fair_rates(self._flow_links[active], links.capacity) if len(active) else left
             ends = now + left / rates if len(active) else left
             first = min(float(ends.min(initial=np.inf)), self._events[0][0] if self._events else np.inf)
-            # Go one quantum beyond the first event, so that thousands of reads that end together are one step.
+            # Advance one quantum beyond the first event, so that thousands of reads that end at almost the same time
+            # form one step.
             until = first + quantum
             moved = np.minimum(rates * (until - now), left)
             over = ends <= until
-            # Set it exactly. The product of rate and time has a rounding error and would leave some bytes in flight.
+            # Set the value exactly. The product of rate and time has a rounding error, and would leave some bytes in
+            # flight.
             moved[over] = left[over]
-            # A stretched read occupies its link for longer than its bytes need. Count only its bytes as moved.
+            # A stretched read occupies its link for longer than its bytes require. Count only its bytes as moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())
@@ -451,7 +462,7 @@ class _SyncEvents:
                 read = queue[0]
                 pair = self._pair(read)
                 room = self._watermark - self._unverified[r]
-                # A read larger than the watermark may be sent when nothing else is in flight.
+                # A read that is larger than the watermark may be posted when no other read is in flight.
                 late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
                     self._unverified[r] and self._nbytes[read] > room
                 )
@@ -465,14 +476,16 @@ class _SyncEvents:
                 heapq.heappush(self._events, (at, read, 0 if self.answered is not None else 7))
 
     def _pair(self, read: int) -> tuple[int, int]:
-        """Return the key for counting the reads from one source."""
+        """Return the key by which reads in flight from one source are counted."""
         return self._receiver[read], -1 if self._near[read] else self._source[read]
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """Handle an event. 0: the read may be posted. 1: it is posted. 2: bytes and digests are here. 3: verified.
+        """Handle an event. 0: the read may be posted. 1: it is posted. 2: its bytes and digests have arrived.
 
-        For reads from buffers, 4: a buffer is packed. 5: its read is posted. 6: a buffer is free after the read.
-        For reads from a source that transforms, 7: digests are requested.
+        3: it is verified.
+
+        For reads from buffers, 4: a buffer is packed. 5: the read of the buffer is posted. 6: the buffer is free again.
+        For reads from a source that transforms, 7: the read's digests are requested.
         """
         r = self._receiver[read]
         if what == 0:
@@ -489,7 +502,7 @@ class _SyncEvents:
         elif what == 7:
             self._answer(read, at)
         elif what == 2:
-            # The host starts a kernel for each slab, so a long read costs it more than a short one.
+            # The host launches a kernel for each slab, so a long read takes more of the host's time than a short read.
             slabs = self._nbytes[read] // SLAB_BYTES
             self._host_free[r] = max(self._host_free[r], at) + self.rates.step_s + slabs * self.rates.slab_s
             took = self._nbytes[read] / self.rates.digest_gb_per_s / GB
@@ -499,7 +512,7 @@ class _SyncEvents:
             self._check(r, read, at)
 
     def _answer(self, read: int, at: float) -> None:
-        """Make a source digest the bytes of a read, once they are transformed."""
+        """Make a source digest the bytes of a read once the source has transformed them."""
         source = self._source[read]
         ready_s = self._ready[read] + self._delay[source]
         if at < ready_s:
@@ -509,13 +522,13 @@ class _SyncEvents:
         begun = max(at, self._digest_free[source])
         took = self.rates.step_s + self._nbytes[read] / self.rates.digest_gb_per_s / GB
         self._digest_free[source] = begun + took
-        # Digests run on a stream with higher priority than the transform, so they delay it.
+        # Digests run on a stream with a higher priority than the transform, so they delay the transform.
         if begun < self._transformed[source] + self._delay[source]:
             self._delay[source] += took
         heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 0))
 
     def _post(self, read: int, at: float) -> None:
-        """Post a read. Inside the node, wait until fewer than `NEAR_READS` others are in flight."""
+        """Post a read. Inside the node, wait until fewer than `NEAR_READS` other reads are in flight."""
         r = self._receiver[read]
         if self._near[read]:
             if not self._turns[r]:
@@ -528,7 +541,7 @@ class _SyncEvents:
         heapq.heappush(self._events, (self._host_free[r], read, 1))
 
     def _sent(self, read: int, at: float) -> None:
-        """Handle the arrival of a read's bytes from the wire. It may continue with buffers from the source."""
+        """Handle the arrival of a read's bytes. The read may continue with buffers from the source."""
         if self._is_packed[read]:
             self._batches_left[read] -= 1
             heapq.heappush(self._events, (at + self.rates.answer_s, read, 6))
@@ -538,7 +551,7 @@ class _SyncEvents:
             self._land(read, at)
 
     def _ask_packed(self, read: int, at: float) -> None:
-        """Make a read request the next buffer from its source, or wait for a free buffer."""
+        """Request the next buffer for a read from its source, or make the read wait for a free buffer."""
         source = self._source[read]
         self._flow_bytes[read], self._is_packed[read] = self._batch_bytes[read], True
         free = self._free_buffers.setdefault(source, NUM_BUFFERS)
@@ -549,7 +562,7 @@ class _SyncEvents:
         self._pack(read, at)
 
     def _give_buffer(self, source: int, at: float) -> None:
-        """Give a free buffer to the read that has waited longest."""
+        """Assign a free buffer to the read that has waited longest."""
         waiting = self._wait_buffer.get(source)
         if waiting:
             self._pack(waiting.popleft(), at)
@@ -563,7 +576,10 @@ class _SyncEvents:
         heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 4))
 
     def _land(self, read: int, at: float) -> None:
-        """Handle a complete read. It is digested after earlier reads, and compared with the source's digests."""
+        """Handle a complete read.
+
+        It is digested after earlier reads, and the digests are compared with the source's.
+        """
         r = self._receiver[read]
         self.landed[read] = at
         self._flying[r] -= 1
@@ -588,7 +604,7 @@ class _SyncEvents:
 
 
 def _stages(run: _SyncEvents, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
-    """Return the time of each stage for its busiest member."""
+    """Return each stage's time on the member that is busiest in that stage."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
@@ -610,7 +626,7 @@ def _stages(run: _SyncEvents, transform_s: F64, flip_s: F64, plan: SyncPlan) -> 
 
 
 def _timeline(run: _SyncEvents, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
-    """Return the buckets of the source that sends most, and the windows of the receiver that finished last."""
+    """Return spans: the buckets of the source that sends the most, and the windows of the slowest receiver."""
     if not len(run.done) or not len(run.work.receiver):
         return ()
     last = int((run.done + flip_s).argmax())
@@ -647,7 +663,8 @@ def _failures(run: _SyncEvents, plan: SyncPlan, cluster: Cluster, total_s: float
     texts = []
     for member in chance.choice(sides, min(count, sides), replace=False).tolist():
         at = float(chance.uniform(0.0, total_s))
-        # A receiver that dies does not affect others. A source that dies leaves receivers with incomplete versions.
+        # A receiver that dies does not affect other members. A source that dies leaves receivers with incomplete
+        # versions.
         if member >= len(plan.sources):
             texts.append(f"{plan.receivers[member - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
             continue

@@ -1,4 +1,4 @@
-"""Penstock for vLLM: its load format, weight transfers, sleep mode and compiled code.
+"""Penstock for vLLM: a load format, weight transfers, sleep mode and compiled code.
 
-The package imports no module, because each module needs the package that it adapts.
+The package imports none of its modules, because most of them require vLLM.
 """

@@ -1,7 +1,7 @@
 """Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
-vLLM creates the executor in the engine core's process, before the workers, which inherit its environment. Workers on
-other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
+vLLM creates the executor in the engine core's process before it starts the workers, which inherit that process's
+environment. Workers on other hosts (Ray) do not inherit it. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
 
 
 def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
-    """Restore the code for this configuration. Return None if the model cannot be opened, which vLLM then reports."""
+    """Restore the code for this configuration.
+
+    If the model cannot be opened, return None, because vLLM reports that.
+    """
     from vllm.platforms import current_platform
 
     where = _where(vllm_config, options)
@@ -64,7 +67,7 @@ def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored
 
 
 def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Log) -> None:
-    """Save the compiled code. An engine that cannot save still serves."""
+    """Save the compiled code. If saving fails, the engine still serves."""
     with Phases("save compiled code", journey="engine"):
         try:
             log.info("penstock: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options)))
@@ -73,7 +76,7 @@ def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log:
 
 
 def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `restore` and `save` share: the model, the directory of bundles, storage options."""
+    """Return the arguments that `restore` and `save` share: model, bundles' directory and storage options."""
     model = vllm_config.model_config
     uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
     if uri.startswith("hf://") and model.revision:
@@ -90,5 +93,5 @@ def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | 
     """Return the connection to the replica's fleet, or None if the replica joins no fleet."""
     if FleetOptions.read(options, model) is None:
         return None
-    # The replica uses the given ports later, so this member uses free ports.
+    # The replica uses the configured ports later, so this member uses free ports.
     return connection_of(options, rank=1)

@@ -1,8 +1,8 @@
-"""Changes to vLLM's classes, each for one load format or weight-transfer backend.
+"""Patches for vLLM's classes, each for one load format or weight-transfer backend.
 
-Each function may be called again, because it changes a class only once. If a class lacks a method, it stays unchanged
-and `patch_once` raises AttributeError. Calls in engines that do not use Penstock pass through unchanged. vLLM need not
-be installed to import this module, which is written for vLLM 0.32 and 0.33.
+Each function may be called repeatedly, because it patches a class only once. If a class lacks a method, the class stays
+unchanged and `patch_once` raises AttributeError. In engines that do not use Penstock, patched methods behave as before.
+This module can be imported without vLLM. It is written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.spi import ADAPTERS, Phases, patch_once
 
 _MARK = "\x1fweights "
-"""Separates the client's salt from Penstock's. No client's salt contains this control character by accident."""
+"""Separator between the client's salt and Penstock's. No client's salt contains this control character by accident."""
 
 
 def loads_by(config: Any, load_format: str) -> bool:
@@ -29,14 +29,17 @@ def is_sent_by(config: Any, backend: str) -> bool:
 
 
 def salt_of(own: str | None, version: str) -> str:
-    """Return a request's salt: the client's salt, then the version of the weights. `own` may include a version."""
+    """Return a request's salt: the client's salt, then the version of the weights.
+
+    `own` may already end with a version.
+    """
     return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
 
 
 def salt_requests(core: type[Any], backend: str) -> None:
     """Salt the requests in vLLM's engine core with the version of the weights, if `backend` sends the weights."""
-    # vLLM hashes a request's salt into each block. Without the version, requests that survive an update, and blocks in
-    # an external connector, would match keys and values from a different version.
+    # vLLM includes a request's salt in the hash of each block. If the salt had no version, requests that survive an
+    # update, and blocks in an external connector, would match keys and values from a different version.
     _ = core.get_weight_version  # Fail now if it is missing, because the replacements call it.
 
     def applies(engine: Any) -> bool:
@@ -48,7 +51,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
         return original(self, request, *arguments, **named)
 
     def add(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        # The version may have changed since a different thread preprocessed the request.
+        # The version may have changed after a different thread preprocessed the request.
         if applies(self):
             _salt(request, self.get_weight_version())
         return original(self, request, *arguments, **named)
@@ -57,7 +60,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
         original(self, weight_version)
         if applies(self):
             for request in self.scheduler.requests.values():
-                # Requests that have been computed already have blocks of the old version.
+                # Requests with computed tokens already have blocks from the old version.
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
@@ -65,7 +68,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """Salt a request in the scheduler, and hash its blocks again if the salt changed."""
+    """Salt a request in the scheduler, and rehash its blocks if the salt changed."""
     salt = salt_of(request.cache_salt, version)
     if salt != request.cache_salt:
         request.cache_salt = salt
@@ -74,16 +77,16 @@ def _salt(request: Any, version: str) -> None:
 
 
 def receive_all_replies(executor: type[Any], backend: str) -> None:
-    """Receive the replies of all workers even if one worker fails, if `backend` sends the weights."""
-    # vLLM 0.32 raises at the first failed worker and leaves the other replies, which have no tag, in their queues. The
-    # next call would read them as its replies. Source: github.com/vllm-project/vllm/pull/57846.
+    """If `backend` sends the weights, receive the replies of all workers even after one worker fails."""
+    # vLLM 0.32 raises at the first failed worker and leaves the other workers' replies, which have no tag, in their
+    # queues. The next call would read them as its own replies. Source: github.com/vllm-project/vllm/pull/57846.
     signature = inspect.signature(executor.collective_rpc)
 
     def call_all(call: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sent_by(self.vllm_config, backend):
             return call(self, *arguments, **named)
         bound = signature.bind(self, *arguments, **named).arguments
-        # Calls that do not block, or with a reply from only one rank, read the queues differently.
+        # Calls that do not block, or that expect a reply from only one rank, read the queues differently.
         if bound.get("non_block") or bound.get("unique_reply_rank") is not None:
             return call(self, *arguments, **named)
         timeout = bound.get("timeout")
@@ -92,7 +95,7 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
         try:
             return call(self, *arguments, **named)
         except RuntimeError:
-            # If no queue was read, vLLM may not have sent the call at all, and no worker replies.
+            # If no queue was read, vLLM may not have sent the call at all, and then no worker replies.
             if any(queue.was_read for queue in wrapped):
                 for queue in wrapped:
                     if not queue.was_read:
@@ -126,8 +129,8 @@ class _ReplyQueue:
 def name_newest_adapter(models: type[Any]) -> None:
     """Let requests name an adapter without its version. `policy` means the newest `policy@N` that Penstock loaded."""
 
-    # Clients of RL frameworks use one name for the model, and vLLM has no alias for an adapter. If every version had
-    # the same name, running requests would get weights of a different version.
+    # Clients of RL frameworks use one name for the model, and vLLM has no aliases for adapters. If every version had
+    # the same name, running requests would continue with the weights of a different version.
     async def load(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         reply = await original(self, request, *arguments, **named)
         short, mark, _ = request.lora_name.rpartition("@")
@@ -160,9 +163,9 @@ _LAST_STEP = "compile_or_warm_up_model"
 
 
 def report_phases(worker: type[Any], load_format: str) -> None:
-    """Report the start of each worker as phases of its process, if `load_format` loads the weights."""
+    """If `load_format` loads the weights, report each worker's start as phases of its process."""
 
-    # Each platform's class has its own methods, but all classes call this constructor.
+    # Each platform has its own worker class with its own methods, but all of the classes call this constructor.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         if loads_by(self, load_format) and hasattr(self, _LAST_STEP):
@@ -172,7 +175,10 @@ def report_phases(worker: type[Any], load_format: str) -> None:
 
 
 def _report_start(worker: Any) -> None:
-    """Report a worker's start from now until its last step. The process is not ready between the steps either."""
+    """Report a worker's start from now until its last step.
+
+    Between two steps, too, the process is reported as not ready.
+    """
     start = Phases("start", journey="engine")
     for method, name in STEPS.items():
         if hasattr(worker, method):
@@ -180,7 +186,10 @@ def _report_start(worker: Any) -> None:
 
 
 def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
-    """Return a replacement for a worker's method that reports a phase. It is removed after the start."""
+    """Return a replacement for a worker's method that also reports a phase.
+
+    The replacement is removed after the start.
+    """
 
     def reported(original: Any, *arguments: Any, **named: Any) -> Any:
         try:
@@ -191,7 +200,8 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
             raise
         if method == _LAST_STEP:
             start.stop()
-            # vLLM calls some of these methods again while it serves, for example after a sleep, which is not a start.
+            # Restore the methods. vLLM calls some of them again while it serves, for example after a sleep, which is
+            # not a start.
             for step in STEPS:
                 vars(worker).pop(step, None)
         return result
@@ -204,8 +214,9 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 
     `decorators` is the module `vllm.compilation.decorators`.
     """
-    # vLLM 0.32 calls `finalize_loading` on each loaded function, which only functions from its own backend have. On the
-    # CPU, where torch's backend is used, it discarded the function and traced the model again (9 of 24 s of a start).
+    # vLLM 0.32 calls `finalize_loading` on each loaded function, but only functions from its own backend have this
+    # method. On the CPU, which uses torch's backend, vLLM therefore discarded the function and traced the model again
+    # (9 of a start's 24 s).
     if not hasattr(decorators, "_try_load_aot_compiled_fn"):
         return
 
@@ -224,8 +235,8 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 def accept_object_stores(load_format: str) -> None:
     """Let vLLM accept models in object stores with this load format.
 
-    vLLM reads the config and the tokenizer with functions of the Run:ai Model Streamer. If that package is not
-    installed, Penstock's functions replace them.
+    vLLM reads the config and the tokenizer with functions from the Run:ai Model Streamer. If that package is not
+    installed, Penstock's functions are used in their place.
     """
     from vllm.config import VllmConfig
     from vllm.transformers_utils import runai_utils
@@ -233,7 +244,7 @@ def accept_object_stores(load_format: str) -> None:
     from penstock_hf import runai_streamer
 
     if importlib.util.find_spec("runai_model_streamer") is None:
-        # vLLM has placeholders there that only raise.
+        # Without the package, vLLM has placeholders under these names that only raise.
         for name, function in (
             ("runai_pull_files", runai_streamer.pull_files),
             ("runai_list_safetensors", runai_streamer.list_safetensors),

@@ -1,8 +1,9 @@
 """Register Penstock with vLLM: a load format, a weight-transfer backend, and changes to vLLM's classes.
 
 `--load-format penstock` reads local, object-store and hub models through `penstock.stream`, with options from
-`--model-loader-extra-config`. vLLM's default loader still finds a local model's files, maps names, and checks that
-every parameter was loaded. Written for vLLM 0.32 and 0.33. Other versions start without the unsupported parts.
+`--model-loader-extra-config`. vLLM's default loader still finds a local model's files, maps the tensors' names, and
+checks that every parameter was loaded. Written for vLLM 0.32 and 0.33. Other versions start without the unsupported
+parts.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 def vllm_logger() -> Log:
-    """Return the integration's logger. Unless the application configured it, it uses vLLM's handlers and level."""
-    # vLLM configures only the logger `vllm`, so lines below a warning would not be shown. This module may be imported
-    # before vLLM does so.
+    """Return the integration's logger. It uses vLLM's handlers and level, unless the application has configured it."""
+    # vLLM configures only the logger `vllm`, so this logger would drop messages below warning level. vLLM may configure
+    # its logger after this module is imported.
     logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
     if theirs.handlers and not logger.hasHandlers():
         for handler in theirs.handlers:
@@ -153,17 +154,17 @@ def _name_newest_adapter() -> None:
 
 
 def refuse_unprotected_sleep(vllm_config: Any) -> None:
-    """Raise ConfigError for sleep mode if this version of vLLM does not support verified weights after a sleep."""
+    """Raise ConfigError if sleep mode is on and its weights cannot be verified in this version of vLLM."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         PLUGIN.require(SLEEP, feature="--enable-sleep-mode with Penstock")
 
 
 def _loader_class() -> type[Any]:
-    # This module must be importable without vLLM, so the class is defined in a function.
+    # This module must be importable without vLLM, so define the class in a function.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class PenstockVllmLoader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's default loader, reading through Penstock. The default loader is configured for `safetensors`."""
+        """vLLM's default loader, but with reads through Penstock. The base class is configured for `safetensors`."""
 
         def __init__(self, load_config: Any) -> None:
             self._options = read_options(load_config.model_loader_extra_config or {})
@@ -192,7 +193,7 @@ def _loader_class() -> type[Any]:
             self.counter_before_loading_weights = time.perf_counter()
             with Phases("load weights", journey="engine"):
                 super().load_weights(model, model_config)
-            # A reload into an existing model does not process the weights in `load_model`.
+            # For a reload into an existing model, vLLM does not call `load_model`, which would process the weights.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
@@ -223,14 +224,14 @@ def _loader_class() -> type[Any]:
 
 
 def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the pinned URI for streaming a hub's model, or None if vLLM must find or download the files.
+    """Return the pinned URI for streaming a model from a model hub, or None if vLLM must find or download the files.
 
-    If a hub's model cannot be streamed, the reason is logged.
+    If a model from a model hub cannot be streamed, the reason is logged.
     """
     try:
         uri = texts_of(source.model_or_path)[0]
     except ConfigError:
-        # Only vLLM knows this scheme.
+        # Only vLLM can read URIs with this scheme.
         return None
     if not uri.startswith("hf://"):
         return None
@@ -252,7 +253,7 @@ def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None
 
 
 def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any]) -> str | None:
-    """Return why a hub's model has to be downloaded to disk, or None if it can be streamed."""
+    """Return why a model from a model hub has to be downloaded to disk, or None if it can be streamed."""
     from vllm import envs
 
     if getattr(envs, "VLLM_USE_MODELSCOPE", False):
@@ -268,13 +269,13 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
         and not options.get("distributed")
         and rank_of_engine()[1] > 1
     ):
-        # Each rank would read the whole model from the hub.
+        # Otherwise each rank would read the whole model from the model hub.
         return 'there are several ranks, and neither "distributed" nor "fleet" is given'
     return None
 
 
 def _files(loader: Any, source: Any) -> list[str]:
-    """Return a model's safetensors files as vLLM's default loader finds or downloads them."""
+    """Return the paths of a model's safetensors files, which vLLM's default loader finds or downloads."""
     # The parameters of this method differ between vLLM's versions, so pass the known parameters by name.
     known = {"model_name_or_path": source.model_or_path, **vars(source)}
     needed = inspect.signature(loader._prepare_weights).parameters
@@ -288,7 +289,7 @@ def _files(loader: Any, source: Any) -> list[str]:
 
 
 def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
-    """Return a filter that excludes other ranks' experts and unused weights, or None if this rank reads all names."""
+    """Return a filter that excludes other ranks' experts and unused weights, or None if nothing is excluded."""
     experts = getattr(loader, "local_expert_ids", None)
     is_unused = getattr(source, "is_unused_weight", None)
     if experts is None and is_unused is None:
@@ -306,13 +307,13 @@ def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
 
 
 def rank_of_engine() -> tuple[int, int]:
-    """Return this process's rank among all ranks that share one model's parameters, and their number.
+    """Return this process's rank among all ranks that share one model's parameters, and the number of these ranks.
 
-    Experts may be sharded over data-parallel ranks, so those ranks count, on all hosts. Data-parallel replicas of a
-    dense model are separate engines, and each counts its ranks from 0.
+    Experts may be sharded over data-parallel ranks, so data-parallel ranks on all hosts are included. Data-parallel
+    replicas of a dense model are separate engines, each with ranks numbered from 0.
     """
-    # The configuration of a draft model, or under an external launcher, has different numbers. vLLM's world group is
-    # right in all cases.
+    # The configuration contains different numbers for a draft model or with an external launcher. vLLM's world group is
+    # correct in all cases.
     from vllm.distributed import get_world_group
 
     world = get_world_group()
@@ -320,7 +321,7 @@ def rank_of_engine() -> tuple[int, int]:
 
 
 def _local_rank() -> int:
-    """Return the rank of this process among one replica's processes on this host, which read the same checkpoint."""
+    """Return this process's rank among one replica's processes on this host, all of which read the same checkpoint."""
     from vllm.distributed import get_world_group
 
     return int(get_world_group().local_rank)
@@ -340,7 +341,7 @@ def _device(load_config: Any) -> str:
 
 
 def _group() -> Any:
-    """Return the tensor-parallel group, whose ranks read the same weights, or None for a single rank."""
+    """Return the tensor-parallel group, whose ranks read the same checkpoint, or None for a single rank."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

@@ -1,6 +1,9 @@
-"""Drive several vLLM servers as one client of vLLM's trainer interface. Either all of them install a version, or none.
+"""Drive several vLLM servers as one client of vLLM's trainer interface.
 
-`trainer` publishes and calls the client. The module does not import vLLM. A client is any object with these methods.
+Either all servers install a version, or none does.
+
+`trainer` publishes versions and calls the client. This module does not import vLLM. Any object with these methods is a
+client.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ class FleetClient:
 
     Args:
         clients: vLLM's clients by server name. The names appear in messages.
-        stragglers: what happens if a server does not receive a version. With "withdraw", no server installs it. With
-            "leave_out", the others install it, and that server keeps its version until the next one.
-        init_info: further fields of the body of `/init_weight_transfer_engine` for each server, such as `listen` on
-            several hosts.
+        stragglers: what happens if a server does not receive a version. With "withdraw", no server installs the
+            version. With "leave_out", the other servers install it, and the failed server keeps its previous version
+            until the next update.
+        init_info: further fields for the body of `/init_weight_transfer_engine`, by server, such as `listen` if the
+            servers are on several hosts.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class FleetClient:
         self._init_info = dict(init_info or {})
         self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
         self._subscription: Mapping[str, Any] | None = None
-        # Servers with an open update, servers whose update did not start, and servers that have received the version.
+        # Three groups of servers: with an open update, with an update that did not start, and with the received
+        # version.
         self._started: set[str] = set()
         self._failed_starts: dict[str, BaseException] = {}
         self._prepared: set[str] = set()
@@ -59,7 +64,9 @@ class FleetClient:
         client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers without an open update. A server that fails here fails the version.
+        """Start an update on the servers without an open update.
+
+        A server that fails here counts as not receiving the version.
 
         If no server starts an update, the first server's error is raised.
         """
@@ -74,7 +81,7 @@ class FleetClient:
         names = [name for name in self._clients if name not in self._started]
         errors = self._all(names, start)
         if errors and self._subscription is not None:
-            # A restarted server has no subscription.
+            # A restarted server has no subscription, so subscribe again.
             errors = self._all(list(errors), subscribe_and_start)
         self._started |= set(names) - errors.keys()
         self._failed_starts = errors
@@ -91,7 +98,7 @@ class FleetClient:
         self._prepared.clear()
         errors = dict(self._failed_starts)
         errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
-        # vLLM closes a failed update. The other updates stay open for the next version.
+        # vLLM closes a server's failed update. The other servers' updates stay open for the next version.
         self._started -= errors.keys()
         self.left_out = {name: _reason(error) for name, error in errors.items()}
         if errors and (self._stragglers == "withdraw" or len(errors) == len(self._clients)):
@@ -103,11 +110,11 @@ class FleetClient:
         self._prepared = set(self._clients) - errors.keys()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Make the servers that have received the version install it, all at the same time.
+        """Make all servers that have received the version install it at the same time.
 
         Raises:
             ConfigError: no server has received a version.
-            Exception: the first error of a server, which must not serve. The others have the version.
+            Exception: the first server's error. That server must not serve. The others have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")
@@ -121,15 +128,15 @@ class FleetClient:
         self._pool.shutdown(wait=False)
 
     def _all(self, names: Sequence[str], call: Callable[[str, Any], object]) -> dict[str, BaseException]:
-        """Call these servers in parallel, wait for all responses, and return the errors by server."""
+        """Call these servers in parallel, wait for all of their responses, and return the errors by server."""
         running = {name: self._pool.submit(call, name, self._clients[name]) for name in names}
-        # The server's stall deadline and the client's deadline limit each call.
+        # Each call is limited by the server's stall deadline and the client's deadline.
         wait(running.values())
         return {name: error for name, done in running.items() if (error := done.exception()) is not None}
 
 
 def _reason(error: BaseException) -> str:
-    """Return the text of a client's error, with vLLM's response if the client stores it."""
+    """Return the text of a client's error, with vLLM's response if the error contains it."""
     response = getattr(getattr(error, "response", None), "text", "")
     return f"{error}: {response}"[:1000] if response else str(error)[:1000] or type(error).__name__
 

@@ -1,10 +1,10 @@
-"""Make sure that a vLLM engine that wakes from sleep has its weights back, verified, before its first request.
+"""Make sure that a vLLM engine that wakes from sleep has verified weights before its first request.
 
-Level 1 digests the weights before the sleep, and compares the digests after vLLM has copied the weights back from the
-host. After level 2 the newest version of the sync is received, or else the weights of the start are loaded. Until then
-`resume` is refused, and requests wait in vLLM's paused scheduler. A wake that fails can be called again. With
-`wake_up(tags=["weights"])` alone no weights are restored, because a trainer may send a version before the last tag
-wakes.
+For level 1, the weights are digested before the sleep, and the digests are compared after vLLM has copied the weights
+back from the host. After level 2 the newest version of the sync is received, or else the engine's original weights are
+loaded. Until then `resume` is refused, and requests wait in vLLM's paused scheduler. A `wake_up` that fails can be
+called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may send a version before the
+last tag wakes.
 
 The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 NO_VERSION = "none"
-"""Version that vLLM reports while its weights are gone."""
+"""Version that vLLM reports while it has no valid weights."""
 _TAGS = frozenset({"weights", "kv_cache"})
 """Tags of memory that can sleep. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
 
 
 def protect_workers(worker: type[Any], backend: str) -> None:
-    """Make each worker restore its weights when it wakes, if `backend` loads or sends the weights."""
+    """If `backend` loads or sends the weights, make each worker restore them when it wakes."""
 
     # `report_phases` explains why the constructor is patched.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
@@ -40,8 +40,8 @@ def protect_workers(worker: type[Any], backend: str) -> None:
 
 
 def protect_engine(core: type[Any], backend: str) -> None:
-    """Make an engine report no version and serve nothing while its weights are gone, if it uses `backend`."""
-    # Before 0.32 an engine has no version of its weights. Its workers still refuse to compute without weights.
+    """If an engine uses `backend`, make it report no version and serve no request while its weights are gone."""
+    # Before vLLM 0.32 an engine reports no version of its weights. Its workers still refuse to compute without weights.
     has_version = hasattr(core, "set_weight_version")
 
     def sleep(original: Any, self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
@@ -57,7 +57,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
         if done is None:
             forget()
         else:
-            # Until the engine sleeps, it responds to running requests with the current version.
+            # Until the engine sleeps, its responses to running requests state the current version.
             done.add_done_callback(forget)
         return done
 
@@ -65,7 +65,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
         if _applies(self.vllm_config, backend):
             asleep = self.model_executor.sleeping_tags
             if asleep:
-                # `/resume` alone would compute in memory without weights or without a cache.
+                # Without this check, `/resume` alone would make the engine compute without weights or without a cache.
                 raise RuntimeError(f"the engine is asleep ({', '.join(sorted(asleep))}): call /wake_up")
             if has_version and self._weight_version == NO_VERSION:
                 self.set_weight_version(_version_after(self))
@@ -75,7 +75,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
 
 
 def _version_after(core: Any) -> str:
-    """Return the version of the weights after a wake. It is the previous version if the same weights came back."""
+    """Return the version of the weights after a wake. It is the previous version if the same weights were restored."""
     versions = core.model_executor.collective_rpc("penstock_version_after_sleep")
     before: str = core._penstock_version_before
     return str(versions[0] or before)
@@ -86,7 +86,7 @@ def _applies(config: Any, backend: str) -> bool:
 
 
 class WorkerSleep:
-    """Protection of one worker's weights across a sleep.
+    """Protects one worker's weights across a sleep.
 
     Attributes:
         is_whole: whether the weights may be used.
@@ -94,7 +94,7 @@ class WorkerSleep:
     Args:
         worker: a worker of any platform.
         is_sent: whether Penstock sends a trainer's versions to this worker. If False, other code may fill the weights
-            between two calls of `wake_up`, so they are restored only if one call wakes everything.
+            between two calls of `wake_up`, so they are restored only if a single call wakes all memory.
     """
 
     def __init__(self, worker: Any, *, is_sent: bool) -> None:
@@ -104,7 +104,7 @@ class WorkerSleep:
         self._asleep: set[str] = set()
         self._level = 0
         self._digests: Any = None
-        # Parameters that no version fills. vLLM preserves only buffers.
+        # Parameters that no version fills, with copies, because vLLM preserves only buffers.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
         self._version_after = ""
@@ -124,11 +124,11 @@ class WorkerSleep:
         worker.penstock_version_after_sleep = lambda: self._version_after
 
     def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Load the model and, at the same time, prepare the kernels that digest it at the first sleep."""
+        """Load the model, and meanwhile prepare the kernels that digest its weights at the first sleep."""
         if self._worker.device.type != "cuda":
             original(*arguments, **named)
             return
-        # The kernels must be ready before vLLM measures the device's memory, which is its next step.
+        # The kernels must be ready before vLLM's next step, in which it measures the device's memory.
         with kernels_ready(self._worker.device, _logger()):
             original(*arguments, **named)
 
@@ -146,14 +146,14 @@ class WorkerSleep:
         self.is_whole = False
         self._level, self._asleep = level, set(_TAGS)
         if engine is not None:
-            # Do this before vLLM unmaps memory, because a registration cannot be released after its memory is gone.
+            # Do this before vLLM unmaps memory, because a registration cannot be released once its memory is unmapped.
             engine.fall_asleep()
         original(level)
 
     def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
         """Wake memory. When no memory is asleep, restore the weights.
 
-        If that raises a PenstockError, the engine is still asleep. Call it again.
+        If this raises a PenstockError, the engine is still asleep. Call it again.
         """
         original(tags)
         woken = set(_TAGS) if tags is None else set(tags)
@@ -163,7 +163,7 @@ class WorkerSleep:
             return
         engine = self._engine()
         if engine is not None and engine.num_installed > self._num_installed:
-            # A trainer sent a version after the weights' memory woke.
+            # A trainer sent a version after the memory of the weights woke.
             self._whole(str(engine.installed))
         elif not self._is_sent and not is_at_once:
             _log("weights were not brought back, because others may fill them between two calls of wake_up")
@@ -172,7 +172,7 @@ class WorkerSleep:
             self._bring_back(engine)
 
     def _bring_back(self, engine: Any) -> None:
-        # At level 1 vLLM copies the weights back. On the CPU it ignores both levels.
+        # At level 1 vLLM copies the weights back. On the CPU it ignores both levels and keeps the weights.
         if self._level == 1 and self._digests.is_same():
             self._whole("")
             return
@@ -185,7 +185,7 @@ class WorkerSleep:
             engine.bring_back()
             self._whole(str(engine.installed))
         else:
-            # No version was ever installed, so load the weights of the engine's start.
+            # No version was ever installed, so load the engine's original weights.
             self._worker.reload_weights()
 
     def reload_weights(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
@@ -195,7 +195,7 @@ class WorkerSleep:
             self._whole("")
 
     def execute_model(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Run a forward pass, but refuse to run without weights."""
+        """Run a forward pass. Raise an error if the weights are gone."""
         if not self.is_whole:
             raise RuntimeError("this worker slept and its weights are not back, call /wake_up")
         return original(*arguments, **named)
@@ -203,7 +203,7 @@ class WorkerSleep:
     def _whole(self, version: str) -> None:
         self._version_after = version
         self._kept, self._digests = [], None
-        # The memory of merged or loaded adapters was asleep too.
+        # The sleep also discarded the memory of loaded adapters.
         if self._level > 1 and hasattr(self._worker.model_runner, "reset_lora_state"):
             self._worker.model_runner.reset_lora_state()
         self.is_whole = True
@@ -229,7 +229,7 @@ def _no_grad() -> Any:
 
 
 def _logger() -> Log:
-    # `penstock_vllm.plugin`, which configures this logger, imports this module.
+    # Do not import the logger from `penstock_vllm.plugin`, which configures it but imports this module.
     return log_named("penstock.vllm")
 
 

@@ -1,10 +1,10 @@
-"""A staging model that receives a vLLM model's weights in the format that vLLM's loader fills.
+"""A staging model that receives a vLLM model's weights in the layout that vLLM's loader fills.
 
-vLLM repacks, quantises and drops parameters after loading, so a loader cannot fill the serving tensors. vLLM remembers
-each layer's earlier shapes, and the staging model has tensors with these shapes.
+vLLM repacks, quantises and drops parameters after loading, so a loader cannot fill the serving tensors. vLLM records
+each layer's original shapes, and the staging model has tensors with these shapes.
 
-Installing is vLLM's layerwise reload, one layer at a time. The layer is loaded and processed again, then copied into
-the serving tensors, whose addresses stay the same, because CUDA graphs refer to them.
+Installation uses vLLM's layerwise reload. Each layer in turn is loaded and processed again, and then copied into the
+serving tensors. Their addresses stay the same, because CUDA graphs refer to them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.spi import Arena, Requirements, needed_bytes
 
 _LISTED = 10
-"""Maximum number of parameters that an error lists. The others are only counted."""
+"""Maximum number of parameters that an error lists. For further parameters it states only their number."""
 
 
 class StagingModel(torch.nn.Module):
@@ -29,7 +29,7 @@ class StagingModel(torch.nn.Module):
         """Allocate as many bytes as the weights had before vLLM post-processed them.
 
         Raises:
-            ConfigError: a layer's parameters have no shape before they are loaded.
+            ConfigError: some parameters of a layer have no shape until they are loaded.
             DeviceOutOfMemory, DestinationError: there is not enough memory.
         """
         super().__init__()
@@ -50,7 +50,7 @@ class StagingModel(torch.nn.Module):
         ]
 
     def free(self) -> None:
-        """Free the memory and lose its contents, until `allocate`. Idempotent."""
+        """Free the memory and discard its contents. Use the model again only after `allocate`. Idempotent."""
         # Host memory cannot be freed in place, because other processes may have mapped it.
         if self._storage.resizable():
             self._storage.resize_(0)
@@ -76,14 +76,18 @@ class StagingModel(torch.nn.Module):
             return named
 
     def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
-        """Return the number of elements that an update leaves unfilled, for each tensor with such elements."""
+        """Return, by tensor, the number of elements that an update leaves unfilled.
+
+        Completely filled tensors are omitted.
+        """
         if not wanted.unrecorded:
             return wanted.unfilled
-        # Unrecorded tensors pass through the loader at each update, which has returned the names that it filled.
+        # Tensors that were not recorded pass through the loader at each update. The loader has returned the names that
+        # it filled.
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
     def check(self, wanted: Requirements, *, strict: bool = True) -> None:
-        """Check that an update can be installed, before anything changes.
+        """Check that an update can be installed, before the serving model changes.
 
         Args:
             wanted: requirements of the update.
@@ -106,9 +110,9 @@ class StagingModel(torch.nn.Module):
 
     @torch.no_grad()
     def install(self, wanted: Requirements) -> None:
-        """Install the tensors that an update filled into the serving model. The others stay unchanged.
+        """Install the tensors that an update filled into the serving model. All other tensors stay unchanged.
 
-        Call `check` first. The model must not run at the same time. After an error it has no complete version.
+        Call `check` first. The model must not run during the installation. After an error it has no complete version.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -121,7 +125,7 @@ class StagingModel(torch.nn.Module):
                     if whole in sources:
                         stack.enter_context(_reloaded(layer.live, name, sources[whole]))
             finalize_layerwise_reload(model, self._vllm_config.model_config)
-        # vLLM's reload does not pack these experts, so pack them from the parameters that it has loaded.
+        # vLLM's reload does not pack these experts, so pack them from the reloaded parameters.
         for layer in self._layers:
             if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
                 experts.process_weights_after_loading(layer.live)
@@ -131,7 +135,7 @@ class StagingModel(torch.nn.Module):
         from vllm.model_executor.model_loader.reload import meta
 
         sources = self._sources(self.unfilled(wanted))
-        # vLLM processes and copies complete layers, except for tensors that it never moves.
+        # vLLM processes and copies complete layers, except for tensors that it leaves in place.
         rewritten = {
             id(tensor)
             for layer in self._layers
@@ -144,8 +148,8 @@ class StagingModel(torch.nn.Module):
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return the source of each filled tensor: its staging tensor, or the staging tensor that it is tied to."""
-        # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed it
-        # separately, so each tied tensor is reloaded in its own layer.
+        # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed its copy
+        # separately, so reload a tied tensor in each of its layers.
         sources: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         shared: list[tuple[str, int]] = []
@@ -167,7 +171,7 @@ class StagingModel(torch.nn.Module):
 
 
 class _StagedLayer:
-    """A layer of the model, with a module that has the layer's tensors in the loader's format."""
+    """A layer of the model, with a module that has the layer's tensors in the layout that the loader fills."""
 
     def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:
         self.live = live
@@ -175,7 +179,7 @@ class _StagedLayer:
         self._prefix = f"{name}." if name else ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Yield each tensor's name in the layer and in the model, for tensors with at least one element."""
+        """Yield the name in the layer and the name in the model of each non-empty tensor."""
         for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
@@ -185,11 +189,11 @@ class _StagedLayer:
         return self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
-        """Return whether an update fills a tensor in this layer, so that the layer is processed again."""
+        """Return whether an update fills any tensor in this layer, so that the layer has to be processed again."""
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
-        """Return the parameters that are not filled, except those of an attention layer (its cache's scales)."""
+        """Return the parameters that are not filled, except an attention layer's own (the scales of its cache)."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         if is_deferred_attention_layer(self.live):
@@ -210,7 +214,7 @@ class _StagedLayer:
     @contextlib.contextmanager
     def uses_staging_tensors(self) -> Iterator[None]:
         """Replace the live layer's tensors with the staging model's for the duration of a block."""
-        # A tensor may also be a plain attribute of the layer, which would hide the replacement.
+        # A tensor may also be a plain attribute of the layer, and the attribute would hide the replacement.
         own = self.live.__dict__
         hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -226,7 +230,7 @@ class _StagedLayer:
             yield
         finally:
             for (group, staging), before in zip(pairs, saved, strict=True):
-                # A loader may replace a parameter. Store the new parameter, so that the recording uses it.
+                # A loader may replace a parameter. Store the new parameter, so that the recording uses the new one.
                 staging.update({name: group[name] for name in staging if group.get(name) is not None})
                 group.clear()
                 group.update(before)
@@ -235,7 +239,7 @@ class _StagedLayer:
 
 @contextlib.contextmanager
 def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Pass one complete tensor of a layer to vLLM's reload. At the last tensor, vLLM processes the layer."""
+    """Pass one complete tensor of a layer to vLLM's reload. After the layer's last tensor, vLLM processes the layer."""
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -244,7 +248,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
         target.data.copy_(value)
         yield
         return
-    # The staging values went through the tensor's loader already, so copy plainly.
+    # The tensor's loader has already processed the staging values, so copy them unchanged.
     before = _own_loader(target.weight_loader)
     target.weight_loader = default_weight_loader
     try:
@@ -255,7 +259,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
 
 
 def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
-    """Return a layer's experts if they pack their own weights, or None if vLLM's reload is enough."""
+    """Return a layer's experts if they pack their own weights, or None if vLLM's reload is sufficient."""
     # vLLM's reload does not pack experts that are not quantised.
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -273,7 +277,10 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
 
 
 def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's tensors as before loading, on the meta device. Tensors that vLLM never moves there are live."""
+    """Return a layer's tensors in their state before loading, on the meta device.
+
+    Tensors that vLLM never moves to the meta device are the live ones.
+    """
     from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 
     parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
@@ -297,8 +304,8 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
         nbytes = _span_bytes(form)
         (offset,) = arena.place([nbytes])
         tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
-        # vLLM materialises a layer in the same way. Loaders need the parameter's class and attributes, such as
-        # `weight_loader` and the sharded dimensions.
+        # vLLM materialises a layer in the same way. Loaders use the parameter's class and attributes, such as
+        # `weight_loader` and the sharded dims.
         tensor.__class__ = form.__class__
         tensor.__dict__ = _attributes(form)
         if isinstance(tensor, torch.nn.Parameter):

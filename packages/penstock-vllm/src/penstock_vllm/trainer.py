@@ -24,7 +24,7 @@ from penstock.spi import Declarable, PublishMode, connection_of
 from penstock_vllm.plugin import LOAD_FORMAT
 
 VERSIONS = ("0.32", "0.33")
-"""Supported releases of vLLM."""
+"""Releases of vLLM that this module supports."""
 
 _REASON_CHARS = 2000
 
@@ -46,11 +46,11 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     token_file: str | None = None
     """Path of a file on the trainer's and the engine's host. Its first token is sent to the hub."""
     listen: str | None = None
-    """`host:port` where other hosts reach this rank."""
+    """`host:port` at which other hosts reach this rank."""
     data_port: int = 0
     """See `ConnectionSettings`."""
     engine_listen: str | None = None
-    """`host:port` where other hosts reach the engine's first worker. The next workers use the following ports."""
+    """`host:port` at which other hosts reach the engine's first worker. The other workers use the ports after it."""
     engine_data_port: int | None = None
     """See `weight_transfer.InitInfo.data_port`."""
     mode: PublishMode = "snapshot"
@@ -59,11 +59,13 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     transforms: str | Mapping[str, Any] | None = None
     """Formats in which the weights are offered, such as `cast:BF16`. See `penstock.publisher`."""
     memory: Literal["device", "host"] = "device"
-    """Memory in which the engine receives a version before it installs the version."""
+    """Memory into which the engine receives a version before it installs the version."""
     strict: bool = True
-    """Require that every parameter of the engine is sent. If False, parameters that are not sent keep their values."""
+    """Require that every parameter of the engine is sent. If False, parameters that are not sent keep their previous
+    values."""
     gather: bool = False
-    """Publish copies from rank 0 if the source yields only unsharded tensors. They need the model's size there."""
+    """Publish copies from rank 0 if the source yields only unsharded tensors. The copies take as much memory as the
+    model there."""
     stall_s: float | None = None
 
 
@@ -94,7 +96,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         self._refill = refill
         self._init_info = init_info
         self._thread = ThreadPoolExecutor(1, "penstock-update-weights")
-        # Whether vLLM has an open update, and whether vLLM has received all of it.
+        # Whether vLLM has an open update, and whether vLLM has received the update completely.
         self._is_started = self._is_staged = False
 
     @classmethod
@@ -124,14 +126,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                     init_info.name,
                     params,
                     connection=connection_of(vars(init_info)),
-                    # Copies of unsharded tensors do not need a second copy.
+                    # Copies of unsharded tensors can be published without a second copy.
                     mode="live" if refill is not None else init_info.mode,
                     transforms=init_info.transforms,
                     rank=(0, 1) if refill is not None else (init_info.rank, init_info.world_size),
                 )
                 ends.callback(publisher.close)
                 if init_info.is_sender:
-                    # A rank that joins after the first version would count its versions from there.
+                    # A rank that joins after the first version would number its versions differently.
                     publisher.wait_ranks()
             if init_info.is_sender:
                 client.init_weight_transfer_engine(_engine_info(init_info))
@@ -149,8 +151,9 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def send_weights(self, version: int | None = None) -> None:
         """Publish the current weights and make the engine serve them.
 
-        Pause the engine first, or use one that may change its weights between two forward passes, as with any backend
-        of vLLM. To pause it only for the installation, call `stage` and `commit` instead, which list the errors.
+        Pause the engine first, unless its weights may change between two forward passes. This holds for all of vLLM's
+        backends. To pause it only for the installation, call `stage` and `commit` instead. Their docstrings list the
+        errors.
         """
         self.stage(version)
         self.commit()
@@ -161,11 +164,13 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         All ranks call this. The weights may change when it returns.
 
         Args:
-            version: version number, larger than all earlier numbers and the same on all ranks. None means the next one.
+            version: version number, larger than all earlier numbers and the same on all ranks. None means the next
+                number.
 
         Raises:
-            PenstockError: see `penstock.sync.Publisher.publish`. On rank 0 also the client's error, with vLLM's
-                response as a note, if a worker did not receive the version. The engine keeps its previous version.
+            PenstockError: see `penstock.sync.Publisher.publish`. If a worker did not receive the version, rank 0
+                instead raises the client's error, with vLLM's response as a note. The engine keeps its previous
+                version.
         """
         self._is_staged = False
         self.version = self.version + 1 if version is None else version
@@ -176,7 +181,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             return
         newest = max(self._publisher.version, self._publisher.latest)
         if self.version <= newest:
-            # Otherwise the engine would wait for a version that is refused.
+            # Raise now, because the engine would otherwise wait for a version that `publish` refuses.
             raise ConfigError(
                 f"version {self.version} of {self._publisher.name!r} is not above {newest}", hint="use a larger number"
             )
@@ -184,26 +189,27 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             self.report = self._publisher.publish(self.version)
             return
         with _answers_as_notes():
-            # The engine must read while this publishes, because a live version ends when the engine has read it. If the
-            # engine fails, the version is still published, as on the other ranks, and `stage_again` can use it.
+            # The engine must read while this rank publishes, because publishing a live version returns only after the
+            # engine has read it. If the engine fails, the version is still published, as on the other ranks, and
+            # `stage_again` can use it.
             received = self._thread.submit(self._receive)
             try:
                 self.report = self._publisher.publish(self.version)
             finally:
-                # Wait for the engine even if `publish` failed, at most for its stall deadline. vLLM closes an update
-                # that failed.
+                # Wait for the engine even if `publish` failed. The engine's stall deadline limits this wait. vLLM
+                # closes an update that failed.
                 self._is_started = received.exception() is None
             received.result()
         self._is_staged = True
 
     def stage_again(self) -> None:
-        """Make a restarted engine subscribe and receive the newest version. Only rank 0 acts.
+        """Make a restarted engine subscribe and receive the newest version. Does nothing on ranks other than 0.
 
-        Nothing is published again, so the other ranks take no part. Call `commit` to install the version.
+        Nothing is published again, so the other ranks are not involved. Call `commit` to install the version.
 
         Raises:
-            ConfigError: no version was published, or versions are `live` and end when the engine has received them.
-                Further errors as for `stage`.
+            ConfigError: no version was published, or the mode is `live`, in which a version is withdrawn when the
+                engine has received it. Further errors as for `stage`.
         """
         if not self.is_sender:
             return
@@ -225,11 +231,12 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         self.client.update_weights({"version": self.version})
 
     def commit(self) -> None:
-        """Make the engine install the staged version. Only rank 0 acts.
+        """Make the engine install the staged version. Does nothing on ranks other than 0.
 
         Raises:
             ConfigError: no version is staged.
-            Exception: the client's error. The engine has no complete version and must not serve. Send again.
+            Exception: the client's error. The engine has no complete version and must not serve. Send the version
+                again.
         """
         if not self.is_sender:
             return
@@ -249,7 +256,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
 
 @contextlib.contextmanager
 def _answers_as_notes() -> Iterator[None]:
-    """Add vLLM's response to a client's error, because the client for vLLM's routes reports only the status."""
+    """Add vLLM's response as a note to a client's error, because vLLM's HTTP client reports only the status code."""
     try:
         yield
     except Exception as error:
@@ -260,7 +267,7 @@ def _answers_as_notes() -> Iterator[None]:
 
 
 def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
-    """Return the body of `/init_weight_transfer_engine` (`weight_transfer.InitInfo`), without missing fields."""
+    """Return the body of `/init_weight_transfer_engine` (`weight_transfer.InitInfo`), without unset fields."""
     values = {
         "name": info.name,
         "hub": info.hub,
@@ -282,7 +289,7 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
     """
     if isinstance(source, torch.nn.Module | Mapping):
         return source, None
-    # The DTensors of vLLM's private module are published as shards.
+    # Publish the DTensors of vLLM's private module as shards.
     module = getattr(source, "_module", None)
     if isinstance(source, ModuleSource) and isinstance(module, torch.nn.Module):
         return module, None
@@ -294,7 +301,7 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
     copies: dict[str, torch.Tensor] = {}
 
     def refill() -> None:
-        # All ranks iterate, because gathering a tensor is a collective.
+        # All ranks iterate over the source, because gathering a tensor is a collective.
         for name, tensor in _whole_tensors(source):
             if not is_sender:
                 continue

@@ -3,7 +3,7 @@
 vLLM's worker calls it through the HTTP routes or `collective_rpc`. Each step succeeds or fails on all workers of an
 engine (`_agreed`), because otherwise some workers would serve a different version than the rest.
 
-The module is written for vLLM 0.32 and 0.33. It imports vLLM, so only vLLM's registry imports it.
+Written for vLLM 0.32 and 0.33. This module imports vLLM, so only vLLM's registry imports this module.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     token_file: str | None = None
     """Path of a file whose first token is sent to the hub."""
     listen: str | None = None
-    """`host:port` where other hosts reach the first worker. The next workers use the following ports."""
+    """`host:port` at which other hosts reach the first worker. The other workers use the ports after it."""
     data_port: int = 0
-    """Port of the first worker from which peers read bytes. The next workers use the following ports. 0 means free
+    """Port of the first worker from which peers read bytes. The other workers use the ports after it. 0 means free
     ports."""
     memory: Literal["device", "host"] = "device"
-    """Memory of the staging model. Choose "host" if the device has no space for it."""
+    """Memory for the staging model. Choose "host" if the device has no space for the staging model."""
     strict: bool = True
-    """Require that every parameter is published. If False, parameters that are not published keep their values."""
+    """Require that every parameter is published. If False, parameters that are not published keep their previous
+    values."""
     serve: bool = True
-    """Whether other subscribers may read versions from this one."""
+    """Whether other subscribers may read versions from this worker."""
     memory_bytes: int | str | None = None
     stall_s: float | None = None
     prepare_s: float | None = 0.0
-    """Seconds to wait for the trainer's ranks in order to prepare for the first version. None means no preparation."""
+    """Maximum wait in seconds for the trainer's ranks, in order to prepare for the first version. None means no
+    preparation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -69,9 +71,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The body of `/update_weights`."""
 
     version: int
-    """Version to receive. It is explicit, because all workers must receive the same version."""
+    """Version to receive. It has no default, because all workers must receive the same version."""
     background: bool = False
-    """Respond at once, and receive while the model serves. The same call without `background` waits for the end."""
+    """Respond at once, and receive the version while the model serves. The same call without `background` waits until
+    it is received."""
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker's subscription to a sync. vLLM creates it after the model was loaded, and calls it from one thread.
+    """A worker's subscription to a sync. vLLM creates it after loading the model, and calls it from one thread.
 
     Attributes:
         installed: the version that was installed last, or -1.
@@ -92,11 +95,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        """Check that the model's layout is stable. No I/O.
+        """Check that the model's layout is stable, without I/O.
 
         Raises:
-            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM cannot
-                separate requests and replies of different versions.
+            ConfigError: vLLM moves experts between ranks while the model serves, or Penstock cannot separate the
+                requests and replies of different versions in this release of vLLM.
         """
         PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
         PLUGIN.require(REPLIES, feature="the weight-transfer backend")
@@ -136,7 +139,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     # Receive directly into the staging model. The serving model changes only with a complete version.
                     mode="direct",
                     load=self._load,
-                    # `StagingModel.check` decides, because attention has parameters that no checkpoint fills.
+                    # `StagingModel.check` checks instead that no parameter is missing, because attention has parameters
+                    # that no checkpoint fills.
                     strict=False,
                     rank=(rank, world_size),
                     settings=penstock.sync.SubscriberSettings(
@@ -150,7 +154,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 with _agreed(), self._loading():
                     is_prepared = subscriber.prepare(init_info.prepare_s)
                     vllm_logger().info("penstock: %s is %sprepared", init_info.name, "" if is_prepared else "not yet ")
-            # This is outside `_agreed`, because this worker must leave the sync too if another worker failed.
+            # This line is outside `_agreed`, because this worker must leave the sync even if only another worker
+            # failed.
             stack.pop_all()
         self._strict = init_info.strict
         vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
@@ -172,7 +177,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         receiving = self._receiving
         if receiving is not None:
             running, done = receiving
-            # No worker may continue while another worker's background thread still receives.
+            # No worker may continue while another worker's background thread is still receiving.
             if running != version and not _all(done.done()):
                 raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
             if running == version and update_info.background:
@@ -182,12 +187,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             with _agreed():
                 receiving[1].result()
         elif update_info.background and _all(subscriber.wanted is not None):
-            # A background thread must not record the model's loader.
+            # A background thread must not run the model's loader in order to record it.
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
         else:
-            # The first version records the model's loader unless it was prepared. The model must not run then, and it
-            # does not run while vLLM waits for this call.
+            # Receiving the first version without preparation runs the model's loader in order to record it. The model
+            # must not run at that time, and it does not, because vLLM waits for this call.
             with self._loading(), _agreed():
                 self._receive(update_info)
         self._landed = version
@@ -219,14 +224,15 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             return
         subscriber, staging = self._joined
         if self._receiving is not None:
-            # The thread writes to the staging model. Its failure does not matter, because the version is read again.
+            # Wait for the thread, because it writes to the staging model. Its failure does not matter, because the
+            # version is read again.
             wait([self._receiving[1]])
             self._receiving = None
         self._landed = None
-        # A staging model in host memory stays, because other subscribers read from it.
+        # Keep a staging model in host memory, because other subscribers read from it.
         if staging.device.type != self.device.type or subscriber.is_released:
             return
-        # Even prepared memory is registered, so it must not be freed while the subscriber uses it.
+        # Memory is registered even if it is only prepared, so it must not be freed while the subscriber uses it.
         if subscriber.wanted is not None:
             freed = subscriber.release()
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
@@ -244,12 +250,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Receive the newest version into the staging model and install it. Collective.
 
         Raises:
-            ConfigError: the worker has left the sync.
-            PenstockError: no member has a version. Call it again later.
+            ConfigError: the worker is not subscribed to a sync.
+            PenstockError: no member has a version. Call this again later.
         """
         with _agreed():
             subscriber, staging = self._parts()
-        # All workers must receive the same version, although each may know a different newest version.
+        # All workers must receive the same version, although each worker may know of a different newest version.
         known = max(subscriber.announced(), subscriber.version)
         version = max(int(text) for text in _gathered(str(known)))
         if version < 0:
@@ -266,7 +272,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         if self._joined is not None:
             subscriber, _ = self._joined
             subscriber.close()
-        # Closing the subscriber aborts a receive in the background. Until then its thread uses the staging model.
+        # Closing the subscriber aborts a receive in the background. The receiving thread uses the staging model until
+        # it exits.
         if self._receiving is not None:
             wait([self._receiving[1]])
         self._joined = self._receiving = self._landed = None
@@ -281,7 +288,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # The current device is set per thread, and this may be the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        # It may have the version already, if the call is repeated or the staging model stayed in host memory.
+        # The subscriber may already have the version if the call is repeated or the staging model stayed in host
+        # memory.
         if subscriber.version != info.version or subscriber.is_dirty:
             staging.allocate()
             receive = subscriber.restore if subscriber.is_released else subscriber.update
@@ -291,7 +299,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Allow the model's loader to run in a block in which vLLM waits for this worker."""
+        """Allow the model's loader to run inside a block during which vLLM waits for this worker."""
         self._may_load = True
         try:
             yield
@@ -299,7 +307,10 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             self._may_load = False
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Run the model's loader. This is allowed only while vLLM waits for this worker."""
+        """Run the model's loader.
+
+        The model must not run then, so this is allowed only while vLLM waits for this worker.
+        """
         _, staging = self._parts()
         if not self._may_load:
             raise ConfigError(
@@ -310,7 +321,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
 
 _REASON_BYTES = 1024
-"""Size in bytes of the reason that a worker sends to the others. Collectives need the same size on all workers."""
+"""Size in bytes of the failure reason that a worker sends to the others. Collectives require the same size on all
+workers."""
 
 
 @contextlib.contextmanager
@@ -326,7 +338,7 @@ def _agreed() -> Iterator[None]:
         why = str(error) or type(error).__name__
         raise
     finally:
-        # A failed worker must take part too, because the others wait for it.
+        # A failed worker must take part too, because the other workers wait for it.
         reasons = _gathered(why)
         if not why and (others := [f"worker {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]):
             raise PeerLost("; ".join(others))
@@ -353,7 +365,7 @@ def _gathered(mine: str) -> list[str]:
 
 
 def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
-    """Return the ports of this worker, counted from the first worker's."""
+    """Return this worker's ports, which are derived from the first worker's ports."""
     if info.listen is None:
         return {}
     host, _, port = info.listen.rpartition(":")
@@ -361,5 +373,5 @@ def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
 
 
 def _port(first: int, parallel: Any) -> int:
-    # Data-parallel replicas of a dense model all count their ranks from 0, so the replica's index counts too.
+    # Data-parallel replicas of a dense model all number their ranks from 0, so include the replica's index.
     return first + parallel.data_parallel_index * parallel.world_size + parallel.rank if first else 0

@@ -1,7 +1,7 @@
-"""`patched_libraries()`: a context in which libraries of Hugging Face read weights through Penstock.
+"""`patched_libraries()`: a context in which Hugging Face libraries read weights through Penstock.
 
 transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
-safetensors. Both are replaced in the context. Weight files that are missing in the cache are streamed instead of
+safetensors. The context patches both libraries. Weight files that are missing from the cache are streamed instead of
 downloaded.
 """
 

@@ -32,7 +32,7 @@ _DOWNLOADS = {
 }
 
 _TORCH = {"pt", "torch", "pytorch"}
-"""Names of torch as a framework of `safe_open`."""
+"""Names that `safe_open` accepts for torch as the framework."""
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 """Errors that libraries raise for a model that they cannot load."""
@@ -44,8 +44,8 @@ class FileRead:
 
     Attributes:
         name: path of the file, or its URI with the commit.
-        path: `streamed` from a hub without a copy on disk, or `local` from the hub's cache or another directory.
-        nbytes: size of the file in bytes.
+        path: `streamed` for a file from a hub without a copy on disk, or `local` for a file in the hub's cache or
+        another directory. nbytes: size of the file in bytes.
         is_verified: whether its content was compared with the hub's digest before any tensor was returned.
     """
 
@@ -61,9 +61,9 @@ class PatchedLibrariesReport(Summarised):
 
     files: list[FileRead] = field(default_factory=list)
     shared: list[SharedReadReport] = field(default_factory=list)
-    """One report for each set of weights that the ranks of a group read together. Empty without a group."""
+    """A report for each set of weights that the ranks of a group read together. Empty without a group."""
     seconds: float = 0.0
-    """Seconds in the context. 0 until its exit."""
+    """Time spent in the context in seconds. 0 until its exit."""
 
     @property
     def streamed(self) -> list[str]:
@@ -99,43 +99,45 @@ def patched_libraries(
     """Read weights through Penstock in every `from_pretrained` inside the context.
 
     Args:
-        verify: compare every streamed file with the hub's digest before any of its tensors is returned. Each file then
-            stays in host memory until its tensors are read.
-        memory_bytes: limit in bytes for host memory with data that was read ahead. None means `PENSTOCK_MEMORY_BYTES`.
+        verify: whether to compare every streamed file with the hub's digest before any of its tensors is returned. Each
+            file then stays in host memory until its tensors are read.
+        memory_bytes: limit in bytes of the host memory for data that is read ahead. None means `PENSTOCK_MEMORY_BYTES`.
         storage_options: `token` and `endpoint` for reading weights from the hub. They override the environment.
         group: a torch.distributed group. All its ranks enter the context and do the same loads. Each rank reads a share
-            of the weights from storage, and the ranks exchange the shares. `verify` then compares with the digests in a
-            manifest next to the weights, and fails without one.
+            of the weights from storage, and the ranks exchange the shares. `verify` then compares the bytes with the
+            digests in a manifest next to the weights, and fails without a manifest.
 
     Yields:
         The report of the files that were read.
 
     Raises:
         MissingExtra: huggingface_hub or safetensors is not installed.
-        PenstockError: an error of Penstock ended the context. It is also an instance of the class that the library
+        PenstockError: an error from Penstock left the context. It is also an instance of the class that the library
             raised. A library may handle it inside the context, like its own errors.
         PeerLost: another rank of the group failed in the context, or does not respond. If one rank raises, all do.
 
-    The context applies to the calling thread, and to threads without a context, because libraries read in threads. If
-    several contexts are active, those threads use the newest. In nested contexts, the inner one applies.
+    The context applies to the calling thread, and to threads without a context, because libraries read in threads of
+    their own. If several contexts are active, threads without a context use the newest. Of nested contexts, the
+    innermost applies.
 
-    With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, slices
-    of them, or none. Half of `memory_bytes` holds tensors until they are requested. If a tensor was dropped to free
-    memory, a rank that requests it reads it again alone (`read_again_bytes` in the report). A rank that requests
-    nothing for `stall_s` no longer delays the others.
+    With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, request
+    only slices, or request no tensors. Half of `memory_bytes` holds tensors until they are requested. If a tensor was
+    dropped to free memory, a rank that requests it reads it again alone (`read_again_bytes` in the report). A rank that
+    requests nothing for `stall_s` no longer delays the others.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
     block = _PatchedBlock(settings, storage_options or {}, verify)
     _enter(block)
     token = _current.set(block)
     try:
-        # Do this after `_enter`, which may raise, because `share` starts work that only the end of the context stops.
+        # Call `share` after `_enter`, which may raise, because `share` starts work that stops only when the context
+        # ends.
         if group is not None:
             block.share(group)
         try:
             yield block.report
         except BaseException as error:
-            # Do this first, because the other ranks wait for this rank.
+            # Call this first, because the other ranks wait for this rank.
             block.end(error)
             block.abandon()
             raise
@@ -144,11 +146,11 @@ def patched_libraries(
         typed = _cause(error)
         if typed is None or isinstance(error, PenstockError):
             raise
-        # Raise a copy. The error itself is a cause of the library's error, and a chain of causes must not be a cycle.
+        # Raise a copy. The original is a cause of the library's error, and a chain of causes must not contain a cycle.
         raise copy.copy(also(typed, *_own_class(error))) from error
     finally:
-        # ValueError: a generator of asyncio ends the context in a different contextvars context. The first contextvars
-        # context then still refers to a block that has ended, which `_block` ignores.
+        # An asynchronous generator may exit in a different contextvars context, which raises ValueError. The first
+        # contextvars context then still refers to this block, but `_block` ignores blocks that have ended.
         with suppress(ValueError):
             _current.reset(token)
         _leave(block)
@@ -157,12 +159,12 @@ def patched_libraries(
 def directory(uri: str) -> str:
     """Return a directory that a library can load from, for a prefix in an object store or a repository on a hub.
 
-    Small files are fetched now. Weights are streamed when a library opens them in the same context. The directory can
-    be read only in the context, but its small files stay until the process exits.
+    Small files are fetched now. Weights are streamed when a library opens them in the same context. The weights can be
+    read only inside the context, but the small files stay until the process exits.
 
     Args:
         uri: `s3://`, `gs://`, `az://`, `hf://`, `http(s)://` or another storage. A local path is returned unchanged. An
-            http(s) URL cannot be listed, so its index names the weights.
+            http(s) URL cannot be listed, so the index there must name the weights.
 
     Raises:
         ConfigError: there is no active context of `patched_libraries()`.
@@ -175,7 +177,7 @@ def directory(uri: str) -> str:
 
 
 class _PatchedBlock:
-    """An active context of `patched_libraries()`, with its files, its report, and the group that shares the files."""
+    """An active context of `patched_libraries()`: its files, its report, and the group that shares the reads."""
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str], verify: bool) -> None:
         self.files = HubFiles(settings, storage_options)
@@ -184,12 +186,13 @@ class _PatchedBlock:
         self._memory_bytes = settings.memory_bytes
         self._started = time.perf_counter()
         self._opened: WeakSet[Any] = WeakSet()
-        # Libraries open files in several threads, and a set must not grow during an iteration.
+        # Guards the set of files. Libraries open files in several threads, and a set must not change during an
+        # iteration.
         self._changing = threading.Lock()
         self.shared: SharedFiles | None = None
 
     def share(self, group: ProcessGroup) -> None:
-        """Read together with the other ranks of a group. This imports torch."""
+        """Start to read files together with the other ranks of a group. This imports torch."""
         from penstock.spi import SharedFiles
 
         verify = self._verify or None
@@ -197,7 +200,7 @@ class _PatchedBlock:
         self.report.shared = self.shared.reports
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks of the group finish, and find out whether a rank failed."""
+        """Let the other ranks of the group finish, and determine whether any rank failed."""
         if self.shared is not None:
             self.shared.end(error)
 
@@ -270,7 +273,7 @@ def _leave(block: _PatchedBlock) -> None:
 
 def _forked() -> None:
     global _lock
-    # A different thread of the parent may have held the lock.
+    # Replace the lock after a fork, because a different thread of the parent may have held it.
     _lock = threading.Lock()
 
 
@@ -281,21 +284,21 @@ def _block() -> _PatchedBlock | None:
     """Return the context that a call belongs to, or None."""
     block = _current.get()
     blocks = _blocks[-1:]
-    # After a context has ended, threads and tasks may continue with a copy that still refers to it.
+    # After a context has ended, threads and tasks may continue with copied contextvars that still refer to it.
     if block is not None and block in _blocks:
         return block
     return blocks[0] if blocks else None
 
 
 def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the open file for a pointer, or None for any other file. Add the file to the report."""
+    """Open the file that a pointer file refers to. Return None for any other file. Add the file to the report."""
     block = _block()
     if block is None or not isinstance(filename, str | os.PathLike):
         return None
     path = os.fspath(filename)
-    # NumPy arrays are not exchanged, so each rank reads the file alone.
+    # Ranks do not exchange NumPy arrays, so each rank reads a file for NumPy alone.
     shared = block.shared is not None and _framework(*arguments, **options) in _TORCH
-    # A thread may open a file that a different thread found, so search all contexts.
+    # A thread may open a pointer file that a different thread obtained, so search all contexts.
     for other in (block, *reversed(_blocks)):
         pointer = other.files.find(path)
         if pointer is not None:
@@ -334,7 +337,10 @@ def _replacements() -> dict[Any, Any]:
 
 
 def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for one of huggingface_hub's downloads. Its signature stays, because PEFT reads it."""
+    """Return a replacement for a download function of huggingface_hub.
+
+    It has the same signature, because PEFT inspects it.
+    """
     names = list(inspect.signature(stock).parameters)
 
     @functools.wraps(stock)
@@ -350,7 +356,7 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
 
 
 def _cause(error: BaseException) -> PenstockError | None:
-    """Return the Penstock error that led to an error, or None."""
+    """Return the Penstock error that caused an error, or None."""
     from penstock.spi import typed_error_of_hub
 
     seen: BaseException | None = error
@@ -365,5 +371,5 @@ def _cause(error: BaseException) -> PenstockError | None:
 
 
 def _own_class(error: Exception) -> list[type[Exception]]:
-    """Return the class of an error if a Penstock error can have it too: a Python class without required fields."""
+    """Return the class of an error in a list if a Penstock error can inherit from it, and otherwise an empty list."""
     return [type(error)] if type(error) in {OSError, ValueError, RuntimeError, KeyError, TypeError} else []

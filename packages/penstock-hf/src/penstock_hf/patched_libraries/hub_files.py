@@ -1,9 +1,10 @@
 """Replace huggingface_hub's downloads: a weight file that the cache lacks becomes a *pointer file*.
 
-`hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. A weight file
-(`*.safetensors`) that is missing in the local cache is a small file in a private directory (`views`), and
-`HubFiles.find` returns the pinned URI that it refers to. huggingface_hub itself downloads all other files to the cache.
-A reader that does not know pointers fails, because their first eight bytes are not a valid header length.
+`hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. For a weight file
+(`*.safetensors`) that is missing from the local cache, the path is that of a small pointer file in a private directory
+(`views`), and `HubFiles.find` returns the pinned URI that it refers to. huggingface_hub itself downloads all other
+files to the cache. A reader that does not know pointer files fails, because their first eight bytes are not a valid
+header length.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from penstock.spi import (
 from penstock_hf.patched_libraries.views import make_directory, views
 
 POINTER = b"penstock"
-"""The first bytes of a pointer. As the length of a safetensors header they mean 7.7e18, which every reader rejects."""
+"""The first bytes of a pointer file. As the length of a safetensors header they mean 7.7e18, which every reader
+rejects."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
-# Other formats of the same weights, which no library needs if there are safetensors files.
+# Suffixes of other weight formats, which libraries do not use if there are safetensors files.
 _NOT_SMALL = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
-# A model's files next to its weights, for places that cannot be listed.
+# Names of a model's files other than its weights, for storage that cannot be listed.
 _CONFIGURATION = (
     "chat_template.jinja",
     "config.json",
@@ -71,7 +73,7 @@ class Pointer:
 class HubFiles:
     """The downloads in one context: pointers for weights, and their directories.
 
-    `storage_options` are token and endpoint for reading weights. The options of a call override them.
+    `storage_options` contains the token and the endpoint for reading weights. The arguments of a call override them.
     """
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str]) -> None:
@@ -81,26 +83,30 @@ class HubFiles:
         # Commits by cache directory, repository and revision, for calls that name a branch.
         self._commits: dict[tuple[str, str, str], str] = {}
         self._lock = threading.Lock()
-        # Pointers in views of commits. Pointers from `directory` are in a separate directory of this object.
+        # Paths of pointer files in views of commits. Those that `directory` writes are in a separate directory of this
+        # object.
         self._in_views: list[Path] = []
         self._root: Path | None = None
         self._pid = os.getpid()
         _alive.add(self)
 
     def find(self, path: str) -> Pointer | None:
-        """Return the content of the pointer at `path`, or None if it is a different file."""
+        """Return the content of the pointer file at `path`, or None for any other file."""
         if not self._pointers:
             return None
         with self._lock:
             return self._pointers.get(os.path.abspath(path))
 
     def close(self) -> None:
-        """Remove the pointers. Symlinks to small files stay until the process exits, because tokenizers use them."""
+        """Remove the pointer files.
+
+        Symlinks to small files stay until the process exits, because tokenizers use them.
+        """
         with self._lock:
             pointers, self._pointers = self._pointers, {}
             in_views, self._in_views = self._in_views, []
         views.remove(in_views)
-        # A forked child that ends the context must preserve its parent's files.
+        # A forked child that leaves the context must not remove its parent's files.
         if os.getpid() == self._pid:
             for path in pointers.keys() - set(map(str, in_views)):
                 Path(path).unlink(missing_ok=True)
@@ -112,8 +118,9 @@ class HubFiles:
     def directory(self, uri: str) -> str:
         """Return a directory for the files at a URI. Small files are copied, and weight files are pointers.
 
-        An http(s) URL cannot be listed. Its directory has the weights that its index names, and configuration files
-        with the usual names. Raises NotFound, PermissionDenied or SourceUnavailable if the storage cannot be read.
+        An http(s) URL cannot be listed. Its directory contains the weights that the index names, and configuration
+        files with the usual names. Raises NotFound, PermissionDenied or SourceUnavailable if the storage cannot be
+        read.
         """
         settings, options = self._settings, self._options
         if not is_remote(uri):
@@ -144,7 +151,7 @@ class HubFiles:
             raw = read_small(f"{root}/{name}", settings=settings, storage_options=options)
             if raw is not None:
                 (place / name).write_bytes(raw)
-        # Use the names that transformers looks for.
+        # Without a listing, use the file names that transformers looks for.
         names = ["model.safetensors"]
         if len(uris) > 1:
             names = [f"model-{at + 1:05}-of-{len(uris):05}.safetensors" for at in range(len(uris))]
@@ -165,7 +172,7 @@ class HubFiles:
         if not given.get("force_download") and repository.cached(path) is not None:
             return stock(**given)
         if path not in repository.files():
-            # The original raises the right error, or handles a missing file.
+            # Let the original function raise its error or handle the missing file.
             return stock(**given)
         return self._point(repository, path)
 
@@ -211,7 +218,7 @@ class HubFiles:
             return path if path in self._pointers else found
 
     def _repository(self, given: Mapping[str, Any]) -> _Repository:
-        """Return the commit for a call's arguments."""
+        """Return the repository and the commit that a call's arguments name."""
         from huggingface_hub import HfApi
 
         cache_dir, folder = _place(given)
@@ -244,7 +251,7 @@ class HubFiles:
         return _Repository(f"{uri}@{commit}", commit, cache_dir, folder, options, self._settings)
 
     def _point(self, repository: _Repository, path: str) -> str:
-        """Write the pointer for a file in a repository, and return its path."""
+        """Write the pointer file for a file in a repository, and return its path."""
         place, pointer = (
             _inside(self._directory(repository), path),
             Pointer(f"{repository.uri}/{path}", repository.options),
@@ -259,7 +266,7 @@ class HubFiles:
     def _write_pointer(self, place: Path, pointer: Pointer) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            # A different thread may be about to open it.
+            # Do not write the same pointer file again, because a different thread may be about to open it.
             if self._pointers.get(str(place)) != pointer:
                 place.unlink(missing_ok=True)
                 place.write_bytes(_text_of(pointer))
@@ -291,7 +298,7 @@ class _Repository:
         uri: `hf://org/name@COMMIT`.
         commit: 40 hexadecimal digits.
         cache_dir, folder: location of the repository in the cache.
-        options: token and endpoint.
+        options: token and endpoint for requests.
     """
 
     def __init__(
@@ -320,7 +327,7 @@ class _Repository:
         return self._files
 
     def snapshot(self) -> Path:
-        """Return the cache's directory for the commit, which may not exist."""
+        """Return the path of the commit's directory in the cache. It may not exist."""
         return Path(self.cache_dir, self.folder, "snapshots", self.commit)
 
     def cached(self, path: str) -> Path | None:
@@ -335,7 +342,7 @@ def _text_of(pointer: Pointer) -> bytes:
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:
-    """Return whether pointers may satisfy a call, because it uses the network and the cache."""
+    """Return whether pointer files may satisfy a call, because the call may use the network and the cache."""
     from huggingface_hub import constants
 
     is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)
@@ -365,7 +372,7 @@ def _library_errors() -> Iterator[None]:
 
 
 def _short_name(text: str) -> str:
-    """Return a short name for a path or URI, which may be too long for a file name."""
+    """Return a short name for a path or a URI, because these may be too long for a file name."""
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 

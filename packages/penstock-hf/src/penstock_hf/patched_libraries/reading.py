@@ -1,7 +1,7 @@
 """Read a hub's weight files through the interface of safetensors, in the order in which libraries request tensors.
 
-transformers first gets a slice of every tensor in every file, and then reads them sorted by name, with 2 before 10.
-When the first slice is read, the file announces that order to its reader, so that reads can run ahead.
+transformers first gets a slice object for every tensor in every file, and then reads the slices sorted by name, with 2
+before 10. When the first slice is read, the file announces this order to its reader, so that reads can run ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 class StreamedFile(safe_open):
-    """A file on a hub that is read ahead of the requests for its tensors. See `safe_open`."""
+    """A file on a hub whose tensors are read before they are requested. See `safe_open`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -39,17 +39,18 @@ class StreamedFile(safe_open):
         return _AnnouncingSlice(inner, self)
 
     def abandon(self) -> None:
-        """Close the file although slices from a failed load may exist, because a traceback may hold them."""
+        """Close the file even though slices from a failed load may exist, because a traceback may hold them."""
         with deferred():
             if self._file is not None:
                 self._file.close()
             self._file = None
 
     def announce(self) -> None:
-        """Tell the read-ahead once which slices will be read, in transformers' order."""
+        """Announce once which slices will be read, in transformers' order, so that they are read ahead."""
         with self._lock:
             names, self._asked = self._asked, None
-        # With tensor parallelism each rank reads only slices of most tensors, so reading ahead is useless.
+        # With tensor parallelism each rank reads only slices of most tensors, so reading whole tensors ahead is
+        # useless.
         if names is None or self._file is None or _is_one_of_many():
             return
         self.expect(sorted(names, key=in_natural_order))
@@ -70,7 +71,7 @@ class _AnnouncingSlice(SafeSlice):
 class VerifiedFile:
     """A file on a hub that is read completely and compared with its digest before any tensor is returned.
 
-    Tensors stay in memory until they are read or the file is closed, so this needs as much memory as the file's size.
+    Tensors stay in memory until they are read or the file is closed, so this takes as much memory as the file's size.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class VerifiedFile:
             uri, framework, "cpu", backend=backend, storage_options=storage_options, memory_bytes=memory_bytes
         )
         self.nbytes = self._header.nbytes
-        # The header's reader has rejected any other framework.
+        # The reader of the header has already rejected all other frameworks.
         self._is_numpy = framework in {"np", "numpy"}
         self._tensors: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
@@ -119,14 +120,17 @@ class VerifiedFile:
         return self._header.metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor. Raise NotFound if the file lacks it or it was already taken, else as `penstock.load`."""
+        """Return a tensor. Raise NotFound if the file lacks it or it was already read.
+
+        Other errors are those of `penstock.load`.
+        """
         return self.get_part(name, ...)
 
     def get_part(self, name: str, index: Any) -> Any:
-        """Return the slice of a tensor that torch's `index` selects. It raises as `get_tensor`.
+        """Return the slice of a tensor that `index` selects in torch. Raises the same errors as `get_tensor`.
 
-        A whole tensor is handed over and no longer stored. A slice is a copy, because a program may read several slices
-        of a packed tensor.
+        A whole tensor is returned without a copy and no longer stored. A slice is a copy, because a program may read
+        several slices of a packed tensor.
         """
         with self._lock:
             if self._tensors is None:

@@ -1,7 +1,7 @@
 """A process's directory with views of commits: symlinks to small files in the hub's cache, and pointer files.
 
-All contexts of `patched_libraries()` share it, because the symlinks outlive them. A tokenizer stores the paths of its
-files, and copies the files when it is saved.
+All contexts of `patched_libraries()` share the directory, because its symlinks must outlive them. A tokenizer stores
+the paths of its files, and copies the files when it is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ProcessViews:
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = threading.Lock()
-        # Number of contexts that have a pointer, by its path.
+        # Number of contexts that use a pointer file, by the file's path.
         self._num_blocks: dict[Path, int] = {}
 
     @property
@@ -48,7 +48,10 @@ class ProcessViews:
                     place.symlink_to(path)
 
     def add(self, place: Path, text: bytes) -> None:
-        """Write a pointer file for a context, and replace a symlink. Call it once per context, and then `remove`."""
+        """Write a pointer file for a context, in place of any symlink.
+
+        Call this once per context, and call `remove` afterwards.
+        """
         with self._lock:
             self._num_blocks[place] = self._num_blocks.get(place, 0) + 1
             # Write the file only once, because a different thread may be about to open it.
@@ -58,10 +61,10 @@ class ProcessViews:
                 place.write_bytes(text)
 
     def remove(self, places: Iterable[Path]) -> None:
-        """Remove a context's pointers that no other context has, and directories that become empty."""
+        """Remove a context's pointer files that no other context uses, and directories that become empty."""
         with self._lock:
             for place in places:
-                # The count is 0 if this process was forked in the context. Then the file belongs to its parent.
+                # The count is 0 if this process was forked inside the context. The file then belongs to the parent.
                 num_blocks = self._num_blocks.pop(place, 0)
                 if num_blocks > 1:
                     self._num_blocks[place] = num_blocks - 1
@@ -74,7 +77,7 @@ class ProcessViews:
         self._root, self._lock, self._num_blocks = None, threading.Lock(), {}
 
     def _prune(self, directory: Path) -> None:
-        # `rmdir` fails at the first directory that has other files.
+        # `rmdir` fails at the first directory that contains other files.
         with suppress(OSError):
             while directory != self._root:
                 directory.rmdir()
@@ -94,7 +97,7 @@ def make_directory() -> Path:
 
 
 def _remove(directory: Path, pid: int) -> None:
-    # A forked child exits with a copy of this finalizer, but the directory belongs to its parent.
+    # A forked child also runs this finalizer when it exits, but the directory belongs to the parent.
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 

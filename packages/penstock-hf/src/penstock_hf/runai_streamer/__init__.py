@@ -1,7 +1,7 @@
-"""Penstock's implementation of the names and signatures of Run:ai Model Streamer.
+"""Penstock's implementation of the Run:ai Model Streamer's Python API.
 
-Import `penstock_hf.runai_streamer` instead of `runai_model_streamer`. Or call `install()` before an engine is imported,
-so that the engine's own import finds this package. docs/serve/runai.md lists the differences.
+Import `penstock_hf.runai_streamer` instead of `runai_model_streamer`. Alternatively, call `install()` before an engine
+is imported, so that the engine's own import finds this package. docs/serve/runai.md lists the differences.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ _MODULES = {
     "safetensors_streamer.safetensors_pytorch": safetensors,
     "safetensors_streamer.safetensors_streamer": safetensors,
 }
-"""The modules of the real package, because some code imports a name from the module that defines it."""
+"""The modules of the original package. Some code imports a name from the module that defines it."""
 
 
 def install() -> None:
-    """Let `import runai_model_streamer` find this package in this process. Call it before the engine is imported.
+    """Let `import runai_model_streamer` find this package in this process. Call this before the engine is imported.
 
-    A second call does nothing. Spawned processes must call it themselves. It raises ConfigError if the real
-    runai_model_streamer is already imported, because modules that imported it would keep its names.
+    A second call does nothing. Spawned processes must call it themselves. Raises ConfigError if the original
+    runai_model_streamer is already imported, because other modules may already refer to its objects.
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:
         raise ConfigError(f"{_NAME} is already imported", hint="call install() before anything imports it")
     for name, module in _MODULES.items():
         sys.modules.setdefault(f"{_NAME}.{name}", module)
-        # `from package import module` looks for the module under the package's name, which is Penstock's here.
+        # `from package import module` reads the module as an attribute of the package, which is Penstock's package
+        # here.
         parent, _, child = name.rpartition(".")
         package = _MODULES[parent] if parent else here
         sys.modules.setdefault(f"{package.__name__}.{child}", module)

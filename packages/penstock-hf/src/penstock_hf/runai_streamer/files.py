@@ -1,6 +1,6 @@
-"""Read ranges of files and objects in parallel, and yield them as they arrive: `FileStreamer` and `FileChunks`.
+"""Read ranges of files and objects in parallel, and yield the ranges as they arrive: `FileStreamer` and `FileChunks`.
 
-The result is `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
+Each result is `(file id, chunk index, uint8 tensor [1, nbytes])`, and the caller owns the tensor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock_hf.runai_streamer.settings import runai_settings
 RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
 RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"
 RUNAI_STREAMER_MAX_PADS_PER_BUFFER_ENV_VAR_NAME = "RUNAI_STREAMER_MAX_PADS_PER_BUFFER"
-"""Names that code for the original imports. The last two have no effect, because there is no ring of buffers."""
+"""Names that code for the original package imports. The last two have no effect, because there is no ring buffer."""
 
 _THREADS = 16
 """Number of reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
 
 
 class FileChunks:
-    """A file and its ranges, anywhere and in any order. The caller chooses `id`."""
+    """A file and the ranges to read, at any offsets and in any order. The caller chooses `id`."""
 
     def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
         if len(offsets) != len(sizes):
@@ -67,7 +67,7 @@ class FileChunks:
 class FileStreamer:
     """A parallel reader of ranges. A context manager.
 
-    The memory limit, or one range if that is larger, bounds the bytes that were read and not yet consumed.
+    Bytes that are read but not yet consumed are bounded by the memory limit, or by one range if that is larger.
     """
 
     def __init__(self) -> None:
@@ -107,13 +107,13 @@ class FileStreamer:
             file_stream_requests: the ranges, in files or in objects of one kind of store.
             credentials: credentials that override the environment.
             device: device of the yielded tensors.
-            memory_limit: maximum number of bytes that are read and not yet consumed, or one range if that is larger.
+            memory_limit: maximum number of bytes that are read but not yet consumed. A single range may be larger.
             owned: if True, the caller owns each range. If False, a range on the CPU is valid until the next range is
-                yielded, because its memory is reused.
+            yielded, because its memory is reused.
 
         Raises:
-            ValueError: there is no `with` block, another stream is not read to its end, the paths are in different
-                stores, the device is unknown, or a file cannot be opened.
+            ValueError: this is called outside a `with` block, the previous stream was not read to its end, the paths
+                are in different stores, the device is unknown, or a file cannot be opened.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -141,7 +141,7 @@ class FileStreamer:
             self._spare = None if owned and self._device.type == "cpu" else []
             for request in file_stream_requests:
                 options = storage_options(request.path, credentials)
-                # Open here and not in the reading threads, so that this call reports a missing file.
+                # Open the file here instead of in the reading threads, so that this call reports a missing file.
                 source = open_source(request.path, settings=settings, storage_options=options)
                 self._sources.append(source)
                 ranges = zip(request.offsets, request.sizes, strict=True)
@@ -152,7 +152,8 @@ class FileStreamer:
         """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
 
         Raises:
-            ValueError: there is no `with` block, or a range cannot be read. The other ranges are dropped.
+            ValueError: this is called outside a `with` block, or a range cannot be read. The remaining ranges are
+                dropped.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -178,7 +179,10 @@ class FileStreamer:
         allow_patterns: list[str] | None = None,
         ignore_patterns: list[str] | None = None,
     ) -> list[tuple[str, int]]:
-        """Return the objects under a prefix, or the files in a directory, with their sizes. Needs no `with` block."""
+        """Return the objects under a prefix, or the files in a directory, with their sizes.
+
+        Can be called outside a `with` block.
+        """
         with raising_value_errors():
             settings = Settings.read()
             if not is_object(prefix):
@@ -198,7 +202,7 @@ class FileStreamer:
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
             source, id, index, offset, nbytes = self._left.popleft()
-            # Drop a buffer that is too small, so that there are never more buffers than running reads.
+            # Replace a buffer that is too small, so that there are never more buffers than running reads.
             memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
             if memory.nbytes < nbytes:
                 memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -206,7 +210,7 @@ class FileStreamer:
             under_way += nbytes
 
     def _drain(self) -> None:
-        """Drop the reads that have not started, wait for the others, and close the files."""
+        """Cancel the reads that have not started, wait for the running reads, and close the files."""
         self._left.clear()
         for future in self._running:
             future.cancel()
@@ -221,7 +225,7 @@ class FileStreamer:
 class DistributedStreamer:
     """A `FileStreamer` whose `stream_files` accepts `is_distributed`, which has no effect on raw ranges."""
 
-    # `SafetensorsStreamer` shares the reading of tensors between ranks.
+    # Only `SafetensorsStreamer` divides the reads between ranks.
 
     def __init__(self) -> None:
         self.file_streamer = FileStreamer()
@@ -251,7 +255,7 @@ class DistributedStreamer:
         return self.file_streamer.get_chunks()
 
     def ring_info(self) -> None:
-        """Return None, as the original does before its first read. This implementation has no ring of buffers."""
+        """Return None, as the original does before its first read. This implementation has no ring buffer."""
 
 
 def _read(source: Source, offset: int, memory: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -266,7 +270,7 @@ def _list_local(
     """Return the matching files in a directory with their sizes."""
     files = []
     for folder, folders, names in os.walk(prefix):
-        # `os.walk` descends into the folders that remain in this list.
+        # `os.walk` descends only into the folders that remain in this list.
         if not recursive:
             folders.clear()
         for name in names:

@@ -1,4 +1,4 @@
-"""List and pull a model's files with the functions of Run:ai Model Streamer."""
+"""The Run:ai Model Streamer's functions that list and download a model's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEMES = ("s3://", "gs://", "az://")
 
 @dataclass(slots=True)
 class S3Credentials:
-    """Credentials for an S3 store. Fields that are None come from the ecosystem's own variables and files."""
+    """Credentials for an S3 store. Fields that are None are read from AWS's usual environment variables and files."""
 
     access_key_id: str | None = None
     secret_access_key: str | None = None
@@ -32,7 +32,7 @@ class S3Credentials:
     region_name: str | None = None
     endpoint: str | None = None
 
-    # Omit the keys, because arguments are logged.
+    # Omit the keys, because programs log their arguments.
     def __repr__(self) -> str:
         return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
 
@@ -61,7 +61,7 @@ def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, s
 
 @contextlib.contextmanager
 def raising_value_errors() -> Iterator[None]:
-    """Make Penstock's errors also ValueErrors, which code for Run:ai Model Streamer catches."""
+    """Make Penstock's errors ValueErrors too, because code for the Run:ai Model Streamer catches ValueError."""
     try:
         yield
     except PenstockError as error:
@@ -128,7 +128,8 @@ def pull_files(
 
     Raises:
         NotImplementedError: `model_path` is not in an object store, as in the original.
-        ValueError (and Penstock's own error): the store failed, or a key points outside `dst`. Complete files stay.
+        ValueError (which is also Penstock's own error): the store failed, or a key points outside `dst`. Complete files
+        stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
@@ -140,7 +141,7 @@ def pull_files(
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
-    """Download one object to a path, where it appears only when it is complete."""
+    """Download one object to a path. The file appears there only when it is complete."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     try:
         download_files({uri: part}, settings=Settings.read(), storage_options=options)
@@ -151,11 +152,11 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
 
 
 class ObjectStorageModel:
-    """A model's files, which any number of processes on one host pull once into a directory. A context manager.
+    """A model's files, which the processes on one host download once into a shared directory. A context manager.
 
     The first process downloads. The others wait for it and then find the files. After a failed download the next
-    process starts again. A lock file is next to the directory `dir`, and a file inside marks it as complete. `with` or
-    `pull_files` acquires the lock. A `model_path` outside object stores raises ValueError.
+    process downloads again. The lock file is next to the directory `dir`, and a file inside marks the directory as
+    complete. `with` or `pull_files` acquires the lock. A `model_path` outside object stores raises ValueError.
     """
 
     SENTINEL_NAME = ".runai_complete"
@@ -171,7 +172,7 @@ class ObjectStorageModel:
         self._is_whole = False
 
     def _acquire(self) -> None:
-        """Lock the directory at the first call. Determine whether it is complete, and empty it if not."""
+        """On the first call, lock the directory, determine whether it is complete, and empty it if it is not."""
         if self._lock is not None:
             return
         # The lock is held until `__exit__`. The kernel releases it even if the process is killed.
@@ -179,7 +180,7 @@ class ObjectStorageModel:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._mark.exists():
-                # Release the lock first. Two processes with the shared lock would otherwise wait for each other.
+                # Release the shared lock first. Otherwise two processes that hold it would wait for each other.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()
@@ -194,7 +195,7 @@ class ObjectStorageModel:
         self._lock = lock
 
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
-        """Run `pull_files` into `dir`, unless another process has done so."""
+        """Run `pull_files` with `dir` as the destination, unless another process has already done so."""
         self._acquire()
         if not self._is_whole:
             pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)

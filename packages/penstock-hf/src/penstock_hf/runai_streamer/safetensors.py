@@ -39,7 +39,7 @@ from penstock_hf.runai_streamer.settings import runai_settings
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """The range of a tensor's bytes, counted from the first byte after the header."""
+    """The range of a tensor's bytes, relative to the first byte after the header."""
 
     start: int
     end: int
@@ -79,7 +79,7 @@ class SafetensorMetadata:
 
 
 class SafetensorsStreamer:
-    """A stream of the tensors in safetensors files, used like Run:ai Model Streamer's. A context manager.
+    """A stream of the tensors in safetensors files, with the Run:ai Model Streamer's interface. A context manager.
 
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(paths, device="cuda:0")
@@ -87,7 +87,7 @@ class SafetensorsStreamer:
                 ...
 
     Attributes:
-        files_to_tensors_metadata: the tensors for each index of a path, in the order of the file.
+        files_to_tensors_metadata: the tensors of each path, by the path's index, in the order of the file.
         total_size: total size of these tensors in bytes.
         device_str: the requested device.
     """
@@ -142,15 +142,15 @@ class SafetensorsStreamer:
             paths: local paths or s3://, gs://, az:// URIs.
             s3_credentials: credentials that override the environment.
             device: device of the tensors.
-            is_distributed: each rank reads a share of the bytes and every rank yields every tensor, if
-                torch.distributed is initialised with a backend for the device. RUNAI_STREAMER_DIST works as in the
-                original, where "auto" means only NCCL.
+            is_distributed: whether each rank reads only a share of the bytes, although every rank yields every tensor.
+                Requires that torch.distributed is initialised with a backend for the device. RUNAI_STREAMER_DIST works
+                as in the original, where "auto" means only with NCCL.
             tensor_names: names of the tensors to yield. None means all.
             owned: if True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next tensor is
                 yielded, because its memory is reused.
 
         Raises:
-            ValueError (and Penstock's own error): a file is missing, malformed or truncated, or a name in
+            ValueError (which is also Penstock's own error): a file is missing, malformed or truncated, or a name in
                 `tensor_names` is in no file or in two files.
         """
         if isinstance(tensor_names, str):
@@ -191,7 +191,7 @@ class SafetensorsStreamer:
             device=place, names=names, progress=False, settings=ReadSettings(storage_options=options)
         )
         self._group = _group(limits.distributed, place) if is_distributed else None
-        # Names in a weight set are unique. Files that share a name are streamed one after the other, as in the
+        # Names in a weight set are unique. If files share a tensor's name, stream them one after another, as in the
         # original.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
@@ -199,7 +199,8 @@ class SafetensorsStreamer:
         """Yield every requested tensor as it arrives. The caller owns it unless `owned` was False.
 
         Raises:
-            ValueError (and Penstock's own error): there is no `with` block, or the bytes cannot be read.
+            ValueError (which is also Penstock's own error): this is called outside a `with` block, or the bytes cannot
+            be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
@@ -211,7 +212,7 @@ class SafetensorsStreamer:
                 self._stream = open_stream(part, self._options, self._group, opens)
             try:
                 while True:
-                    # Convert errors from `next` only. An error that the caller raises at the yield stays unchanged.
+                    # Convert only errors from `next`. An error that the caller raises at the `yield` stays unchanged.
                     with raising_value_errors():
                         pair = next(self._stream, None)
                     if pair is None:
@@ -227,9 +228,10 @@ class SafetensorsStreamer:
 
 
 class _SharedMemory:
-    """Memory that every tensor is copied into, one after the other.
+    """Memory into which the tensors are copied, one after another.
 
-    It is always reused at once, so code that stores a lent tensor sees wrong values after the next one, on every run.
+    The memory is reused for each tensor, so code that stores a lent tensor fails in every run instead of only
+    sometimes.
     """
 
     def __init__(self) -> None:
@@ -244,7 +246,7 @@ class _SharedMemory:
 
 
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
-    """Read the header of a file. If it fails, put the original's words in front of the error message."""
+    """Read a file's header. On failure, prefix the error's message with the original's wording."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(timed_source(source, path, settings))
@@ -266,11 +268,11 @@ _WORDS = (
     (r"overlaps ", "a tensor overlaps with next tensor"),
     (r"gap of \d+ bytes", "gaps are not allowed: a tensor does not start where the data before it ends"),
 )
-"""Penstock's messages, and the original's words that programs and its tests look for."""
+"""Penstock's messages, and the original's wording, which programs and the original's tests search for."""
 
 
 def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
-    """Put the original's words in front of an error's message."""
+    """Prefix an error's message with the original's wording."""
     words = None
     if isinstance(error, SourceTruncated) and error.byte_range is not None:
         words = _length_fault(error.byte_range[1], error.byte_range[0])
@@ -290,7 +292,7 @@ def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
 
 
 def _length_fault(expected: int, actual: int) -> str | None:
-    """Return the original's words for a file that is shorter or longer than its header declares, or None."""
+    """Return the original's message for a file that is shorter or longer than its header declares, or None."""
     if actual < expected:
         return f"truncated: header declares {expected} total bytes but the file is only {actual} bytes"
     if actual > expected:
@@ -299,12 +301,15 @@ def _length_fault(expected: int, actual: int) -> str | None:
 
 
 def _get_actual_file_size(path: str) -> int | None:
-    """Return the number of bytes of a local file, or None for an object, whose size is not requested again."""
+    """Return the size of a local file in bytes. Return None for an object, because its size is not requested again."""
     return None if is_object(path) else os.path.getsize(path)
 
 
 def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes: int | None) -> None:
-    """Raise FormatError, which is also a ValueError, if the length differs from the header. None is not checked."""
+    """Raise FormatError, which is also a ValueError, if the length differs from the header's.
+
+    A length of None is not checked.
+    """
     # Tests and tools of the original call this function. `read_header` makes the same check for every file.
     fault = None if actual_bytes is None else _length_fault(expected_total_bytes, actual_bytes)
     if fault is not None:
@@ -326,7 +331,7 @@ def _metadata(header: Header, wanted: Collection[str] | None) -> list[Safetensor
 
 
 def _group(distributed: str, device: torch.device) -> Any:
-    """Return the process group whose ranks share the reading, or None if each rank reads everything."""
+    """Return the process group whose ranks divide the reads, or None if each rank reads all bytes."""
     import torch.distributed as dist
 
     if distributed == "off" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -19,10 +19,10 @@ class RunaiSettings:
     fetch_threads: int | None
     chunk_bytes: int | None
     memory_bytes: int | None
-    """Limit in bytes, if it is below Penstock's default."""
+    """Memory limit in bytes, if it is lower than Penstock's default."""
     distributed: Literal["auto", "on", "off"]
     storage_options: Mapping[str, str]
-    """Options for S3, with obstore's names."""
+    """Options for S3, under obstore's names."""
 
 
 def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:

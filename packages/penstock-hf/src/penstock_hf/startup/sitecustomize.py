@@ -1,8 +1,8 @@
-"""Install Penstock's replacement for safetensors in a Python process of `penstock run`, when it imports safetensors.
+"""Install Penstock's replacement when a Python process of `penstock run` imports safetensors.
 
-Python runs this file at its start, because its directory is on PYTHONPATH. The file adds a hook for `import
-safetensors`, and then runs the program's own `sitecustomize`. It imports only modules that Python has loaded already.
-Python skips it with `-S`, `-I` and `-E`.
+Python runs this file when it starts, because the file's directory is on PYTHONPATH. The file adds a hook for `import
+safetensors`, and then runs the program's own `sitecustomize`. It imports only modules that Python has already loaded.
+Python does not run it with `-S`, `-I` or `-E`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The program should see the same loader as without this file.
+        # Restore the original loader, so that the program gets the same loader as without this file.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # After this, a reload finds the module without this finder.
+        # Remove this finder, so that a reload finds the module without it.
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
         _begin()
 
 
 class _Finder:
-    """A finder that asks the other finders for safetensors, until it is imported."""
+    """A finder that finds safetensors through the other finders, until it is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "safetensors":
             return None
-        # A program may look for safetensors many times before it imports it, or install it in the meantime.
+        # Stay installed after a search. A program may search for safetensors many times, or install it, before
+        # importing it.
         for finder in sys.meta_path:
             # Skip finders that only implement the protocol from before Python 3.4, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
@@ -73,13 +74,13 @@ def _begin() -> None:
         try:
             sys.stderr.write(f"{message.rstrip()}\n")
         except (AttributeError, OSError, ValueError):
-            # The program has no standard error, so it continues without the message.
+            # The program has no stderr, so continue without the message.
             return
 
 
 def _run_next() -> None:
     """Run the program's own `sitecustomize`, which this file hides, as if this file did not exist."""
-    # Child processes find this directory through PYTHONPATH and not through this list.
+    # Remove this file's directory from the list. Child processes still find the directory through PYTHONPATH.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
