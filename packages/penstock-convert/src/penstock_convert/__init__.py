@@ -1,10 +1,10 @@
-"""The convert journey: it converts any weight set to any other, out of core, on workers that may fail.
+"""The convert journey: converts weight sets between formats and layouts, out of core, on workers that may fail.
 
 - `request` opens the sources and `job` plans the conversion, before any weights are read.
 - `coordinator` runs the workers of `workers/` and exchanges `messages` with them.
 - `watch` reports the state of a running conversion to an observer, and `job_reporter` to a hub.
 - `result` writes the journal, the manifest and the sidecar files.
-- `operations/` has the operations (merge, lora, reshard, delta, formats, gguf, a user's function), which `spec`
+- `operations/` contains the operations (merge, lora, reshard, delta, formats, gguf, user functions), which `spec`
   creates.
 
 `penstock.convert` is the function that users call.

@@ -1,6 +1,6 @@
 """`penstock convert`: convert checkpoints out of core, into files or into a weight cache.
 
-With a destination `cache:MODEL` this process keeps the result after the report, until SIGTERM.
+With a destination `cache:MODEL` this process keeps the result in memory after the report, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from penstock_convert.workers.launch import LocalLauncher
 
 _LEAST_TASK_BYTES = 64_000
-"""Minimum bytes of a task. Smaller tasks read their leaves several times. Tasks of one byte read 21 GB of a 66 MB
-model."""
+"""Minimum size of a task in bytes. Smaller tasks read the same leaves several times. With tasks of one byte, a
+conversion read 21 GB from a 66 MB model."""
 
 
 def _task_bytes(value: str | None) -> str | None:
@@ -105,13 +105,13 @@ Ray = Annotated[
 
 
 def _keep_stdout() -> None:
-    """Redirect descriptor 1 of this process to stderr, except for the output of commands."""
+    """Redirect file descriptor 1 of this process to stderr, but keep the command's own output on stdout."""
     stdout = sys.__stdout__
-    # If a caller such as a test or a notebook has replaced sys.stdout, its output does not use descriptor 1.
+    # If a test or a notebook has replaced sys.stdout, the command's output does not use file descriptor 1.
     if stdout is None or sys.stdout is not stdout:
         return
     stdout.flush()
-    # Native libraries write to the descriptor and not to `sys.stdout`.
+    # Native libraries write to the file descriptor instead of `sys.stdout`.
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
@@ -170,7 +170,7 @@ def convert(
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
-    # Refuse the option instead of ignoring it, because its user expects that the result is offered to a fleet.
+    # Refuse the option instead of ignoring it, because the user expects it to offer the result to a fleet.
     if listen is not None and not places[-1].startswith("cache:"):
         message = f"--listen requires a destination cache:MODEL, not {places[-1]!r}"
         raise ConfigError(message, hint="leave --listen out")
@@ -191,17 +191,17 @@ def convert(
 
     launcher = None
     if ray is not None:
-        # With RAY_LOG_TO_STDERR, threads of Ray's native code log to descriptor 1.
+        # With RAY_LOG_TO_STDERR, threads in Ray's native code log to file descriptor 1.
         _keep_stdout()
     elif to is not None or workers is not None or not _is_copy(words):
         launcher = LocalLauncher(devices.split(","), workers)
-        # Start the workers while this process imports the rest.
+        # Start the workers now, so that they start while this process imports the remaining modules.
         launcher.begin()
     from penstock_convert.result import SCHEME
 
     settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "task_bytes": task_bytes}
     settings |= {"scratch": scratch, "ray": ray, "rates": speeds, "trace": trace}
-    # Use only the option. A process with PENSTOCK_HUB set for its engine does not report its conversions.
+    # Use only the option. PENSTOCK_HUB may be set for an engine, and must not make this process report its conversions.
     if hub is not None:
         from penstock_convert.job_reporter import HubReporter
 
@@ -225,7 +225,7 @@ def convert(
 
 
 def _is_copy(words: list[str]) -> bool:
-    # Import it here, so that workers start before this process imports more.
+    # Import this here, so that the workers start before this process imports more modules.
     from penstock_convert.operations.spec import is_copy
 
     return is_copy(words)
@@ -240,10 +240,12 @@ def _predict(
     shard_bytes: str,
     request: Mapping[str, Any],
 ) -> None:
-    """Plan a conversion from all places except the last to the last. Write the plan and the predicted time to stdout.
+    """Plan a conversion from all places but the last to the last place.
+
+    Write the plan and the predicted time to stdout.
 
     Args:
-        devices: devices on this host. Empty if they are unknown here.
+        devices: devices on this host. Empty if this process does not know the devices.
     """
     from penstock_convert.report import predict
     from penstock_convert.request import plan
@@ -258,7 +260,7 @@ def _predict(
 
 
 def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:
-    """Run `penstock.convert` with these `WorkerSettings` and this launcher, and close the launcher."""
+    """Run `penstock.convert` with a launcher and with `settings` as its `WorkerSettings`. Then close the launcher."""
     from penstock_convert.convert import WorkerSettings
     from penstock_convert.convert import convert as run
 
@@ -275,7 +277,8 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
         # Scripts wait for the report before they start engines, and stdout is buffered if it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
-        # Print the note once signals are handled, because a script that reads it may send a signal immediately.
+        # Print the note only once signals are handled, because a script that reads the note may send a signal
+        # immediately.
         cache.serve(ready=partial(note, f"keeping {model}: {total} on {cache.device}. Stop with SIGTERM or Ctrl-C."))
 
 
@@ -285,7 +288,7 @@ _EXECUTORS = ("fetch", "compute", "send")
 def write_report(report: ConvertReport, format: OutputFormat) -> None:
     """Write the report of a conversion to stdout."""
     if format is OutputFormat.json:
-        # `plain` writes only fields, so add the report's properties.
+        # `plain` includes only fields, so add the report's properties.
         derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
         return
@@ -322,7 +325,7 @@ def write_report(report: ConvertReport, format: OutputFormat) -> None:
 
 
 def _tasks(report: ConvertReport) -> str:
-    """Describe the number of tasks, and how many were moved because workers were lost."""
+    """Describe the number of tasks, and the number of tasks that were reassigned because workers were lost."""
     lost = sum(worker.end != "finished" for worker in report.workers)
     parts = [f"{report.num_tasks}, including {report.num_resumed} from an earlier run"]
     if lost:
@@ -332,9 +335,9 @@ def _tasks(report: ConvertReport) -> str:
 
 
 def _read(report: ConvertReport) -> str:
-    """Describe where the bytes came from, and why more were read than the tasks need."""
+    """Describe where the bytes came from, and why more bytes were read than the tasks require."""
     parts = [f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches"]
-    # Idle workers run the last tasks of others again, so that one slow worker does not delay the end.
+    # Idle workers run other workers' last tasks again, so that one slow worker does not delay the end.
     if report.num_twice and report.fetched_bytes > report.read_bytes:
         tasks = "1 task" if report.num_twice == 1 else f"{report.num_twice} tasks"
         parts.append(f"{bytes_text(report.read_bytes)} are needed, because idle workers repeated {tasks} to end sooner")
@@ -369,7 +372,7 @@ def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) 
 
 
 def read_rates(path: Path) -> Rates:
-    """Read the rates of a machine's stages from a file. Raise ConfigError if that fails."""
+    """Read the rates of a machine's stages from a file. Raise ConfigError if the file cannot be read."""
     from penstock_convert.plan.cluster import Rates, from_json
 
     speeds = from_json(read_file(path, hint="create it with penstock calibrate FILE (package penstock-tools)"), Rates)
@@ -378,7 +381,7 @@ def read_rates(path: Path) -> Rates:
 
 
 def read_file(path: Path, *, hint: str) -> bytes:
-    """Return the contents of a file that the user named. Raise ConfigError if it cannot be read."""
+    """Return the contents of a file that the user named. Raise ConfigError if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`convert` writes a new checkpoint from others, out of core and resumable. The result is published as a whole.
+"""`convert` writes a new checkpoint from existing ones, out of core and resumable. It publishes the result atomically.
 
 Conversion.plan: open the sources, plan the job
 Conversion.make: OutputSet, Journal (resume?) --> Coordinator runs the tasks
@@ -81,42 +81,44 @@ if TYPE_CHECKING:
     from penstock_convert.plan.cluster import Rates
 
 THREAD_BYTES = 1024 * MIB
-"""Conversions that read and write at most this many bytes are small. One thread finishes them before processes would
-have started. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
+"""Maximum number of bytes that a small conversion reads and writes. One thread finishes a small conversion before
+worker processes would have started. Source: two cores, 600 MB from BF16 to Q8_0,
+benchmarks/results/cpu2_202611/gguf.md."""
 COPY_THREAD_BYTES = 16 * GIB
-"""The same limit for operations that change no value, because reads, digests and writes release the GIL. Source: two
-cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger conversions were not measured."""
+"""The same limit for operations that change no value. It is higher, because reads, digests and writes release the GIL.
+Source: two cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger conversions were not
+measured."""
 _NO_ARITHMETIC = COPIES | {"reshard"}
 _THREAD_OPERATIONS = _NO_ARITHMETIC | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process. They compute each element separately or
-with the maximum of its block. `slerp` and `lora-merge` are not listed, because their sums depend on the number of
-threads. Functions of users are not listed, because they may hang or exit."""
+with the maximum of its block. `slerp` and `lora-merge` are excluded, because their sums depend on the number of
+threads. User functions are excluded, because they may hang or exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings for running a conversion: its workers, their memory and their machines.
+    """The settings for running a conversion: the workers, their memory and their machines.
 
     `convert` takes the settings as `workers=`. An int stands for a number of workers, and None for the defaults.
 
     Attributes:
         num_workers: number of workers, which use `devices` in rotation. None means one worker for each device.
-        memory_bytes: host memory of each worker, as a number or a text like `"2G"`. None means 512 MiB. A task that
-            does not fit is cut smaller, run in parts or refused. This also holds for a worker on a GPU, whose tasks use
-            the GPU's memory.
+        memory_bytes: host memory of each worker, as a number of bytes or a string like `"2G"`. None means 512 MiB. A
+        task that does not fit is split, run in parts or refused. The limit also applies to workers on a GPU, although
+        their tasks use the GPU's memory.
         task_bytes: bytes that one task reads and writes. Tasks are smaller if they would not fit in a worker's memory.
-            None means 64 MiB, or up to 128 MiB if the sources have more than 8 GiB together.
+            None means 64 MiB, or up to 128 MiB if the sources have more than 8 GiB in total.
         storage_options: options for the object stores of sources and destination, with obstore's names. They override
-            the environment and are left out of the repr.
-        trace: file for one Chrome trace of all workers. None means that no trace is written.
+            the environment and are omitted from the repr.
+        trace: file to which a Chrome trace of all workers is written. None means no trace.
         scratch: directory for files that are later uploaded to an object store. None means the system's temporary
             directory.
-        ray: address of a Ray cluster to start the workers on. Source, destination and `scratch` must be shared by its
-            nodes.
+        ray: address of a Ray cluster to start the workers on. Sources, destination and `scratch` must be accessible
+            from all of its nodes.
         launcher: starts and stops the workers. None means processes on this host, or Ray actors if `ray` is set.
-        rates: rates of this machine, for predicting the duration. None means the known rates of its GPUs.
-        observer: receives the state of the running conversion. A `HubReporter` reports it to a hub, for `status` and
-            the page.
+        rates: rates of this machine, for predicting the duration. None means the known rates for its kind of GPU.
+        observer: receives the state of the running conversion. A `HubReporter` reports the state to a hub, for `status`
+        and the fleet page.
 
     Raises:
         ConfigError: a field has the wrong type or an invalid value, or both `ray` and `launcher` are set.
@@ -137,7 +139,7 @@ class WorkerSettings:
         require_type("num_workers", self.num_workers, (int, type(None)), "a number of workers, or None")
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"num_workers={self.num_workers}: a conversion needs at least one worker")
-        # Parse the sizes only to check them, so that an invalid size fails here and not in the conversion.
+        # Parse the sizes only to validate them, so that an invalid size raises here instead of during the conversion.
         for nbytes in (self.memory_bytes, self.task_bytes):
             if nbytes is not None:
                 parse_bytes(nbytes)
@@ -149,7 +151,7 @@ class WorkerSettings:
         require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
         require_type("observer", self.observer, (JobObserver, type(None)), "an object with begin, or None")
         if self.rates is not None:
-            # Import this only here, because most conversions have no rates and need nothing from the simulation.
+            # Import this only here, because most conversions specify no rates and do not use the simulation.
             from penstock_convert.plan.cluster import Rates
 
             require_type("rates", self.rates, Rates, "a penstock_convert.plan.cluster.Rates, or None")
@@ -182,34 +184,35 @@ def convert(
     """Convert one or several checkpoints to one checkpoint.
 
     Args:
-        sources: URIs of the checkpoints to read, as many as the first operation takes.
+        sources: URIs of the checkpoints to read, as many as the first operation accepts.
         destination: a directory that does not exist yet, a prefix in an object store, or the `into` of a weight cache.
         to: the format of the result, such as `cast:BF16` or `fp8-block128`. `gguf`, `gguf:Q8_0`, `gguf:F16`,
             `gguf:BF16` and `gguf:F32` write one GGUF file.
         operations: operations to apply in order, each `{"op": name, ...}` or the text of `--op` (`"slerp:t=0.4"`). A
             single operation does not need a list. No operation means a copy.
-        verify: whether to compare what is read with the leaf digests of the sources. None compares where a source has
-            digests. True requires digests for all sources. False compares nothing.
-        devices: `"all"` means every GPU, or one worker per core without a GPU. Otherwise `"cpu"` or device names, with
-            one worker each.
-        workers: the number of workers, where None means one for each device. Or a `WorkerSettings`, which also has
-            memory, options for object stores, a trace, a Ray cluster or your own launcher.
-        shard_bytes: largest size of an output file, at least 1. A larger tensor gets a separate file.
-        replace: whether to replace a directory with a weight set at the destination. It stays until the new one is
-            complete, is replaced atomically, and is then removed. Object stores are refused, because they cannot
-            replace several objects atomically.
-        progress: see `load`. The unit is tasks.
+        verify: whether to compare the bytes that are read with the sources' leaf digests. None compares them for
+            sources that have digests. True requires digests for all sources. False compares nothing.
+        devices: `"all"` means one worker for every GPU, or for every core if there is no GPU. Alternatively `"cpu"` or
+            device names, with one worker each.
+        workers: the number of workers, where None means one for each device. Alternatively a `WorkerSettings`, which
+            also sets the memory, options for object stores, a trace, a Ray cluster or your own launcher.
+        shard_bytes: maximum size of an output file in bytes, at least 1. A larger tensor gets a separate file.
+        replace: whether to replace a directory with a weight set at the destination. The old directory stays until the
+            new one is complete, is replaced atomically, and is then removed. Object stores are refused, because they
+            cannot replace several objects atomically.
+        progress: see `load`. Progress is counted in tasks.
 
     Returns:
         The report. The destination is complete, with index, manifest and the first source's small files.
 
     Raises:
         ConfigError: the destination already exists, or an argument is invalid.
-        PlanError, BudgetTooSmall: sources do not fit the operation, or a task needs more than `memory_bytes`.
-        OperationFailed: an operation raised, hung, or returned tensors that differ from its recipes.
+        PlanError, BudgetTooSmall: the sources do not fit the operation, or a task requires more than `memory_bytes`.
+        OperationFailed: an operation raised an error, hung, or returned tensors that do not match its recipes.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
 
-    After an error the destination is untouched, and the same call resumes. A conversion into memory starts again.
+    After an error the destination is untouched, and the same call resumes the conversion. A conversion into memory
+    starts again.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -240,15 +243,15 @@ def convert(
             conversion.plan(sources, to, operations, verify=verify, shard_bytes=shard_bytes)
             conversion.make()
             end = stack.pop_all()
-        # Report this before the workers end, because the result is published whatever happens to them.
+        # Report this before the workers exit, because the result is already published, whatever happens to the workers.
         conversion.watch.done(conversion.revision, len(conversion.journal.kept))
-        # Close the stack in a separate stage, because the report includes the time of ending the workers.
+        # Close the stack in a separate stage, because the report includes the time that the workers take to exit.
         with stages.stage("close"):
             end.close()
         if settings.trace is not None:
             save_spans(settings.trace, {"job": stages.take(), **rows_of(conversion.traces, EXECUTORS)}, stages.origin)
         report = conversion.report(began)
-        # Each lost worker was replaced, so the surplus counts the retries.
+        # Each lost worker was replaced, so the number of surplus workers is the number of retries.
         journey.num_retries = max(0, len(report.workers) - report.num_workers)
         journey.received = lambda: {
             ("storage", "workers"): report.fetched_bytes,
@@ -263,8 +266,8 @@ class Conversion:
 
     Args:
         destination: directory, prefix or memory to write to.
-        settings, devices: how the workers run.
-        replace: whether the result may replace a directory.
+        settings, devices: settings and devices for the workers.
+        replace: whether the result may replace an existing directory.
         stack: closes the sources, the staging files and the workers.
         stages, display, journey: the trace, the progress display and the record of this call.
 
@@ -282,9 +285,9 @@ class Conversion:
     _launcher: Launcher
     _out: OutputSet
     _job_spec: JobSpec
-    """The job for workers, with the directory that they write to."""
+    """The job as sent to workers, with the directory that they write to."""
     _place: OutputPlace | None
-    """The destination, if it is a local directory."""
+    """The destination if it is a local directory. Otherwise None."""
 
     def __init__(
         self,
@@ -306,7 +309,8 @@ class Conversion:
         self._stages = stages
         self._display = display
         self._journey = journey
-        # Small files of the source that provides the result's configuration, if the result is published as files.
+        # Small files from the source that provides the result's configuration. Empty unless the result is published as
+        # files.
         self._small_files = NO_SMALL_FILES
         self._config: bytes | None = None
         self._predicted: Predicted = None, "nothing was left to do"
@@ -340,7 +344,8 @@ class Conversion:
         in_memory = isinstance(self._destination, MemoryDestination)
         only_copies = to is None and is_copy(operations)
         may_use_threads = not in_memory and _may_use_threads(settings, self._devices, only_copies=only_copies)
-        # Start the launcher before planning, because workers need seconds to import torch and start their driver.
+        # Start the launcher before planning, because workers take seconds to import torch and initialise the CUDA
+        # driver.
         launcher = None if may_use_threads else _launcher(settings, self._devices, stack)
         with self._stages.stage("plan"):
             request = plan_request(
@@ -354,7 +359,7 @@ class Conversion:
                 memory_bytes=settings.memory_bytes,
                 storage_options=settings.storage_options,
             )
-            # Check the files too, because an index can name files in other directories and links can lead anywhere.
+            # Check the files too, because an index can name files in other directories and symlinks can lead anywhere.
             files = [source.uri for weights in request.opened for source in weights.sources]
             _check_apart(files, self._destination, replace=self._replace)
             request.job.check_budget(request.job_spec.memory_bytes, "one task")
@@ -382,9 +387,9 @@ class Conversion:
             raise
 
     def _fill(self, out: OutputRegion, notes: MemoryJournal) -> None:
-        """Run every task into memory. No sidecar files are written, and nothing is resumed."""
+        """Run every task with memory as the destination. No sidecar files are written, and nothing is resumed."""
         self._out, self.journal = out, notes
-        # Workers map the same memory by its path, just as they open files in a directory.
+        # Workers map the same memory by its path, just as they would open files in a directory.
         self._job_spec = msgspec.structs.replace(self.request.job_spec, directory=str(out.directory), in_memory=True)
         self._run()
         for weights in self.request.opened:
@@ -403,7 +408,8 @@ class Conversion:
             )
         request, stack = self.request, self._stack
         job, settings, options = request.job, request.settings, request.job_spec.storage_options
-        # Read the configuration first, because a broken config.json must not cost hours of conversion.
+        # Read the configuration first, because an invalid config.json must not be detected only after hours of
+        # conversion.
         source_files = find_small_files(
             request.small_place(job.small_from),
             [file.name for file in request.opened[job.small_from].manifest.files],
@@ -420,12 +426,14 @@ class Conversion:
         stack.callback(self.journal.close)
         self._out = output_of(job, request.opened, staged_path)
         stack.callback(self._out.close)
-        # Push this last, so that it runs first, while the journal's lock is still held.
+        # Push this callback last, so that it runs first, while the journal's lock is still held.
         stack.push(partial(_leave, self.journal, self._out))
         self._job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
 
     def _is_published(self) -> bool:
-        """Return whether an earlier call has published this result. If not, open its files and correct the journal.
+        """Return whether an earlier call has published this result.
+
+        If not, open the staging files and correct the journal.
 
         No other writer can begin at this destination until the stack is closed.
         """
@@ -439,13 +447,14 @@ class Conversion:
             return True
         if self._place is None:
             require_free_remote(into, settings=settings, storage_options=options)
-            # Other users also write to the system's directory for temporary files.
+            # Other users can also write to the system's temporary directory.
             self._stack.enter_context(DestinationClaim.open(out.directory, out.directory, mode=0o700))
         else:
             self._place.require_free(replace=self._replace)
             self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
         out.make()
-        # Allocate missing bytes of earlier files. They become zeros, which the digests reject.
+        # Extend files of earlier calls to their full size. The missing bytes become zeros, which do not match the
+        # digests.
         if journal.done:
             out.allocate()
         out.open()
@@ -456,31 +465,34 @@ class Conversion:
         """Run every task that no earlier call finished. Workers start while disk space is allocated.
 
         Raises:
-            ConfigError: workers on other hosts cannot write to this host's memory. See also `Coordinator.run`.
+            ConfigError: the destination is memory, to which workers on other hosts cannot write. See also
+                `Coordinator.run`.
         """
         job, stages = self.request.job, self._stages
         if self._job_spec.in_memory and self._launcher.listen is not None:
             message = "workers on other hosts cannot write to the memory of this host"
             raise ConfigError(message, uri=self.into, hint="leave out ray=, or convert to a directory")
-        # Include all files, because the prediction has no rate for an object store.
+        # Pass the URIs of all files, because the prediction has no rate for an object store.
         uris = [*(source.uri for weights in self.request.opened for source in weights.sources), self.into]
         is_over = threading.Event()
-        # Allocate while the workers import torch, because each can take seconds.
+        # Allocate disk space while the workers import torch, because each of the two can take seconds.
         with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
-            # Set the event before the pool is left, so that an error here does not wait for the allocation.
+            # Set the event before the pool is closed, so that an error here does not wait for the allocation.
             ends.callback(is_over.set)
             room = pool.submit(_allocate, self._out, stages, is_over)
             self._display.state("starting workers", len(self.journal.done), len(job.tasks))
             with stages.stage("workers"):
-                # A local launcher counts GPUs in a separate process, so this process needs no driver.
+                # A local launcher counts GPUs in a separate process, so this process does not initialise the CUDA
+                # driver.
                 counted = self._launcher.gpus if isinstance(self._launcher, LocalLauncher) else gpus
                 where = devices_of(self._devices, self._settings.num_workers, counted)
                 coordinator = self._start_workers(where)
             here = where if self._launcher.listen is None else ()
             self._predicted = predict(job, self.journal.kept, uris, here, self._settings.rates)
-            # Run no task before the space is allocated, so that a full disk fails now and not hours later.
+            # Run no task before the space is allocated, so that a full disk raises an error now instead of hours later.
             room.result()
-        # While the conversion runs, count the workers only. The report later adds this process.
+        # While the conversion runs, count only the bytes that workers received. The report later adds this process's
+        # bytes.
         self._journey.received = lambda: {
             ("storage", "workers"): sum(stats.fetched_bytes for stats in list(coordinator.stats))
         }
@@ -509,7 +521,7 @@ class Conversion:
         return coordinator
 
     def publish(self) -> None:
-        """Publish the complete result. Raise SourceChanged if a source changed since the start."""
+        """Publish the complete result. Raise SourceChanged if a source has changed since the start."""
         request, out = self.request, self._out
         job, settings, options = request.job, request.settings, self._job_spec.storage_options
         for weights in request.opened:
@@ -523,7 +535,7 @@ class Conversion:
             publish_remote(out, self.into, small, settings=settings, storage_options=options)
         else:
             out.publish(self._place.path, small, replace=self._replace)
-        # Keep this last. After a crash before this line, the next call sees from the stamp that the job was published.
+        # Keep this line last. After a crash before it, the next call detects by the stamp that the job was published.
         self.journal.remove()
         self.revision = manifest.revision
 
@@ -532,12 +544,12 @@ class Conversion:
         request, resumed, coordinator = self.request, self.journal.kept, self.coordinator
         job, (predicted_s, predicted_by) = request.job, self._predicted
         stats = () if coordinator is None else tuple(coordinator.stats)
-        # If sources have a cache, this process also reads: headers, and leaves to compute missing digests.
+        # For sources with a cache, this process also reads headers, and leaves in order to compute missing digests.
         came_here = bytes_read(request.opened)
         fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
         asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
         ended = time.monotonic()
-        # If no worker was ever ready, all of the time counts as start.
+        # If no worker was ever ready, the whole duration counts as start time.
         started = ended if coordinator is None else min(coordinator.began, ended)
         others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
         why_left_out = dict(self._small_files.left_out) | {
@@ -555,7 +567,7 @@ class Conversion:
             read_bytes=int(read_bytes.sum()),
             verified_bytes=int(read_bytes[np.array(job.leaf_sizes) > 0].sum()),
             fetched_bytes=fetched_bytes,
-            # The difference is negative if a cache fetched whole chunks and only parts of them were requested.
+            # The difference is negative if a cache fetched whole chunks of which only parts were requested.
             held_bytes=max(0, asked_bytes - fetched_bytes),
             num_tasks=len(job.tasks),
             num_resumed=len(resumed),
@@ -578,7 +590,7 @@ class Conversion:
 
 
 def _require_text(names: Iterable[str]) -> None:
-    """Raise ConfigError for a name whose bytes are not UTF-8, because messages to workers contain names."""
+    """Raise ConfigError for a name that is not valid UTF-8, because messages to workers contain the names."""
     for name in names:
         try:
             name.encode()
@@ -598,7 +610,7 @@ def _check_replaceable(destination: str | MemoryDestination) -> None:
 
 
 def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *, replace: bool) -> None:
-    """Raise ConfigError if a source is the destination or lies in it."""
+    """Raise ConfigError if a source is the destination or lies inside the destination."""
     if isinstance(destination, MemoryDestination):
         return
     if is_remote(destination):
@@ -607,23 +619,23 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
             message = f"the destination {'is' if source.rstrip('/') == place else 'contains'} the source {source}"
             raise ConfigError(message, uri=destination, hint="write to another prefix")
         return
-    # An interrupted run could not resume, because the result would have replaced its sources.
+    # Otherwise an interrupted run could not resume, because the result would have replaced the sources.
     require_apart(sources, OutputPlace.at(destination).path, replace=replace)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
     """Return whether the worker of a small conversion may be a thread.
 
-    It must run on the CPU, with torch already loaded.
+    This requires a conversion on the CPU, and torch to be loaded already.
     """
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
     named = [devices] if isinstance(devices, str) else list(devices)
-    # Copies need no device, and several processes would wait for each other's writes to a file.
+    # Copies use no device, and several processes would wait for each other's writes to the same file.
     if only_copies:
         return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
-    # A thread would import torch as slowly as a process, and would share a changed default dtype.
+    # Without torch, a thread would start as slowly as a process. A thread would also share a changed default dtype.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
     return named == ["cpu"] or (named == ["all"] and not has_driver())
@@ -637,7 +649,7 @@ def _fits_a_thread(request: ConvertRequest) -> bool:
 
 
 def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: ExitStack) -> Launcher:
-    """Return the caller's launcher, or a new one that ends with the stack."""
+    """Return the caller's launcher, or a new launcher that closes with the stack."""
     if settings.launcher is not None:
         return settings.launcher
     if settings.ray is None:
@@ -652,7 +664,7 @@ def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: Exi
 
 
 def _allocate(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
-    """Allocate the output's disk space. Stop early if the run is over."""
+    """Allocate the output's disk space. Stop early if the run ends."""
     with stages.stage("room"):
         out.allocate(is_over.is_set)
 
@@ -660,7 +672,7 @@ def _allocate(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
 def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
     """Return the staging directory.
 
-    It is next to a local destination, so that a rename publishes it, or otherwise in `scratch`.
+    It is next to a local destination, so that a rename can publish it. For other destinations it is in `scratch`.
     """
     if place is None:
         return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
@@ -672,7 +684,7 @@ def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | 
 def _name_destination(
     staged: Path, into: str, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Name the destination in an error about the staging files, because the user did not choose their names."""
+    """Replace a staging path in an error with the destination, because the user does not know the staging files."""
     # The journal is next to the staging directory, and its name begins with the directory's name.
     if isinstance(error, DestinationError) and (error.uri or "").startswith(str(staged)):
         where = f"these files become {into} when the conversion is complete"
@@ -682,7 +694,7 @@ def _name_destination(
 def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Remove staging files that no later call can use, because no task is done or the sources must change first."""
+    """Remove staging files that no later call can use: no task is done, or the sources must change first."""
     if kind is None:
         return
     if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):

@@ -58,38 +58,38 @@ from penstock_convert.workers.launch import Launcher
 TURN_S = 0.2
 """Maximum pause in seconds between checks for idle or silent workers."""
 LAST_BEATS_S = 3.0
-"""Seconds that workers have at the end to send their last statistics and trace spans."""
+"""Time in seconds that workers have at the end to send their last statistics and trace spans."""
 PAUSE_S = 5.0
 """A longer turn, in seconds, means that the coordinator itself was stopped or swapped out. No worker is blamed for
 it."""
 STRIKES = 3
-"""Number of workers that may die or hang while the operation runs on the same task. Then the job fails."""
+"""Number of workers that die or hang while the operation runs on the same task, after which the job fails."""
 RESPAWNS = 3
-"""Maximum number of replacements in a row for a lost worker."""
+"""Maximum number of successive replacements for a lost worker."""
 BEGIN_S = 120.0
-"""Seconds within which a new worker must be ready. It imports torch, opens the sources and plans."""
+"""Time in seconds within which a new worker must be ready. It imports torch, opens the sources and plans the job."""
 
 
 @dataclass(slots=True)
 class _WorkerRecord:
-    """The coordinator's record of one worker, from its start to its end or its loss."""
+    """The coordinator's record of one worker, from the worker's start to its exit or loss."""
 
     stats: WorkerStats
     trace: WorkerTrace
     started_at: float
     """Monotonic time at which the worker was started."""
     respawns: int
-    """Number of workers lost on this device in a row before this one."""
+    """Number of successive workers that were lost on this device before this worker."""
     wire: Wire | None = None
-    """None until the worker has connected and identified itself."""
+    """Connection to the worker. None until the worker has connected and identified itself."""
     is_ready: bool = False
-    """True once the worker has planned the job and joined the placement."""
+    """Whether the worker has planned the job and joined the placement."""
     progressed_at: float = 0.0
     """Monotonic time at which the worker last made progress."""
     task: int = -1
     """The task on which the operation last began to run, or -1."""
     num_reports: int = 0
-    """Number of the operation's progress reports in the last beat."""
+    """Number of progress reports from the operation, according to the last beat."""
 
     def note(self, beat: WorkerBeat) -> None:
         self.stats.moved_bytes = beat.moved_bytes
@@ -98,35 +98,35 @@ class _WorkerRecord:
         self.stats.note_read(beat.fetched_bytes, beat.asked_bytes)
         self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
         self.trace.spans += beat.spans
-        # A message can only arrive late, so the smallest difference seen is the closest to the true clock offset.
+        # A message can only arrive late, so the smallest observed difference is closest to the true clock offset.
         self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
 
 
 class Coordinator(Closeable):
-    """Runs a job: it assigns tasks to workers, and replaces workers that are lost. It uses one thread.
+    """Runs a job in one thread. It assigns tasks to workers, and replaces workers that are lost.
 
-    A worker is started (`begin`), connects (`WorkerHello`), is ready (`Ready`), and then has tasks. It leaves when the
-    job ends. It is lost if its connection ends, if it sends an invalid message, or if it makes no progress for
-    `stall_s`.
+    A worker is started (`begin`), connects (`WorkerHello`), reports that it is ready (`Ready`), and then gets tasks. It
+    leaves when the job ends. It is lost if its connection closes, if it sends an invalid message, or if it makes no
+    progress for `stall_s`.
 
     Args:
-        job, job_spec: the same job, as a plan and in the form that is sent to workers.
-        journal: tasks that earlier runs finished. Tasks that this run finishes are added.
+        job, job_spec: the job as a plan, and in the form that is sent to workers.
+        journal: journal of the tasks that earlier runs finished. Tasks that this run finishes are added to it.
         launcher: starts workers.
         devices: one device for each worker.
         listener, address: the socket for workers, from `messages.listen`, and its address. The coordinator closes it.
         on_progress: called after each task with the number of finished tasks and the total.
-        on_turn: called a few times a second while the job runs. It must not block.
+        on_turn: called a few times per second while the job runs. It must not block.
 
     Attributes:
         num_workers: number of workers that run at the same time.
         placement: assigns the tasks. See `plan.placement`.
         stats, traces: statistics and spans of every worker, including replaced ones.
-        repeated: tasks on which the operation ran more than once.
+        repeated: tasks on which the operation has run more than once.
         num_resumed: number of tasks that earlier runs finished.
         done_bytes, resumed_bytes: bytes read and written for all finished tasks, and for those of earlier runs only.
         began: monotonic time at which the first worker was ready. Infinite before that.
-        moving_s: seconds from then to the end of the last task.
+        moving_s: time in seconds from `began` to the end of the last task.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Coordinator(Closeable):
         self._job = job
         self._journal = journal
         self._launcher = launcher
-        # Workers on one host share a cache, so locality matters only if they may be on several hosts.
+        # Workers on one host share a cache, so cache locality matters only if workers may be on several hosts.
         self._job_spec = msgspec.structs.replace(job_spec, reports_cached=launcher.listen is not None)
         self._devices = devices
         self._stall_s = job_spec.stall_s
@@ -160,16 +160,16 @@ class Coordinator(Closeable):
         self._workers: dict[str, _WorkerRecord] = {}
         self._strikes: dict[int, int] = {}
         self._tried = set[int]()
-        """Tasks on which the operation began to run."""
+        """Tasks on which the operation has begun to run."""
         self.repeated = set[int]()
-        # Each worker presents this secret in its `WorkerHello`, because any process on the host can connect to the
-        # listener, and on a cluster any process that reaches the port.
+        # Each worker sends this secret in its `WorkerHello`. Without a secret, any process on the host could act as a
+        # worker, and on a cluster any process that can reach the port.
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self.began = math.inf
         self.moving_s = 0.0
         self._unidentified: dict[Wire, Connection] = {}
-        """Connections without a valid `WorkerHello` so far, with the connection objects that admission counts."""
+        """Connections that have not yet sent a valid `WorkerHello`, with the objects by which admission counts them."""
         self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
         self._listener = listener
@@ -177,17 +177,17 @@ class Coordinator(Closeable):
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:
-        """Start the workers, and do not wait until they have loaded their libraries. Raise ConfigError or PeerLost."""
+        """Start the workers without waiting until they have loaded their libraries. Raise ConfigError or PeerLost."""
         for device in () if self.placement.is_done else self._devices:
             self._spawn(device, 0)
 
     def run(self) -> None:
-        """Run until every task is done and in the journal, and no worker writes any more. Call `begin` before.
+        """Run until every task is done and in the journal, and no worker writes any more. Call `begin` first.
 
         Raises:
             PenstockError: an error that stopped a worker.
             OperationFailed: workers died or hung on the same task.
-            PeerLost: all workers are lost, and their replacements too.
+            PeerLost: all workers are lost, including their replacements.
         """
         if self.placement.is_done:
             return
@@ -201,12 +201,13 @@ class Coordinator(Closeable):
                 else:
                     self._receive(key.data)
             self._check_workers()
-            # Copy the names, because assigning a task can lose a worker, which changes `_workers`.
+            # Copy the names, because a worker may be lost when it is sent a task, and that changes `_workers`.
             for name in [name for name, record in self._workers.items() if record.is_ready]:
                 self._assign(name)
             if self._on_turn is not None:
                 self._on_turn()
-            # Without workers the loop would never end. All of them were lost and replaced `RESPAWNS` times.
+            # Raise, because the loop would never end without workers. Each of them was lost and replaced `RESPAWNS`
+            # times.
             if not self._workers:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(
@@ -216,7 +217,7 @@ class Coordinator(Closeable):
         self._collect_last_beats()
 
     def workers(self) -> tuple[tuple[WorkerState, ...], int]:
-        """Return at most `MAX_WORKERS` workers for an observer, and the number of late workers."""
+        """Return the states of at most `MAX_WORKERS` workers for an observer, and the number of late workers."""
         now = time.monotonic()
         states = []
         for stats in self.stats:
@@ -240,7 +241,7 @@ class Coordinator(Closeable):
         return tuple(states[:MAX_WORKERS]), sum(worker.is_late for worker in states)
 
     def _spawn(self, device: str, respawns: int) -> None:
-        # Never reuse a name, because a late message from a lost worker must not count for its replacement.
+        # Never reuse a name, because a late message from a lost worker must not be attributed to its replacement.
         name = f"w{self._numbers}"
         self._numbers += 1
         stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
@@ -255,7 +256,7 @@ class Coordinator(Closeable):
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # The peer has closed the connection, or admission refused it.
+            # The peer has already closed the connection, or admission has refused it.
             return
         # Set a timeout, because a send to a worker that no longer reads would block this thread for all workers.
         connection.settimeout(self._stall_s)
@@ -266,7 +267,10 @@ class Coordinator(Closeable):
         self._select.register(wire, selectors.EVENT_READ, wire)
 
     def _identify(self, wire: Wire) -> None:
-        """Match a new connection with a started worker by its `WorkerHello`. Close it if there is no such worker."""
+        """Match a new connection to a started worker by its `WorkerHello`.
+
+        Close the connection if no worker matches.
+        """
         try:
             messages = wire.from_worker()
         except (PeerLost, FormatError, PlanError):
@@ -277,15 +281,16 @@ class Coordinator(Closeable):
             return
         hello = messages[0]
         record = self._workers.get(hello.worker) if isinstance(hello, WorkerHello) else None
-        # Accept one connection for each worker, because a second one would mix the messages of two processes.
+        # Accept only one connection for each worker, because a second connection would mix the messages of two
+        # processes.
         if not isinstance(hello, WorkerHello) or record is None or record.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
-        # Fail the job, because a replacement would have the same wrong version.
+        # Fail the job, because a replacement would have the same incompatible version.
         check_version(hello.protocol, f"worker {hello.worker}", "the coordinator")
         admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
-        # From now on `_check_workers` applies the deadline for progress instead.
+        # From now on `_check_workers` applies the progress deadline instead.
         admitted.begin(math.inf)
         # Allow large frames only now. Before the check, a stranger could have made this process allocate memory.
         wire.max_frame_bytes = MAX_FRAME_BYTES
@@ -300,7 +305,7 @@ class Coordinator(Closeable):
         wire.close()
 
     def _is_ours(self, hello: WorkerHello) -> bool:
-        # Compare in constant time, because an ordinary comparison would reveal how much of a guess is right.
+        # Compare in constant time, because the time of an ordinary comparison reveals how much of a guess is correct.
         return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
     def _receive(self, name: str) -> None:
@@ -327,8 +332,8 @@ class Coordinator(Closeable):
             self._begins(record, message.task)
         elif isinstance(message, WorkerBeat):
             moves = message.moved_bytes != record.stats.moved_bytes or message.num_reports != record.num_reports
-            # A beat alone is no progress, because its thread also runs while the operation hangs. Idle workers cannot
-            # hang.
+            # A beat alone does not prove progress, because the thread that sends beats also runs while the operation
+            # hangs. Idle workers cannot hang.
             if moves or not self._assigned(name):
                 record.progressed_at = now
             record.note(message)
@@ -336,18 +341,20 @@ class Coordinator(Closeable):
             record.is_ready = True
             record.progressed_at = now
             self.began = min(self.began, now)
-            # Check numbers from another process before they index anything.
+            # Check numbers from another process before using them as indexes.
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, TaskFailure):
-            # End the job, because an error in the operation, a source or the plan would stop every other worker too.
+            # Fail the job, because an error in the operation, a source or the plan would stop every other worker too.
             raise _error_of(message)
 
     def _begins(self, record: _WorkerRecord, task: int) -> None:
-        # Copies run no operation, and several run at the same time as an operation, so do not blame them for a loss.
+        # Do not blame a copy for a loss. Copies run no operation, and several of them run at the same time as an
+        # operation.
         if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
             record.task = task
-        # A second run may have overwritten the bytes of the first. `check_repeated` reads those tasks back at the end.
+        # A second run may have overwritten the bytes of the first run. At the end, `check_repeated` reads back the
+        # bytes of these tasks.
         (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: TaskDone, now: float) -> None:
@@ -360,7 +367,8 @@ class Coordinator(Closeable):
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers. Record only the first result, so that progress counts it once.
         if outcome.first:
-            # `TaskDone` means that the bytes are written. A journal that is ahead of the files would resume wrongly.
+            # Add the task only now, because `TaskDone` means that its bytes are written. A journal that is ahead of the
+            # files would make a resumed job skip bytes.
             self._journal.add(message.task, digests)
             self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
@@ -404,23 +412,23 @@ class Coordinator(Closeable):
         self._checked_at = now
         self._listener.admission.sweep()
         for name, record in list(self._workers.items()):
-            # Messages waited in the sockets while this process was stopped, so move every deadline by that time.
+            # While this process was stopped, messages waited in the sockets, so postpone every deadline by that time.
             if stood_s > PAUSE_S:
                 record.started_at += stood_s
                 record.progressed_at += stood_s
-            # The end of a connected worker is noticed through its connection, after its last message was read.
+            # The exit of a connected worker is detected through its connection, after its last message has been read.
             if record.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
-            # A longer stall deadline also covers the start, because planning reads from the same slow storage.
+            # A longer stall deadline also applies to the start, because planning reads from the same slow storage.
             elif not record.is_ready and now - record.started_at > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it was not ready in time")
             elif record.is_ready and self._assigned(name) and now - record.progressed_at > self._stall_s:
                 self._lose(name, f"it made no progress for {self._stall_s:g} s")
 
     def _lose(self, name: str, why: str | None) -> None:
-        """Remove a worker that ended or hangs, return its tasks, and start another.
+        """Remove a worker that has exited or hangs, return its tasks to the placement, and start a replacement.
 
-        If `why` is None, ask the launcher.
+        If `why` is None, the reason comes from the launcher.
         """
         record = self._workers.pop(name)
         assigned = self.placement.assigned(name) if record.is_ready else ()
@@ -429,20 +437,21 @@ class Coordinator(Closeable):
         if record.wire is not None:
             self._select.unregister(record.wire)
             record.wire.close()
-        # Kill the worker before its tasks run elsewhere. A worker that only hung must not overwrite a later result.
+        # Kill the worker before its tasks run elsewhere, because a worker that only hung could overwrite a later
+        # result.
         self._launcher.kill(name)
         record.stats.end = why or self._launcher.ended(name) or "its connection was lost"
-        # Blame only the task on which the operation ran. The others were queued, or were being read or written.
+        # Blame only the task on which the operation ran. The other tasks were queued, or were being read or written.
         if record.task in assigned:
             self._strike(record.task, record.stats.end)
-        # Limit the replacements, because workers that all die at once must not be restarted forever.
+        # Limit the replacements, because workers that die immediately must not be restarted forever.
         if record.respawns < RESPAWNS:
             self._spawn(record.stats.device, record.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
         """Count a worker that was lost while the operation ran on a task.
 
-        Raise OperationFailed after `STRIKES` of them.
+        Raise OperationFailed after `STRIKES` lost workers.
         """
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
@@ -458,7 +467,7 @@ class Coordinator(Closeable):
 
     def close(self) -> None:
         """Kill the workers and close every connection. Idempotent."""
-        # Kill the workers instead of asking them to stop. After an error they must not write another byte.
+        # Kill the workers instead of requesting them to stop, because after an error they must not write another byte.
         for name, record in self._workers.items():
             self._launcher.kill(name)
             if record.wire is not None:
@@ -471,11 +480,14 @@ class Coordinator(Closeable):
         self._listener.close()
 
     def _collect_last_beats(self) -> None:
-        """Record the last beats until every connection has ended, for at most `LAST_BEATS_S`. Then end the workers."""
+        """Record the last beats until every connection has closed, for at most `LAST_BEATS_S`.
+
+        Then stop the workers.
+        """
         left = {name: record for name, record in self._workers.items() if record.wire is not None}
         for record in left.values():
             assert record.wire is not None
-            # A worker that died after its last task is noticed below, when its connection is read.
+            # A worker that died after its last task is detected below, when its connection is read.
             with contextlib.suppress(PeerLost):
                 record.wire.send(Stop())
         deadline = time.monotonic() + LAST_BEATS_S
@@ -492,16 +504,16 @@ class Coordinator(Closeable):
                 except (PeerLost, FormatError) as error:
                     self._select.unregister(record.wire)
                     del left[name]
-                    # A worker ends by closing its connection. One with invalid bytes may continue to run.
+                    # A worker that exits closes its connection. A worker that sends invalid bytes may continue to run.
                     if isinstance(error, FormatError):
                         self._launcher.kill(name)
-        # Workers that did not end in time may hang in a user's function. All their tasks are done.
+        # Workers that did not exit in time may hang in a user's function. All of their tasks are done, so kill them.
         for name in left:
             self._launcher.kill(name)
 
 
 def _error_of(failure: TaskFailure) -> PenstockError:
-    """Return the error that stopped a worker, with the class that it had there."""
+    """Return the error that stopped a worker, with the class that the error had in the worker."""
     if failure.kind == BudgetTooSmall.__name__:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
     return class_named(failure.kind, PenstockError)(

@@ -1,7 +1,7 @@
 """The plan of a conversion. Every process plans the same job from the same specification.
 
-A `ConversionJob` has recipes, files, tasks, and the key that identifies them. For sources with a cache, `cached_tasks`
-finds the tasks whose input is cached.
+A `ConversionJob` contains recipes, files and tasks, and a key that identifies them. For sources with a cache,
+`cached_tasks` finds the tasks whose input is cached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Written:
     """The byte range `[start, stop)` of one output tensor that a task writes."""
 
     row: int
-    """The tensor's row in the output's table."""
+    """Row of the tensor in the output's table."""
     start: int
     stop: int
 
@@ -50,7 +50,7 @@ class Written:
         return np.concatenate([[self.start], edges, [self.stop]])
 
     def num_pieces(self, leaf_bytes: int) -> int:
-        """Return the number of pieces between `cuts`."""
+        """Return the number of pieces that `cuts` separates."""
         # Count without computing the cuts, because a job has hundreds of thousands of ranges.
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
@@ -65,26 +65,27 @@ class ConversionJob:
     tasks: Tasks
     leaf_bytes: int
     key: str
-    """Digest with 32 hex digits of the operation, the sources' revisions, and everything else that decides the output's
+    """Digest (32 hex digits) of the operation, the sources' revisions, and everything else that determines the output's
     bytes. It also covers `leaf_sizes`, so that a verified job never resumes from unverified tasks."""
     row_of: dict[str, int]
-    """Maps a path to its row in the output's table."""
+    """Maps a tensor's path to its row in the output's table."""
     small_from: int
     """The number of the source that provides the result's configuration and tokenizer."""
     stem: str
-    """Part of the output's file names before the number, taken from that source's files."""
+    """Part of the output's file names before the number, from the file names of the source that provides the
+    configuration."""
     leaf_sizes: tuple[int, ...]
-    """For each source, the leaf size in bytes of the digests that its bytes are compared with. 0 means that nothing is
+    """For each source, the leaf size in bytes of the digests with which its bytes are compared. 0 means that nothing is
     compared."""
     read_bytes: I64
     """[num_tasks, num_sources] bytes that each task reads from each source, extended to whole leaves."""
     memory_bytes: I64
-    """For each task, the bytes of its inputs and outputs."""
+    """For each task, the size of its inputs and outputs in bytes."""
     least_bytes: I64
-    """For each task, the memory in bytes if it runs in the smallest parts that its operation allows."""
+    """For each task, the memory in bytes that it takes if it runs in the smallest parts that its operation allows."""
 
     def written(self, task: int) -> Iterator[Written]:
-        """Yield the byte ranges that a task writes, output after output."""
+        """Yield the byte ranges that a task writes, in the order of its outputs."""
         for index, start, stop in self.tasks.entries(task):
             for out in self.recipes[index].outputs:
                 first, last = out.byte_range(start, stop)
@@ -95,27 +96,28 @@ class ConversionJob:
         return sum(written.num_pieces(self.leaf_bytes) for written in self.written(task))
 
     def part_elements(self, task: int, memory_bytes: int) -> int:
-        """Return the part size in elements so that a task uses at most `memory_bytes`.
+        """Return the part size in elements at which a task uses at most `memory_bytes`.
 
-        0 means that the task runs at once.
+        0 means that the task runs without being divided into parts.
 
-        Call `check_budget` before, which ensures that the smallest part fits.
+        Call `check_budget` first, because it ensures that the smallest part fits.
         """
-        # Run a task at once if it fits, because a merge in parts reads its parts again for each pass.
+        # Do not divide a task that fits, because a merge in parts reads its parts again for each pass.
         if int(self.memory_bytes[task]) <= memory_bytes:
             return 0
         unit, fixed = _part_unit(self.operation, self.recipes, self.tasks, task), self.part_bytes(task, 0)
-        # Memory grows linearly with the part, so divide the memory left after the fixed bytes by the bytes of one unit.
+        # Memory use grows linearly with the part size, so divide the memory that remains after the fixed bytes by the
+        # bytes of one unit.
         return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
 
     def part_bytes(self, task: int, num_part: int) -> int:
-        """Return the host memory in bytes of a task that runs in parts of `num_part` elements."""
+        """Return the host memory in bytes that a task takes if it runs in parts of `num_part` elements."""
         ((index, _, _),) = self.tasks.entries(task)
         return _part_bytes(self.recipes[index], self.leaf_sizes, num_part)
 
     def check_budget(self, memory_bytes: int, what: str) -> None:
-        """Raise BudgetTooSmall if the largest task needs more than `memory_bytes`."""
-        # The conversion of an empty checkpoint has no tasks and writes only headers.
+        """Raise BudgetTooSmall if the largest task requires more than `memory_bytes`."""
+        # Converting an empty checkpoint requires no tasks and only writes headers.
         if not len(self.tasks):
             return
         largest = int(self.least_bytes.argmax())
@@ -129,7 +131,7 @@ class ConversionJob:
 
 
 def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, task: int) -> int:
-    """Return `StreamedOperation.part_unit` of a task's recipe, or 0 if the task has several recipes."""
+    """Return `StreamedOperation.part_unit` for a task's recipe, or 0 if the task has several recipes."""
     if not isinstance(operation, StreamedOperation) or tasks.first[task + 1] - tasks.first[task] != 1:
         return 0
     recipe = recipes[int(tasks.recipe[tasks.first[task]])]
@@ -140,11 +142,11 @@ def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, ta
 def _part_bytes(recipe: Recipe, leaf_sizes: Sequence[int], num_part: int) -> int:
     """Return the memory in bytes of a part with `num_part` elements.
 
-    It includes the inputs extended to whole leaves, the outputs, and the remainder that a chain keeps for the next
+    This includes the inputs extended to whole leaves, the outputs, and the remainder that a chain keeps for the next
     part.
     """
     num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
-    # Add two leaves for each input, because a part may begin and end inside a leaf, and leaves are read whole.
+    # Add two leaves for each input, because a part may begin and end inside a leaf, and whole leaves are read.
     input_bytes = sum(
         num_part * source_input.spec.dtype.bits // 8 + 2 * leaf_sizes[source_input.source]
         for source_input in recipe.inputs
@@ -170,17 +172,18 @@ def plan_job(
         operation: the operation on all sources.
         sources: manifests of the sources, in the operation's order.
         task_bytes: see `plan.tasks.cut`.
-        shard_bytes: largest size of an output file.
+        shard_bytes: maximum size of an output file in bytes.
         leaf_bytes: leaf size of the output's digests.
-        verify: whether to compare the bytes that are read with the sources' digests, if they have digests.
-        operation_specs: specs of the operation. A user's operation may leave some options out of its name.
+        verify: whether to compare the bytes that are read with the sources' digests, if the sources have digests.
+        operation_specs: specs of the operation. They are part of the key, because a user's operation may omit some
+        options from its name.
 
     Raises:
-        PlanError: see `Operation.recipes`, or torch has no dtype for a tensor to compute with.
+        PlanError: see `Operation.recipes`. Also raised if torch has no dtype in which a tensor could be computed.
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
-    # Refuse this before reading, because a worker would fail only at the first task with this dtype.
+    # Reject such a dtype before reading, because a worker would fail only at the first task with this dtype.
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
         if spec.dtype in UNKNOWN:
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
@@ -204,7 +207,8 @@ def plan_job(
     memory_bytes = read.sum(axis=1) + tasks.out_bytes
     least_bytes = memory_bytes.copy()
     if isinstance(operation, StreamedOperation):
-        # Only large tasks can exceed a budget. Skip the small ones, which may be hundreds of thousands.
+        # Only large tasks can exceed a memory budget. Skip the small tasks, of which there may be hundreds of
+        # thousands.
         for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
             if unit := _part_unit(operation, recipes, tasks, task):
                 recipe = recipes[int(tasks.recipe[tasks.first[task]])]
@@ -244,13 +248,14 @@ def _key(
     # Include the identities of files. Replacing weights without digests does not change their revision.
     for manifest in sources:
         parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    # Increase this number when the same request is cut or computed differently, so that old journals are ignored.
+    # Increase this number when the same request is divided or computed differently, so that old journals are ignored.
     digest = blake3(b"penstock job 6\0")
     # Prefix each part with its length. Otherwise "ab" + "c" and "a" + "bc" would have the same key.
     for part in parts:
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     digest.update(canonical(files.table, name_order(files.table)))
-    # Add the places in files, which the canonical form lacks. A resumed job continues the same files.
+    # Add the tensors' places in the files, which the canonical form lacks, because a resumed job continues the same
+    # files.
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
     return digest.hexdigest(length=16)
 
@@ -266,13 +271,13 @@ def shared_as(sources: Sequence[WeightSet]) -> str:
 
 
 def bytes_read(sources: Sequence[WeightSet]) -> tuple[int, int]:
-    """Return the bytes of cached files that were read from the sources (in whole chunks) and that were requested."""
+    """Return two byte counts for cached files: read from the sources, in whole chunks, and requested."""
     stats = [file.stats for file in cached(sources)]
     return sum(stat.miss_bytes for stat in stats), sum(stat.asked_bytes for stat in stats)
 
 
 def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
-    """Return the tasks that have at least half of their input in the cache now."""
+    """Return the tasks for which at least half of the input is now in the cache."""
     files = [
         [_CachedRanges(file) if isinstance(file, CachedSource) else None for file in source.sources]
         for source in sources
@@ -291,7 +296,8 @@ def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
                 file, at = files[task_input.source][int(table.file_index[row])], int(table.offset[row])
                 first, last = task_input.leaf_range(start, stop, job.leaf_sizes[task_input.source])
                 here += 0 if file is None else file.within(at + first, at + last)
-        # Half suffices, because neighbouring tasks share the leaves at both ends, and these are often missing.
+        # Half is sufficient, because neighbouring tasks share the leaves at both ends, and these leaves are often
+        # missing.
         if here and 2 * here >= int(job.read_bytes[task].sum()):
             tasks.append(task)
     return tasks
@@ -306,14 +312,14 @@ class _CachedRanges:
 
     def __init__(self, source: CachedSource) -> None:
         count = -(-source.nbytes // CACHE_CHUNK_BYTES)
-        # Add one chunk, so that the offset at the end of the file has an entry.
+        # Add one chunk, so that there is an entry for the offset at the end of the file.
         self._has = np.zeros(count + 1, bool)
         self._has[[chunk for chunk in source.cached_chunks() if chunk < count]] = True
         self._before: I64 = np.concatenate([[0], np.cumsum(self._has * CACHE_CHUNK_BYTES)]).astype(np.int64)
         self.any = bool(self._has.any())
 
     def within(self, start: int, stop: int) -> int:
-        """Return how many bytes of `[start, stop)` are in the cache."""
+        """Return the number of bytes in `[start, stop)` that are in the cache."""
         return self._until(stop) - self._until(start)
 
     def _until(self, offset: int) -> int:

@@ -13,9 +13,9 @@ from penstock.logs import log_named
 from penstock.waits import start_thread
 
 ATTEMPT_S = 2.0
-"""Deadline for one report. The end of a conversion waits at most this long for its last report."""
+"""Deadline for one report in seconds. At its end, a conversion waits at most this long for its last report."""
 PAUSE_S = 5.0
-"""Seconds until the next attempt while the hub does not answer."""
+"""Time in seconds until the next attempt if the hub does not respond."""
 _log = log_named("penstock.fleet")
 
 
@@ -24,7 +24,7 @@ class HubReporter:
 
     Pass it as `WorkerSettings(observer=...)`, for one or several successive conversions.
 
-    A hub that is away or refuses the reports does not fail or delay a conversion. That is logged once.
+    A hub that is unreachable or refuses the reports does not fail or delay a conversion. The problem is logged once.
 
     Args:
         connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of this
@@ -51,14 +51,14 @@ class _Sender:
         self._answers = False
         self._is_away = False
         self._came = threading.Condition()
-        # Use a daemon thread, so that it does not delay a coordinator that ends without a last state.
+        # Use a daemon thread, so that it does not delay a coordinator that exits without a last state.
         self._thread = threading.Thread(target=self._send_all, name="penstock-job-report", daemon=True)
         start_thread(self._thread)
 
     def put(self, state: JobState) -> None:
         """Hand a state to the thread.
 
-        Wait at most `ATTEMPT_S` until the last state is sent, unless the hub is silent.
+        For the last state, wait at most `ATTEMPT_S` until it is sent, unless the hub has been silent.
         """
         with self._came:
             self._state = state
@@ -67,7 +67,7 @@ class _Sender:
             self._thread.join(ATTEMPT_S)
 
     def _send_all(self) -> None:
-        """Send states until the last one. This is the body of the thread."""
+        """Send states up to and including the last state. This is the body of the thread."""
         try:
             with HubClient.connect(self._connection.hub, self._connection.token) as client:
                 while self._send_next(client):
@@ -77,10 +77,10 @@ class _Sender:
             _log.warning("the hub gets no reports about this conversion: %s", error)
 
     def _send_next(self, client: HubClient) -> bool:
-        """Wait for a state and send it. Return False after the last one."""
+        """Wait for a state and send it. Return False after the last state."""
         with self._came:
             if self._is_away:
-                # A newer state does not shorten the pause. The last state is tried once and without a pause.
+                # A newer state does not shorten the pause. The last state is sent without a pause, in a single attempt.
                 self._came.wait_for(lambda: self._state is not None and self._state.is_over, PAUSE_S)
             else:
                 self._came.wait_for(lambda: self._state is not None)

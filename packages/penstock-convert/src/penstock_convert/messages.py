@@ -3,9 +3,9 @@
     worker:       Hello --------> Ready ------> Began, Done ... Beat ------> (connection ends)
     coordinator:        JobSpec -------> Work (tasks, revoked) ------> Stop
 
-Decoding ignores unknown fields and refuses frames above the limit. `WorkerHello` and `JobSpec` carry the version of
-these messages, because nodes of a cluster may have different releases. Within a major version, fields are only added. A
-field that changes what a worker writes, or that a worker must not ignore, needs a new major version.
+The decoder ignores unknown fields and refuses frames above the size limit. `WorkerHello` and `JobSpec` contain the
+version of these messages, because nodes of a cluster may run different releases. Within a major version, fields are
+only added. A field that changes what a worker writes, or that a worker must not ignore, needs a new major version.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_FRAME_BYTES = 64 << 20
 """Maximum size of a frame. A task has 8 bytes of digests for each leaf, so this suffices for a task of two
 terabytes."""
 HELLO_BYTES = 4096
-"""Maximum size of a message from a peer that has not identified itself."""
+"""Maximum size in bytes of a message from a peer that has not identified itself."""
 HELLO_S = 5.0
-"""Seconds within which a new connection must send its `WorkerHello`."""
+"""Time in seconds within which the peer of a new connection must send its `WorkerHello`."""
 JOB_PROTOCOL = "1.0"
 """The version of these messages. The field's default is "1.0" in all releases. Defaults are not sent, because the first
 release refused unknown fields."""
@@ -44,36 +44,37 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
     sources: tuple[str, ...]
     operation: tuple[dict[str, object], ...]
-    """Operations in order, each `{"op": name, ...}`. See `operations.spec`."""
+    """The operations in order, each as `{"op": name, ...}`. See `operations.spec`."""
     key: str
     """Key of the job that the coordinator planned. A worker refuses to work if its plan has a different key."""
     directory: str
-    """Directory in which the output's files are written."""
+    """Directory to which the output's files are written."""
     task_bytes: int
     shard_bytes: int
     leaf_bytes: int
     memory_bytes: int
-    """Limit in bytes for the host memory of one worker's tasks."""
+    """Limit in bytes on the host memory of one worker's tasks."""
     stall_s: float
     storage_options: dict[str, str] = {}
     verify: bool = True
-    """True if workers compare the bytes that they read with the sources' digests."""
+    """Whether workers compare the bytes that they read with the sources' digests."""
     trace: bool = False
-    """True if beats contain trace spans."""
+    """Whether beats contain trace spans."""
     reports_cached: bool = False
-    """True if workers report the tasks whose input is in their cache. They may be on several hosts."""
+    """Whether workers report the tasks whose input is in their cache. This is useful if they may be on several
+    hosts."""
     in_memory: bool = False
-    """True if `directory` is one region of memory."""
+    """Whether `directory` is a single region of memory instead of a directory with files."""
     protocol: str = "1.0"
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """The first message of a worker.
 
-    It contains the secret from the worker's start, because any process may connect.
+    It contains the secret that the worker received at its start, because any process may connect.
     """
 
-    # These fields stay in every version, so that a worker with a different version is not taken for a stranger.
+    # Keep these fields in every version, so that a worker with a different version can still identify itself.
     worker: str
     secret: str
     device: str
@@ -81,13 +82,14 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker has planned the job and can take tasks."""
+    """The worker has planned the job and can accept tasks."""
 
     key: str
     at: str = ""
-    """Identity of the cache that the worker uses, equal for all workers that share it. Empty if it uses no cache."""
+    """Identity of the cache that the worker uses, which is the same for all workers that share the cache. Empty without
+    a cache."""
     holds: list[int] = []
-    """Tasks that have most of their input in that cache."""
+    """Tasks whose input is at least half in that cache."""
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
@@ -97,36 +99,36 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
 
 
 class TaskDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A task's bytes are written."""
+    """Reports that a task's bytes are written."""
 
     task: int
     digests: bytes
     """Digests of the task's pieces in order, as little-endian uint64."""
     fetched_bytes: int = 0
     asked_bytes: int = 0
-    """The counts of `WorkerBeat` when the task ended. If the worker dies, only its reads for unfinished tasks are not
-    counted."""
+    """The same counts as in `WorkerBeat`, at the end of the task. If the worker dies, only its reads for unfinished
+    tasks are not counted."""
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A worker's progress and statistics, sent every `BEAT_S`."""
 
     moved_bytes: int
-    """Bytes read and written so far."""
+    """Number of bytes read and written so far."""
     num_reports: int = 0
     """Number of progress reports from the operation so far."""
     fetched_bytes: int = 0
-    """Bytes read from the sources. A cache reads whole chunks and headers too."""
+    """Number of bytes read from the sources. With a cache this includes whole chunks, and headers."""
     asked_bytes: int = 0
-    """Bytes read from the sources or from a cache."""
+    """Number of bytes requested, from the sources or from a cache."""
     busy_s: dict[str, float]
-    """Busy seconds of each executor."""
+    """Busy time of each executor in seconds."""
     peak_bytes: int = 0
     """Peak host memory of the worker's tasks in bytes."""
     spans: list[Span] = []
-    """Trace spans since the last beat."""
+    """Trace spans since the previous beat."""
     clock: float = 0.0
-    """`time.perf_counter()` on the worker's host when this was sent. Spans use the same clock."""
+    """`time.perf_counter()` on the worker's host when the beat was sent. Spans use the same clock."""
 
 
 class TaskFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
@@ -150,11 +152,11 @@ class TaskWork(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Asks the worker to finish, because no task is left."""
+    """Requests the worker to finish, because no tasks remain."""
 
 
 class _Announced(msgspec.Struct):
-    """The version in a message whose other fields may belong to an unknown version."""
+    """The version field of a message whose other fields may belong to an unknown version."""
 
     protocol: str = JOB_PROTOCOL
 
@@ -178,13 +180,13 @@ class Wire:
     """One end of a connection between coordinator and worker. Any thread may send, but only one receives.
 
     Attributes:
-        max_frame_bytes: maximum size of a received message. Longer ones are refused.
+        max_frame_bytes: maximum size of a received message in bytes. Longer messages are refused.
     """
 
     def __init__(self, connection: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = connection
         self.max_frame_bytes = max_frame_bytes
-        # Executor threads send results while another thread sends beats. Two frames must not interleave.
+        # Executor threads send results while another thread sends beats, and two frames must not interleave.
         self._sending = threading.Lock()
         self._received = bytearray()
 
@@ -193,7 +195,7 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: FromWorker | ToWorker) -> None:
-        """Send a complete message. Raise PeerLost if the other side is gone."""
+        """Send a complete message. Raise PeerLost if the peer is gone."""
         raw = msgspec.msgpack.encode(message)
         with self._sending:
             try:
@@ -209,7 +211,7 @@ class Wire:
         return bool(poll.poll(timeout_s * 1000))
 
     def from_worker(self) -> list[FromWorker]:
-        """Return the complete messages received from a worker, which may be none. Wait for the first byte.
+        """Wait for a byte from a worker, and return the messages that are complete, possibly none.
 
         Raises:
             PeerLost: the worker has ended.
@@ -229,7 +231,8 @@ class Wire:
             raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
         if not part:
             raise PeerLost("a process of the job is gone")
-        # Received bytes may contain several messages and end within one. Decode the complete ones and keep the rest.
+        # Received bytes may contain several messages and end inside one. Decode the complete messages and keep the
+        # remaining bytes.
         self._received += part
         messages = []
         while len(self._received) >= 4:
@@ -251,8 +254,8 @@ class Wire:
         return messages
 
     def shut_down(self) -> None:
-        """End the connection. A thread that waits for messages then gets PeerLost. Idempotent."""
-        # An error means that the connection has already ended.
+        """Shut the connection down. A thread that waits for messages then raises PeerLost. Idempotent."""
+        # An error means that the connection is already closed.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -262,24 +265,25 @@ class Wire:
 
 
 def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
-    """Listen for workers, with the limits of every listener. Return the listener and its address.
+    """Listen for workers, with the usual connection limits. Return the listener and its address.
 
     Args:
         host: address of this host. None means that all workers are processes of this user on this host.
         name: a name that no other job uses.
     """
-    # Use half of the descriptors, because the rest of this process needs some too.
+    # Use half of the file descriptors, because the rest of this process uses file descriptors too.
     limits = replace(ConnectionLimits.for_descriptors(descriptor_limit() // 2), head_s=HELLO_S)
     if host is not None:
         bound = socket.create_server((host, 0))
         address = f"tcp:{host}:{bound.getsockname()[1]}"
     else:
-        # An abstract name leaves no file behind. It has no file mode either, so the listener checks each connection's
-        # user.
+        # An abstract socket name leaves no file behind. It has no file mode either, so the listener checks the user of
+        # each peer.
         bound, socket_name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
         bound.bind(f"\0{socket_name}")
         address = f"unix:{socket_name}"
-    # Admission limits the connections that have not sent the secret, so that strangers cannot use up descriptors.
+    # Admission limits the connections that have not sent the secret, so that strangers cannot exhaust the file
+    # descriptors.
     listener = GuardedListener(bound, Admission(limits, name="job"))
     listener.listen()
     return listener, address
@@ -287,9 +291,9 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
 
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:
     """Make a connection to another host fail after that host is silent for `stall_s`."""
-    # A host that loses power sends no FIN. Keep-alive notices this on an idle connection, and TCP_USER_TIMEOUT while
-    # data is unacknowledged. The kernel's defaults are two hours and a quarter of an hour. TCP_NODELAY avoids delays
-    # for small messages, because a worker is idle until it has its next tasks.
+    # A host that loses power sends no FIN. Keep-alive detects this on an idle connection, and TCP_USER_TIMEOUT detects
+    # it while data is unacknowledged. The kernel's defaults are two hours and a quarter of an hour. TCP_NODELAY avoids
+    # delays for small messages, because a worker is idle until its next tasks arrive.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_s / 3)))

@@ -516,7 +516,7 @@ def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def _one_device(device_map: Any) -> Any | None:
-    """Return the only device in a `device_map`. None means that there are several or that transformers must choose."""
+    """Return the only device in a `device_map`. Return None for several devices or if transformers must choose."""
     import torch
 
     if device_map is None:
@@ -598,7 +598,7 @@ def _concrete(model_class: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterator[Path]:
-    """Yield a directory with the model's configuration: the model's own, or a temporary copy from an object store."""
+    """Yield a directory with the model's configuration: the model's directory, or a temporary local copy."""
     if not is_remote(uri):
         yield Path(local_path(uri))
         return

@@ -56,7 +56,7 @@ class DeltaOperation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
-    """Return the changes, which digests alone determine. Both manifests must have digests with the same leaf size."""
+    """Return the changes, determined from digests alone. Both manifests must have digests with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
     changed = {}
@@ -66,7 +66,7 @@ def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
         # compared.
         if old is None or old[:2] != (dtype, shape):
             changed[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
-        # Leave out unchanged tensors, which are copied from the base when the delta is applied.
+        # Omit unchanged tensors, which are copied from the base when the delta is applied.
         elif runs := _runs(np.flatnonzero(old[2] != leaves).tolist()):
             changed[name] = Changed(dtype, shape, runs)
     return DeltaOperation(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
@@ -91,7 +91,7 @@ def _runs(numbers: Sequence[int]) -> Runs:
 
 @dataclass(frozen=True)
 class _DeltaOperation(Unchanged):
-    """Base of both directions. The result has the second source's configuration.
+    """Base class for creating and applying deltas. The result has the second source's configuration.
 
     Args:
         delta: the changes, encoded by `encoded`.
@@ -100,7 +100,8 @@ class _DeltaOperation(Unchanged):
     delta: bytes
     small_from = 1
 
-    # Cache the description, because it is used for every tensor of every task. The dataclass therefore has no slots.
+    # Cache the description, because it is used for every tensor of every task. Caching requires a dataclass without
+    # slots.
     @cached_property
     def _delta(self) -> DeltaOperation:
         return decoded(self.delta)
@@ -130,12 +131,13 @@ def decoded(raw: bytes) -> DeltaOperation:
 
 
 class MakeDelta(_DeltaOperation):
-    """Creates a delta from the sources base and new: the changed leaves of each tensor, as one tensor of bytes."""
+    """Creates a delta from the sources `base` and `new`: the changed leaves of each tensor, as one tensor of bytes."""
 
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        # Include a digest of the description, which decides the bytes, because the name is part of the job's key.
+        # Include a digest of the description, because the description determines the bytes, and the name is part of the
+        # job's key.
         return f"delta {self._delta.base} to {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -148,7 +150,7 @@ class MakeDelta(_DeltaOperation):
             for start, stop in self._byte_runs(spec.name, spec.nbytes):
                 inputs.append(Input(source=1, spec=flat, box=Box(start=(start,), stop=(stop,)), at=at))
                 at += stop - start
-            # A changed tensor without bytes is only in the description.
+            # An empty tensor whose dtype or shape changed appears only in the description.
             if inputs:
                 out = TaskOutput(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
@@ -172,7 +174,7 @@ class MakeDelta(_DeltaOperation):
 
 
 class ApplyDelta(_DeltaOperation):
-    """Applies a delta, from the sources base and delta. The result is checked against the revision in the delta."""
+    """Applies a delta, from the sources `base` and `delta`. The result is checked against the revision in the delta."""
 
     @property
     def name(self) -> str:
@@ -233,7 +235,7 @@ class ApplyDelta(_DeltaOperation):
 
 
 def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (source, first byte in it, number of bytes, position in the result), in the order of the result."""
+    """Yield (source, offset in the source, number of bytes, offset in the result), in the order of the result."""
     at = taken = 0
     # Add an empty run at the end, so that the unchanged bytes after the last change are yielded too.
     for start, stop in [*runs, (nbytes, nbytes)]:
@@ -245,17 +247,17 @@ def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec | None, part: Spec | None) -> Recipe:
-    """Return the recipe of one tensor. A row of the recipe is a byte, and one row of the tensor has `per` of them."""
+    """Return the recipe for one tensor. A row of the recipe is one byte, and a row of the tensor has `per` bytes."""
     inputs = []
     for source, start, nbytes, at in pieces:
         tensor = old if source == 0 else part
         assert tensor is not None
         box = Box(start=(start,), stop=(start + nbytes,))
         inputs.append(Input(source=source, spec=_flat(tensor), box=box, at=at))
-    # A tensor without bytes still needs an input, because outputs are created on the device of the inputs.
+    # An empty tensor still requires an input, because outputs are created on the device of the inputs.
     if not inputs and old is not None:
         inputs = [Input(source=0, spec=_flat(old), box=Box(start=(0,), stop=(0,)))]
-    # If rows end inside a byte, treat the tensor as one row.
+    # If rows end inside a byte, treat the whole tensor as one row.
     bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     per = 0 if bits % 8 else bits // 8 if spec.nbytes else 1
     return Recipe(outputs=(TaskOutput(spec=spec, per=per),), inputs=tuple(inputs), num_rows=spec.nbytes, align=per)

@@ -1,6 +1,6 @@
-"""Operations that change how values are stored: `StoreOperation` casts or quantises, and `Dequantise` restores.
+"""Operations that change how values are stored: `StoreOperation` casts or quantises, and `Dequantise` restores values.
 
-`penstock.transform` has the bits of each format and the default choice of tensors.
+`penstock.transform` defines the bits of each format and the default selection of tensors.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class StoreOperation:
 
     Args:
         format: a tag in `transform.formats.FORMATS`.
-        only: one or several shell patterns for whole names. Empty means linear weights for block formats, and
-            everything for casts.
-        keep: shell patterns of names that are only copied. Empty means those in `transform.select` for block formats,
-            and nothing for casts.
+        only: one or several shell patterns for whole names. Empty means linear weights for block formats, and all
+            tensors for casts.
+        keep: shell patterns for names of tensors that are only copied. Empty means the patterns in `transform.select`
+            for block formats, and no pattern for casts.
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
@@ -95,7 +95,7 @@ class StoreOperation:
         """See `Operation.recipes`.
 
         Raises:
-            PlanError: no tensor is left to store in this format, or the source has quantised tensors in an unknown
+            PlanError: no tensor remains to be stored in this format, or the source has quantised tensors in an unknown
                 layout.
         """
         specs = specs_of(only_source(sources, self.name))
@@ -103,7 +103,10 @@ class StoreOperation:
         return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
-        """Return the tensors to quantise. Raise PlanError if others are stored quantised in a different format."""
+        """Return the tensors to quantise.
+
+        Raise PlanError if other tensors are already quantised in a different format.
+        """
         from penstock.transform.select import KEEP
         from penstock_convert.operations.select import select
 
@@ -113,8 +116,8 @@ class StoreOperation:
         stored = [layout.codes for layout in stored_as.stored.values() if is_in(self._form, layout, dtypes)]
         other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)]
         other = [*stored_as.unread, *other, *sorted(stored_as.plain)]
-        # Refuse them. A configuration can declare only one format, and a reader would take the others for plain
-        # weights.
+        # Refuse tensors in other formats. A configuration can declare only one format, and a reader would treat them as
+        # plain weights.
         if other:
             more = f", like {len(other) - 1} more" if len(other) > 1 else ""
             is_read = not (stored_as.unread or (self._quantization and unreadable(self._quantization)))
@@ -132,8 +135,8 @@ class StoreOperation:
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
         stored_as = find(map(_named_layout, specs), self._quantization)
-        # Codes and scales of a module stay unchanged. A scale without codes, or codes without scales, mean damage or an
-        # unknown format, in which other tensors may have to stay unchanged too.
+        # A module's codes and scales stay unchanged. A scale without codes, or codes without scales, indicate
+        # corruption or an unknown format, in which other tensors may have to stay unchanged too.
         for name, why in stored_as.unread.items():
             if name not in stored_as.foreign:
                 raise PlanError(
@@ -152,13 +155,16 @@ class StoreOperation:
         )
 
     def _recipe(self, spec: Spec) -> Recipe:
-        """Return the recipe of a tensor's codes and scales. It is cut at whole blocks of rows if the format allows."""
+        """Return the recipe for a tensor's codes and scales.
+
+        It is cut at whole blocks of rows if the format allows it.
+        """
         form = self._form
         stored_parts = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
-        # A format with a scale for the whole tensor needs all of it at once.
+        # A format with a scale for the whole tensor requires the whole tensor at once.
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
         # A row of the codes is a row of the tensor. A row of the scales covers `align` rows of the tensor. For stacked
-        # matrices, scales are cut along the stack as codes are.
+        # matrices, scales and codes are both cut along the stack.
         pers = (
             [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(stored_parts))]
             if align
@@ -187,7 +193,7 @@ class StoreOperation:
 
         (source,) = inputs
         assert source is not None
-        # The tensor is only copied, because it is not selected or the format does not allow it.
+        # The tensor is only copied, because it is not selected or does not suit the format.
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
             return [source]
         shape = tuple(source.shape)
@@ -210,7 +216,7 @@ class StoreOperation:
 
 
 def keeps_codes(operation: Operation) -> bool:
-    """Return whether an operation leaves quantised tensors unchanged, so that their description stays true."""
+    """Return whether an operation leaves quantised tensors unchanged, so that their description stays valid."""
     if isinstance(operation, Chain):
         return all(map(keeps_codes, operation.operations))
     return isinstance(operation, Unchanged) or (isinstance(operation, StoreOperation) and operation.is_cast)
@@ -223,7 +229,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     from penstock.transform.quantize import magnitude, quantise
 
     amax = None
-    # A scale for the whole tensor needs its largest magnitude first, in a separate pass.
+    # For a scale of the whole tensor, determine its largest magnitude first, in a separate pass.
     if form.global_suffix and source.numel():
         amax = torch.stack([magnitude(some.float()).amax() for some in source.split(_rows(source, 1))]).amax()
         amax = amax.view(torch.float32)
@@ -246,7 +252,7 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before).
+    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (earlier releases).
 
     If a model has several parts, the dtypes in the configurations of the parts change too.
     """
@@ -259,7 +265,7 @@ def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
 
 
 def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) -> dict[str, Any]:
-    """Replace the dtypes in a configuration with this name. In a part, replace only known dtypes."""
+    """Replace the dtypes in a configuration with `name`. In the configuration of a part, replace only known dtypes."""
     changed = dict(config)
     for key, value in config.items():
         # A part without a dtype has the dtype of the whole model.
@@ -274,7 +280,7 @@ def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) 
 class Dequantise:
     """Restores tensors from their codes and scales. Other tensors are copied.
 
-    Every quantised tensor is either read or refused, and scales of activations are left out, because the result's
+    Every quantised tensor is either read or refused, and scales of activations are omitted, because the result's
     configuration declares no quantisation.
 
     Args:
@@ -282,7 +288,7 @@ class Dequantise:
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
-        ConfigError: `to` is not a dtype to dequantise to.
+        ConfigError: `to` is not a dtype for restored tensors.
     """
 
     to: str = "BF16"
@@ -303,7 +309,8 @@ class Dequantise:
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)
         recipes = []
-        # Use the order of the codes in their files. Scales are read with them, wherever they are.
+        # Use the order of the codes in their files. Scales are read together with their codes, wherever they are
+        # stored.
         by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
             # FP8 values in a source without quantisation are cast without scales.
@@ -355,17 +362,17 @@ class Dequantise:
         if len(present) == 1:
             return [read_codes(present[0], torch.ones((), device=present[0].device), (1, 1), DType(self.to))]
         codes, scales, *rest = present
-        # Find the layout again from the recipe's tensors, because `run` keeps nothing from `recipes`.
+        # Determine the layout again from the recipe's tensors, because `run` has no state from `recipes`.
         (layout,) = find(
             (_named_layout(recipe_input.spec) for recipe_input in recipe.inputs), self.quantization
         ).stored.values()
-        # The codes of gpt-oss have a dim for blocks, which values do not have.
+        # The codes of gpt-oss have an extra dim for blocks, which values do not have.
         if codes.ndim > len(layout.shape):
             codes = codes.flatten(-2)
         if scales.numel() > 1:
             scales = scales.view(layout.shape_of_scales())
-        # Experts are stacked on the first dim with separate scales, so scales are cut along with rows. The scales of a
-        # plain matrix span blocks of rows, and the number of the first row finds them.
+        # Stacked experts have separate scales along the first dim, so scales are cut together with rows. The scales of
+        # a plain matrix span blocks of rows, and are found by the number of the first row.
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
@@ -381,14 +388,17 @@ class Dequantise:
             )
             return values.transpose(-2, -1).contiguous() if layout.transposed else values
 
-        # Process a few rows at a time, as in `_quantise_rows`. Kernels on a device take all rows at once.
+        # Process a few rows at a time, as in `_quantise_rows`. Kernels on a device process all rows at once.
         step = _rows(codes, 1)
         if codes.device.type != "cpu" or not layout.shape or len(codes) <= step:
             return [read(0, stop - start)]
         return [torch.cat([read(at, min(at + step, stop - start)) for at in range(0, stop - start, step)])]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`. Raise PlanError if it declares a different quantisation from the planned one."""
+        """See `Operation.config`.
+
+        Raise PlanError if `config` declares a quantisation that differs from the planned one.
+        """
         declares = declared(config)
         # Compare text, because NaN is not equal to itself. Some writers declare the quantisation in a separate file.
         if declares is not None and _text(declares) != _text(self.quantization):

@@ -1,4 +1,4 @@
-"""Values of ggml's quantised types, with the same bits as `gguf.quants` on every device.
+"""Quantises and dequantises ggml's types, with the same bits as `gguf.quants` on every device.
 
 Q8_0 is read and written here, and the `gguf` package reads the other types.
 
@@ -26,8 +26,8 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
     """
     blocks = values.float().reshape(-1, Q8_0_ELEMENTS)
     amax = blocks.abs().amax(dim=1, keepdim=True)
-    # Divide by a tensor and not by a number, since CUDA would multiply by the inverse of a number, which gives
-    # different bits.
+    # Divide by a tensor instead of a number. CUDA would multiply by the inverse of a number, which yields different
+    # bits.
     scale = amax / torch.full((), 127.0, device=amax.device)
     half = scale.half()
     if not bool(torch.isfinite(half).all()):
@@ -36,8 +36,8 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
             hint="store this tensor as F32, or repair the source",
         )
     inverse = 1 / scale
-    # For zeros and for blocks so small that the inverse overflows, the scale in F16 is zero and the codes do not
-    # matter.
+    # For blocks of zeros, and for values so small that the inverse overflows, the scale in F16 is zero and the codes do
+    # not matter.
     inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
     codes = _rounded(blocks * inverse).to(torch.int8)
     raw = torch.cat((half.view(torch.uint8), codes.view(torch.uint8)), dim=1)
@@ -79,7 +79,7 @@ def _by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _package() -> Any:
-    # Import on first use, since Q8_0 does not need this extra.
+    # Import on first use, because Q8_0 does not require this extra.
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:

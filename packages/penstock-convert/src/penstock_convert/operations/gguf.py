@@ -1,6 +1,6 @@
 """Operations for GGUF files. `DequantiseBlocks` restores quantised values, and `StoreGguf` writes a GGUF file.
 
-`ggml` has the bits of each type, and `storage.gguf` the file format.
+`ggml` defines the bits of each type, and `storage.gguf` the file format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUMBERS = {kind.value: number for number, kind in PLAIN.items()} | {
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """Maps the type of most tensors to `general.file_type`. Source: enum llama_ftype."""
 _OWN_KEYS = ("general.alignment", "split.")
-"""Metadata about a file's own layout, which a copy must not have."""
+"""Metadata about a file's own layout, which must not be copied to another file."""
 _OF_TYPES = ("general.file_type", "general.quantization_version")
 
 
@@ -125,8 +125,8 @@ class StoreGguf(Unchanged):
     """Stores tensors in one GGUF file. It must be the last operation of a conversion.
 
     Floating tensors with at least two dims get the type. Vectors become F32, as in llama.cpp, and tensors whose rows
-    cannot be divided into blocks become F16. Names and the order of heads stay, although llama.cpp expects those of its
-    own converter.
+    cannot be divided into blocks become F16. The names and the order of heads stay unchanged, although llama.cpp
+    expects those of its own converter.
 
     Args:
         type: F32, F16, BF16 or Q8_0. `keep` means that every tensor keeps its type.
@@ -146,7 +146,8 @@ class StoreGguf(Unchanged):
         self._type = type
         self._architecture = architecture
         self._blocks = dict(blocks or {})
-        # Type number and shape in elements by name. `recipes` sets them, and every process calls it first.
+        # Type number and shape in elements of each tensor, by name. `recipes` sets them, and every process calls
+        # `recipes` first.
         self._infos: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._is_changed = type != "keep"
 
@@ -158,7 +159,7 @@ class StoreGguf(Unchanged):
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`. Also raise PlanError for codes, and for a tensor that the format cannot hold."""
         specs = specs_of(only_source(sources, self.name))
-        # A GGUF file has no place for other formats' scales, so a reader would take codes for numbers.
+        # A GGUF file has no place for other formats' scales, so a reader would treat codes as numbers.
         found = find((spec.name, spec.dtype, spec.shape) for spec in specs if spec.name not in self._blocks)
         if codes := next(iter((*(layout.codes for layout in found.stored.values()), *found.unread)), None):
             message = f"{self.name}: the source tensor is quantised, and GGUF has no place for its scales"
@@ -166,7 +167,7 @@ class StoreGguf(Unchanged):
         return [self._recipe(spec) for spec in specs]
 
     def _recipe(self, spec: Spec) -> Recipe:
-        """Return the recipe of a tensor, and store its type."""
+        """Return the recipe for a tensor, and record the tensor's type."""
         if len(spec.shape) > 4:
             raise PlanError(f"{self.name}: GGUF has at most 4 dims, not {len(spec.shape)}", tensor=spec.name)
         stored = self._blocks.get(spec.name) if spec.dtype is DType.U8 else None
@@ -177,7 +178,7 @@ class StoreGguf(Unchanged):
             kind = BY_NAME[stored]
             self._infos[spec.name] = _NUMBERS[stored], (*spec.shape[:-1], spec.shape[-1] // kind.nbytes * kind.elements)
             return copy_recipe(0, spec)
-        # The tensor was dequantised before, so the source's metadata about types is no longer true.
+        # The tensor was dequantised by an earlier operation, so the source's metadata about types is no longer correct.
         self._is_changed |= spec.name in self._blocks
         wanted = self._wanted(spec)
         if wanted == "Q8_0":
@@ -238,8 +239,9 @@ class StoreGguf(Unchanged):
         """Return the header of the file. Call `recipes` first.
 
         Args:
-            table: the result's tensors. Offsets count from the first body.
-            source: header of the GGUF file whose metadata the result has. None if the source has a different format.
+            table: the result's tensors. Offsets are relative to the first body.
+            source: header of the GGUF file whose metadata is copied to the result. None if the source has a different
+                format.
         """
         dropped = (*_OWN_KEYS, *_OF_TYPES) if self._is_changed else _OWN_KEYS
         fields: list[bytes] = [] if source is not None else [text_field("general.architecture", self._architecture)]
@@ -248,12 +250,12 @@ class StoreGguf(Unchanged):
         if self._type != "keep":
             fields += [number_field(key, value) for key, value in self._of_types()]
         rows = sorted(range(len(table)), key=lambda row: int(table.offset[row]))
-        # Empty tensors share an offset with the next tensor, and their place in the table distinguishes them.
+        # An empty tensor has the same offset as the next tensor, so sort by the position in the table too.
         infos = [Info(table.names[row], *self._infos[table.names[row]], int(table.offset[row])) for row in rows]
         return encode_header(fields, infos)
 
     def _of_types(self) -> list[tuple[str, int]]:
-        """Return the metadata with the type of most tensors."""
+        """Return the metadata that states the type of most tensors."""
         values = [("general.file_type", _FILE_TYPES[self._type])]
         return [*values, ("general.quantization_version", 2)] if self._type == "Q8_0" else values
 

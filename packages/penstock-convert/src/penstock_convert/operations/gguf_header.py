@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from penstock.storage.gguf import ALIGNMENT, MAGIC
 
 _VERSION = 3
-# Numbers of the value types in the metadata.
+# Numbers that stand for the value types in the metadata.
 _UINT32, _STRING = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A tensor in a header. `offset` counts from the first body, and `shape` is in elements."""
+    """A tensor in a header. `offset` is relative to the first body, and `shape` is in elements."""
 
     name: str
     number: int

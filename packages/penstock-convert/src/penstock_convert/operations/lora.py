@@ -9,7 +9,7 @@ reads `adapter_config.json` and the base's `config.json`.
     others      the adapter's own: `modules_to_save`, trained biases, embeddings of a resized vocabulary
 
 `W` is the adapter's `base_layer.weight` if it has one (PEFT saves it for adapted embeddings and heads). Otherwise it is
-the base's. If an adapter changes tied embeddings and head differently, the result leaves them untied.
+the base's. If an adapter changes a tied embedding and head differently, they are untied in the result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = 256
-"""Number of rows multiplied at once. The bits of a product depend on its number of rows. Tasks are cut at multiples of
-this number, so the bits do not depend on the cuts."""
+"""Number of rows that are multiplied at once. The bits of a product depend on its number of rows. Tasks are cut at
+multiples of this number, so that the bits do not depend on the cuts."""
 _SHOWN = 5
 _PREFIX = "base_model.model."
 _NAMED = ("r", "lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out")
-"""Options of the configuration in the operation's name, and therefore in the job's key."""
+"""Options of the configuration that are part of the operation's name, and therefore of the job's key."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that subtract the adapter's initial values from the base. Source: PEFT 0.21,
 tuners/lora/layer.py."""
@@ -48,8 +48,8 @@ _NOT_A_SUM = {
     "layer_replication": "replicated layers are not in the base",
     "trainable_token_indices": "adapters of single tokens' embeddings are not supported",
 }
-"""Options with which PEFT does not compute W + s * B @ A, or lays out the tensors differently. Source: PEFT 0.21,
-tuners/lora/config.py and variants.py."""
+"""Options with which PEFT computes something other than W + s * B @ A, or lays out the tensors differently. Source:
+PEFT 0.21, tuners/lora/config.py and variants.py."""
 _HEADS = {
     "model.embed_tokens.weight": "lm_head.weight",
     "transformer.wte.weight": "lm_head.weight",
@@ -69,10 +69,10 @@ class _Change:
     """The change that an adapter makes to one tensor of the base."""
 
     replaced: Spec | None = None
-    """The adapter's own tensor, which replaces the base's."""
+    """The adapter's own tensor, which replaces the base's tensor."""
     a: Spec | None = None
     b: Spec | None = None
-    """The factors of a product to add."""
+    """The factors A and B of a product to add."""
     bias: Spec | None = None
     """A vector to add."""
 
@@ -90,15 +90,15 @@ class _Change:
 class LoraMerge:
     """Merges an adapter into its base, as described in the module.
 
-    Results have the same bits only on the same kind of processor, because a library computes the matrix product.
-    Source: Hu et al., "LoRA", 2021, section 4.1. Names and options are those of PEFT 0.21.
+    Results are bit-identical only on the same kind of processor, because a library computes the matrix product. Source:
+    Hu et al., "LoRA", 2021, section 4.1. Names and options are those of PEFT 0.21.
 
     Args:
         adapter_config: content of `adapter_config.json`.
         tied: `tie_word_embeddings` in the base's `config.json`. None if it is missing.
 
     Raises:
-        ConfigError: this kind of adapter is not a sum.
+        ConfigError: this kind of adapter cannot be merged by adding a product.
     """
 
     adapter_config: Mapping[str, Any] = field(hash=False)
@@ -135,7 +135,7 @@ class LoraMerge:
             shown = ", ".join(sorted(unused)[:_SHOWN])
             message = f"{len(unused)} adapter tensors match no tensor in the base: {shown}"
             hint = "was it trained on this base? `penstock inspect` shows the names of both"
-            # PEFT cannot merge these either, because a layer without a bias has no place for one.
+            # PEFT cannot merge these biases either, because the layers have no bias to which they could be added.
             bare = [name for name, change in changes.items() if change.bias is not None and name not in base | added]
             layers = [name for name in bare if f"{name.removesuffix('.bias')}.weight" in base]
             if layers and len(layers) == len(unused):
@@ -145,7 +145,7 @@ class LoraMerge:
                 hint = "adapters for fused experts (target_parameters) are not supported: merge it with PEFT"
             raise PlanError(message, hint=hint)
         remaining = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
-        # One layer that fits only transposed shows that the model stores all layers so, including square ones.
+        # If one layer fits only transposed, the model stores all layers transposed, including square ones.
         layers_transposed = bool(self.adapter_config.get("fan_in_fan_out")) or any(
             _orientations(base[name].shape, change.a, change.b) == (False, True)
             for name, change in changes.items()
@@ -172,11 +172,11 @@ class LoraMerge:
         """Return the tensors that the result adds to the base and those that it drops. Record changes for `config`.
 
         Returns:
-            The head, with the tensor that it starts from, if it is no longer tied. And the names to leave out.
+            The head, with the tensor that it starts from, if it is no longer tied, and the names of tensors to omit.
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
-            # The model's names are unknown, and without a pair of embedding and head tying cannot be determined.
+            # The model's names are unknown. Without a pair of embedding and head, tying cannot be determined.
             heads = set(_HEADS.values())
             unknown = [name for name in changes if _EMBEDDING.search(name) and name in base and name not in heads]
             if unknown and self.tied is not False:
@@ -198,7 +198,8 @@ class LoraMerge:
             return {}, {head} & base.keys()
         if not is_tied and head not in base:
             return {}, set()
-        # Set it explicitly even if the base does not, because the default in transformers depends on the model.
+        # Set `tie_word_embeddings` explicitly even if the base does not, because the default in transformers depends on
+        # the model.
         if is_tied or self.tied is None:
             self._of_config["tie_word_embeddings"] = False
         original, other = base.get(head, base[embedding]), changes.get(head)
@@ -208,7 +209,7 @@ class LoraMerge:
         return ({} if head in base else {head: original}), set()
 
     def _stays_tied(self, embedding: _Change | None, head: _Change | None) -> bool:
-        """Return whether embedding and head have the same change: tied in training, or resized and not trained."""
+        """Return whether embedding and head have the same change: trained while tied, or resized and not trained."""
         if embedding is None or head is None:
             return False
         trained = self.adapter_config.get("modules_to_save") or ()
@@ -218,11 +219,11 @@ class LoraMerge:
         return bool(self.adapter_config.get("ensure_weight_tying")) or not are_trained
 
     def _recipe(self, name: str, base: Spec, change: _Change | None, layers_transposed: bool) -> Recipe:
-        """Return the recipe of one tensor in the result, which starts from `base` in the first source.
+        """Return the recipe for one tensor of the result, which starts from `base` in the first source.
 
         Args:
             name, base, change: the tensor's name, spec and change.
-            layers_transposed: whether linear weights are [in, out], if a shape does not tell.
+            layers_transposed: whether linear weights are [in, out], if the shape does not show it.
         """
         if change is None:
             return copy_recipe(0, base, name)
@@ -250,16 +251,17 @@ class LoraMerge:
         elif change.a is not None or change.b is not None:
             a, b = change.a, change.b
             if a is None or b is None:
-                raise PlanError("the adapter has only one of the two LoRA factors (A, B) of a product", tensor=name)
+                raise PlanError("the adapter has only one of the two factors of a product", tensor=name)
             plain, transposed = _orientations(output.shape, a, b)
             if not (plain or transposed) or (change.is_embedding and not transposed):
                 message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"
                 raise PlanError(message, tensor=name)
-            # A square weight fits both ways. The configuration or the other layers decide.
+            # A square weight fits in both orientations, so use the configuration or the other layers.
             if plain and transposed and not change.is_embedding:
                 # A head is never a Conv1D.
                 transposed = layers_transposed and name not in _HEADS.values()
-            # Rows of B are rows of the result, so a task reads only these. If transposed, every row needs all of both.
+            # Rows of B correspond to rows of the result, so a task reads only its rows. If transposed, every row
+            # requires all of A and B.
             inputs += (all_of(1, a), all_of(1, b) if transposed else whole(1, b))
         if not original.shape:
             return Recipe(outputs=(TaskOutput(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
@@ -278,11 +280,11 @@ class LoraMerge:
             return [weight.to(dtype)]
         module = re.sub(r"\.(weight|bias)$", "", output.name)
         if len(others) == 1:
-            # The rank for a bias is that of its layer's weight, which only the configuration has here.
+            # For a bias, the scale uses the rank of the layer's weight, which only the configuration contains here.
             return [others[0].float().mul_(self._scale(module, None)).add_(weight).to(dtype)]
         a, b = (factor.float() for factor in others)
         scale = self._scale(module, a.shape[0])
-        # If transposed, rows of the result are columns of A.
+        # If transposed, rows of the result correspond to columns of A.
         if recipe.inputs[2].at is None:
             a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
         merged = weight.new_empty(weight.shape, dtype=dtype)
@@ -292,14 +294,14 @@ class LoraMerge:
         return [merged]
 
     def _scale(self, module: str, rank: int | None) -> float:
-        """Return the factor of the product. If `rank` is None, use the configuration's rank."""
+        """Return the factor by which the product is scaled. If `rank` is None, use the configuration's rank."""
         if rank is None:
             rank = int(self._by_pattern("rank_pattern", module, self.adapter_config.get("r", 8)))
         alpha = self._by_pattern("alpha_pattern", module, self.adapter_config.get("lora_alpha", rank))
         return float(alpha) / (rank**0.5 if self.adapter_config.get("use_rslora") else rank)
 
     def _by_pattern(self, key: str, module: str, otherwise: float) -> float:
-        """Return a module's value for an option with patterns of module names. It matches like PEFT."""
+        """Return a module's value for an option with patterns of module names, matched as in PEFT."""
         patterns: Mapping[str, float] = self.adapter_config.get(key) or {}
         for pattern, value in patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -308,7 +310,7 @@ class LoraMerge:
 
 
 def _orientations(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
-    """Return whether B @ A has this shape, and whether its transpose has it."""
+    """Return whether B @ A has this shape, and whether the transpose of B @ A has it."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         return False, False
     product = (b.shape[0], a.shape[1])
@@ -316,7 +318,7 @@ def _orientations(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
 
 
 def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
-    """Return the changes of an adapter by the names of the base's tensors.
+    """Return the changes in an adapter, by the names of the base's tensors.
 
     PEFT saves a wrapped module's own tensors under `base_layer`, and modules that were trained completely under the
     module's name. For a resized embedding that was also trained completely, it saves both copies and the result, which
@@ -325,7 +327,7 @@ def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
     changes: dict[str, _Change] = {}
     named = {spec.name.removeprefix(_PREFIX): spec for spec in specs}
     for name, spec in named.items():
-        # Skip the base's own weights, which PEFT keeps next to the trained copy.
+        # Skip the base's own weights, which PEFT stores next to the trained copy.
         if ".original_module." in name:
             continue
         if (plain := name.replace(".modules_to_save.", ".")) != name and plain in named:
@@ -346,4 +348,5 @@ _PARTS = (
     (".lora_embedding_A", ".weight", "a"),
     (".lora_embedding_B", ".weight", "b"),
 )
-"""Suffix of an adapter tensor, suffix of the base tensor that it changes, and the field of `_Change`."""
+"""Tuples of the suffix of an adapter tensor, the suffix of the base tensor that it changes, and the field of
+`_Change`."""

@@ -1,7 +1,7 @@
 """Operations that merge several checkpoints of one model: `linear`, `slerp` and `ties`.
 
-They compute in FP32, round each step once, and round last to the first source's dtype. Tensors are processed in blocks
-that stay in the cache. Apart from the result, no buffer is as large as a tensor.
+They compute in FP32, round each step once, and finally round to the first source's dtype. Tensors are processed in
+blocks that stay in the CPU cache. Apart from the result, no buffer is as large as a tensor.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ than its launch takes."""
 COLINEAR = 0.9995
 """Cosine above which the arc is treated as a line. Source: mergekit 0.1.5, merge_methods/slerp.py."""
 _LOW_BITS = 16
-"""Number of lower bits of a magnitude. `ties` counts the upper bits first and then the lower ones, with tables of 2^15
-and 2^16 entries."""
+"""Number of lower bits of a magnitude. `ties` first counts magnitudes by their upper bits and then by their lower bits,
+with tables of 2^15 and 2^16 entries."""
 
 
 def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
-    """Return each tensor in every source, in the first source's order. Raise PlanError if names or shapes differ."""
+    """Return each tensor's specs from all sources, in the first source's order.
+
+    Raise PlanError if names or shapes differ.
+    """
     first, *others = (specs_of(table) for table in sources)
     named = [{spec.name: spec for spec in specs} for specs in others]
-    # List all differences of a source in one error, so that a user can fix them at once.
+    # List all differences of a source in one error, so that a user can fix all of them at once.
     for i, by_name in enumerate(named, 1):
         missing = [spec.name for spec in first if spec.name not in by_name]
         extra = sorted(by_name.keys() - {spec.name for spec in first})
@@ -63,7 +66,7 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
 
 
 def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
-    """Return a recipe with one output, computed from the same rows of all sources or from the whole tensors."""
+    """Return a recipe with one output that is computed from the same rows of all sources or from the whole tensors."""
     spec = specs[0]
     if not rows or not spec.shape:
         inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
@@ -73,12 +76,12 @@ def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
 
 
 class _Merge(Unchanged, ABC):
-    """Base of merges.
+    """Base class of merges.
 
-    Tensors that are floating in every source are merged, and others are copied from the first source.
+    Tensors that are floating in every source are merged. All others are copied from the first source.
 
     Attributes:
-        rows: whether a task may merge some rows of a tensor. Otherwise it merges the whole tensor.
+        rows: whether a task may merge only some rows of a tensor. If False, it merges the whole tensor.
     """
 
     __slots__ = ()
@@ -103,13 +106,13 @@ class _Merge(Unchanged, ABC):
 
     @abstractmethod
     def check(self, num_sources: int) -> None:
-        """Raise PlanError if the operation does not take this number of sources."""
+        """Raise PlanError if the operation does not accept this number of sources."""
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         present = [tensor for tensor in inputs if tensor is not None]
-        # A recipe with one input copies a tensor that is not floating.
+        # A recipe with one input copies its tensor, which is not floating.
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
     @abstractmethod
@@ -123,12 +126,12 @@ def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tenso
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
         yield tuple(tensor[at : at + step] for tensor in flat)
-        # Merging a large tensor on the CPU may take longer than the stall deadline.
+        # Report progress, because merging a large tensor on the CPU may take longer than the stall deadline.
         report_progress()
 
 
 def _check_finite(operation: str, numbers: Sequence[float]) -> None:
-    """Raise ConfigError if a number is infinite or NaN, because the whole result would be too."""
+    """Raise ConfigError if a number is infinite or NaN, because it would make the whole result infinite or NaN."""
     if wrong := [number for number in numbers if not math.isfinite(number)]:
         raise ConfigError(
             f"{operation}: {wrong[0]} is not a finite number", hint="check the `weights` and `scale` arguments"
@@ -136,11 +139,11 @@ def _check_finite(operation: str, numbers: Sequence[float]) -> None:
 
 
 Blocks = Callable[[], "Iterator[tuple[torch.Tensor, ...]]"]
-"""Yields all elements of each tensor, `_BLOCK` at a time, in flat order. Called for each pass over them."""
+"""A function that yields all elements of each tensor, `_BLOCK` at a time, in flat order. It is called for each pass."""
 
 
 class _WholeMerge(_Merge):
-    """Base of merges that need passes over the whole tensor before they can compute any element.
+    """Base class of merges that make passes over the whole tensor before they can compute any element.
 
     Passes use blocks of a fixed size, so that sums have the same bits whether a tensor is in memory or read in parts.
     """
@@ -150,7 +153,7 @@ class _WholeMerge(_Merge):
 
     @abstractmethod
     def measure(self, blocks: Blocks, num_elements: int) -> Any:
-        """Measure the whole tensors and return the values that `apply` needs."""
+        """Measure the whole tensors, and return the values that `apply` uses."""
 
     @abstractmethod
     def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -166,17 +169,17 @@ class _WholeMerge(_Merge):
         num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
 
         def parts() -> Iterator[list[torch.Tensor]]:
-            """Yield the same elements of all inputs. Each call reads them again."""
+            """Yield parts with the same elements of all inputs. Each call reads the inputs again."""
             for at in range(0, num_elements, num_part):
                 yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
 
         def blocks() -> Iterator[tuple[torch.Tensor, ...]]:
-            """Yield the parts in blocks of the size that a merge in memory uses, so that sums have the same bits."""
+            """Yield the parts in blocks of the same size as in a merge in memory, so that sums are bit-identical."""
             for part in parts():
                 yield from _blocks(*part, step=_BLOCK)
 
         measured = self.measure(blocks, num_elements)
-        # Read the parts from storage again, because keeping them would need the memory that parts save.
+        # Read the parts from storage again, because keeping them would take the memory that parts save.
         for part in parts():
             yield [self.apply(measured, part)]
 
@@ -188,7 +191,8 @@ def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
     """
     import torch
 
-    # Reuse this memory. New memory would cost as much time as the sum, because the kernel zeroes each page.
+    # Reuse the first tensor's memory. New memory would take as much time as the sum, because the OS kernel zeroes each
+    # page.
     result = tensors[0]
     size = min(_BLOCK if result.device.type == "cpu" else _DEVICE_BLOCK, result.numel())
     # Use two buffers for all blocks, because allocating one for each term would always touch new pages.
@@ -241,7 +245,9 @@ class Linear(_Merge):
 
 @dataclass(frozen=True, slots=True)
 class Slerp(_WholeMerge):
-    """Spherical interpolation between two tensors, each taken as one vector. It is linear if they are nearly parallel.
+    """Spherical interpolation between two tensors, each treated as one vector.
+
+    It is linear if they are nearly parallel.
 
     Source: Shoemake, "Animating rotation with quaternion curves", 1985. It differs from mergekit's `slerp` in two
     points. Lengths and cosine are FP64, and a zero tensor is interpolated linearly (mergekit assumes a right angle).
@@ -253,7 +259,7 @@ class Slerp(_WholeMerge):
     t: float
 
     def __post_init__(self) -> None:
-        # This condition refuses NaN too.
+        # This condition also rejects NaN.
         if not 0 <= self.t <= 1:
             raise ConfigError(f"slerp: t={self.t} is not in [0, 1]", hint="0 is the first source, 1 the second")
 
@@ -273,7 +279,7 @@ class Slerp(_WholeMerge):
         """See `_WholeMerge.measure`. Return the weight of each tensor."""
         import torch
 
-        # Use FP64, because an FP32 sum over a hundred million squares loses digits that the angle needs.
+        # Use FP64, because an FP32 sum over a hundred million squares loses digits that the angle requires.
         sums = torch.zeros(3, dtype=torch.float64)
         for a, b in blocks():
             x, y = a.double(), b.double()
@@ -281,7 +287,7 @@ class Slerp(_WholeMerge):
         aa, bb, ab = sums.tolist()
         # Take the roots first, because the product would overflow for large tensors with large values.
         length = math.sqrt(aa) * math.sqrt(bb)
-        # NaN is interpolated linearly too. Above `COLINEAR` the sine in the denominator has few digits left.
+        # Interpolate linearly for NaN too. Above `COLINEAR` the sine in the denominator has few accurate digits.
         if not length or not abs(ab / length) <= COLINEAR:
             return [1 - self.t, self.t]
         angle = math.acos(ab / length)
@@ -294,14 +300,14 @@ class Slerp(_WholeMerge):
 
 @dataclass(frozen=True, slots=True)
 class Ties(_WholeMerge):
-    """The sum of the changes in fine-tuned models: trimmed, with a vote on the sign, averaged where signs agree.
+    """Sums the changes of fine-tuned models. They are trimmed, vote on the sign, and are averaged where signs agree.
 
     The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. It differs from mergekit's
-    `ties` in three points. It computes in FP32 and not in the sources' dtype. It keeps all changes as large as the
-    smallest kept one. A tied vote changes nothing (mergekit counts it as positive).
+    `ties` in three points. It computes in FP32 instead of the sources' dtype. If several changes are as large as the
+    smallest kept change, it keeps all of them. A tied vote changes nothing (mergekit counts it as positive).
 
     Args:
-        density: share of each tensor's changes to keep. The largest ones are kept.
+        density: share of each tensor's changes to keep. The largest changes are kept.
         weights: one weight for each fine-tuned model. Empty means equal weights.
         scale: factor for the merged change.
     """
@@ -328,15 +334,15 @@ class Ties(_WholeMerge):
     def measure(self, blocks: Blocks, num_elements: int) -> list[int]:
         """See `_WholeMerge.measure`. Return for each model the bits of the smallest magnitude to keep.
 
-        The first pass counts the upper bits of the magnitudes. The second counts the lower bits in the bucket with the
-        smallest one.
+        The first pass counts magnitudes by their upper bits. The second pass counts those in the bucket with the
+        smallest magnitude to keep by their lower bits.
         """
         num_kept = max(1, int(self.density * num_elements))
-        # Everything is kept, so the edge is 0 without the two passes.
+        # All changes are kept, so the smallest magnitude is 0 and the two passes are skipped.
         if num_kept >= num_elements:
             return []
         high = _counted(blocks, None)
-        # Sorting would need the whole tensor in memory, but counts need at most 2^16 numbers.
+        # Sorting would require the whole tensor in memory, but counting requires at most 2^16 numbers.
         buckets, left = list[int](), list[int]()
         for counts in high:
             above = counts.flip(0).cumsum(0)
@@ -358,7 +364,8 @@ class Ties(_WholeMerge):
             moves = [
                 _trimmed(start, model, edge).mul_(w) for model, edge, w in zip(models, edges, weights, strict=True)
             ]
-            # The sign of the sum of all changes wins the vote for an element. Changes with the other sign do not count.
+            # The sign of the sum of all changes wins the vote for an element. Changes with the opposite sign are
+            # ignored.
             votes, total, share = (torch.zeros_like(start) for _ in range(3))
             for move in moves:
                 votes.add_(move)
@@ -395,7 +402,7 @@ def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of |x|. Their order is that of the numbers, with NaN last."""
+    """Return the bits of |x|. They have the same order as the numbers, with NaN last."""
     import torch
 
     return values.view(torch.int32) & 0x7FFFFFFF

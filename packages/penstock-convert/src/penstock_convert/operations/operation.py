@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
-"""Dtypes with which operations compute."""
+"""Dtypes in which operations compute."""
 UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
-"""Dtypes that torch does not have. Their bytes are copied, and no operation receives them."""
+"""Dtypes that torch lacks. The bytes of their tensors are copied, and no operation receives these tensors."""
 
 
 class Operation(Protocol):
     """A step of a conversion.
 
-    It is immutable, and every worker creates it from the same spec (`penstock_convert.operations.spec`).
+    An operation is immutable, and every worker creates it from the same spec (`penstock_convert.operations.spec`).
 
     A user's class conforms by having these attributes. It need not inherit from this class.
     """
 
     @property
     def name(self) -> str:
-        """Return its name in reports, with its options.
+        """Return the operation's name for reports, including its options.
 
-        The name is part of the job's key, so different options mean a different job.
+        The name is part of the job's key, so different options lead to a different job.
         """
         ...
 
@@ -60,11 +60,13 @@ class Operation(Protocol):
         Args:
             recipe: one of `recipes`.
             start, stop: rows of the recipe.
-            inputs: for each input, the part that `Input.taken` names, contiguous, on one device. None if these rows
-                need none of it. `run` may overwrite the tensors, and must not keep them.
+            inputs: for each input, the part that `Input.taken` names, as a contiguous tensor. All are on one device.
+                None if these rows use no part of the input. `run` may overwrite the tensors, and must not keep
+                references to them.
 
         Returns:
-            One tensor for each output, with its rows, on the same device. The bits must not depend on how rows are cut.
+            One tensor for each output, with the requested rows, on the same device. The bits must not depend on how
+            rows are cut.
         """
         ...
 
@@ -84,28 +86,29 @@ class Attested(Protocol):
     small_from: int
 
     def files(self) -> Mapping[str, bytes]:
-        """Return additional small files of the result."""
+        """Return additional small files for the result, by name."""
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result is not the expected one. Then nothing is published."""
+        """Raise IntegrityError if the result is not the expected one. In that case nothing is published."""
         ...
 
 
 ReadPart = Callable[[int, int, int], "torch.Tensor"]
-"""Maps `(input, start, stop)` to the elements [start, stop) of a recipe's input, flat. They are valid until the same
-input is read again, and the caller may overwrite them."""
+"""A function of `(input, start, stop)` that returns the elements [start, stop) of a recipe's input as a flat tensor.
+They are valid until the same input is read again, and the caller may overwrite them."""
 
 
 @runtime_checkable
 class StreamedOperation(Protocol):
-    """An operation that can also read its inputs in parts, perhaps more than once, instead of as whole tensors.
+    """An operation that can also read its inputs in parts, possibly several times, instead of as whole tensors.
 
-    A worker uses parts if the tensors of a recipe do not fit in its memory. Both ways must return the same bits.
+    A worker uses parts if a recipe's tensors do not fit in its memory. The results must be bit-identical with and
+    without parts.
     """
 
     def part_unit(self, recipe: Recipe) -> int:
-        """Return the number of elements of which each part but the last must be a multiple.
+        """Return a number of elements. The size of every part except the last must be a multiple of it.
 
         0 means that parts are not possible.
         """
@@ -120,21 +123,21 @@ class StreamedOperation(Protocol):
             read: reads a part of an input, and raises the error of a failed read.
 
         Returns:
-            For each part, one tensor for each output with its next bytes.
+            For each part, one tensor for each output, with the output's next bytes.
         """
         ...
 
 
 report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
-"""The worker's function that counts progress reports while an operation runs."""
+"""The function with which a worker counts progress reports while an operation runs."""
 
 
 def report_progress() -> None:
     """Report that the running operation makes progress. This is cheap. A task that reports is never considered hung.
 
-    Call it in the thread that called `run`. In other threads it does nothing.
+    Call this in the thread in which `run` was called. In other threads it does nothing.
     """
-    # Use a context variable and not a global, because one process may run several workers, in tests for example.
+    # Use a context variable instead of a global, because one process may run several workers, for example in tests.
     if (report := report_to.get()) is not None:
         report()
 
@@ -147,19 +150,19 @@ def specs_of(table: TensorTable) -> list[Spec]:
 
 
 def whole(source: int, spec: Spec) -> Input:
-    """Return an input with all rows of a tensor, each for the same row of the recipe."""
+    """Return an input that provides row i of a tensor for row i of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """Return a whole tensor as an input for any rows of the recipe."""
+    """Return an input that provides the whole tensor for any rows of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
 def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """Return a recipe that copies a tensor, under a new name if there is one."""
+    """Return a recipe that copies a tensor, under `name` if it is set."""
     output = spec if name is None else replace(spec, name=name)
-    # Rows of packed elements may end within a byte. Do not split these tensors.
+    # Rows of packed elements may end inside a byte. Such a tensor is not cut.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(
@@ -180,7 +183,7 @@ def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
 
 
 class Unchanged:
-    """Base of operations that keep the source's configuration."""
+    """Base class of operations that keep the source's configuration."""
 
     # Without this line, the dataclasses with slots below would still have a `__dict__`.
     __slots__ = ()
@@ -192,7 +195,7 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class CopyOperation(Unchanged):
-    """Copies tensors into shards of a different size, into one file, or from one store to another."""
+    """Copies tensors unchanged, for example into shards of a different size, into one file, or to another store."""
 
     name = "copy"
 
@@ -209,7 +212,7 @@ class CopyOperation(Unchanged):
 
 @dataclass(frozen=True, slots=True)
 class Rename(CopyOperation):
-    """Copies tensors under new names. Tensors with an empty new name are left out.
+    """Copies tensors under new names. Tensors with an empty new name are omitted.
 
     Args:
         rules: pairs (pattern, replacement) for `re.sub`. The first pattern that is found anywhere in a name applies.
@@ -220,7 +223,8 @@ class Rename(CopyOperation):
     def __post_init__(self) -> None:
         for pattern, replacement in self.rules:
             try:
-                # This parses both, and fails if the replacement refers to a group that the pattern does not have.
+                # This parses the pattern and the replacement. It fails if the replacement refers to a group that the
+                # pattern lacks.
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError, TypeError) as error:
                 raise ConfigError(f"rename: {pattern!r} -> {replacement!r} is not a valid rule: {error}") from error
@@ -248,9 +252,12 @@ class Rename(CopyOperation):
 
 
 class Chain:
-    """Two operations in one pass. The second uses the outputs of the first, which are never written.
+    """Two operations in one pass.
 
-    If the recipes of both are not cut alike or do not work row by row, they become one recipe that is not cut.
+    The second operation uses the outputs of the first, which are never written to storage.
+
+    If the recipes of the two operations are cut differently or do not work row by row, they become one recipe that is
+    not cut.
 
     Args:
         first: one operation on all sources, or one operation for each source.
@@ -262,7 +269,7 @@ class Chain:
         self._first = self._each[0] if isinstance(first, Sequence) else first
         self._second = second
         self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
-        """Maps the path of a joined recipe's first output to the recipes of both operations that were joined. Set by
+        """Maps the path of a joined recipe's first output to the recipes of the two operations that were joined. Set by
         `recipes`, which every process calls before it runs anything."""
 
     @property
@@ -296,7 +303,7 @@ class Chain:
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
-            """Return the number that represents the group of recipe `i`."""
+            """Return the number of the recipe that represents the group of recipe `i`."""
             while group[i] != i:
                 i = group[i]
             return i
@@ -345,7 +352,7 @@ class Chain:
         left = iter(inputs)
         between: dict[tuple[int, str], torch.Tensor] = {}
         for operation, source, part in firsts:
-            # A joined recipe that cannot be cut runs every part whole, even parts that could be cut.
+            # A joined recipe that cannot be cut runs each of its recipes completely, even recipes that could be cut.
             rows = (start, stop) if recipe.align else (0, part.num_rows)
             outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
             between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
@@ -363,11 +370,11 @@ class Chain:
     def part_unit(self, recipe: Recipe) -> int:
         """See `StreamedOperation.part_unit`.
 
-        The second operation must work row by row, and a part has at least the rows that it needs.
+        The second operation must work row by row, and a part must have at least as many rows as it processes at once.
         """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
-        # Several recipes of the first operation would have to run in step, which is not possible.
+        # Several recipes of the first operation would have to run in lockstep, which is not possible.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -393,7 +400,7 @@ class Chain:
         )
 
         def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-            """Return the second operation's outputs for the first one's elements from row `start` on."""
+            """Return the second operation's outputs for the first operation's elements, beginning at row `start`."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:
@@ -404,7 +411,7 @@ class Chain:
         rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
         for (part,) in operation.run_parts(first, num_part, read):
             flat = torch.cat([rest, part]) if len(rest) else part
-            # A part may end anywhere, but the second operation takes whole groups of rows, so keep the remainder.
+            # A part may end anywhere, but the second operation processes whole groups of rows, so keep the remainder.
             whole = len(flat) // unit * unit
             # Copy the remainder, because the next part is read into the same memory.
             rest = flat[whole:].clone()
@@ -415,7 +422,7 @@ class Chain:
             yield second_outputs(rest, num_done // row)
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`. It is based on the first source's."""
+        """See `Operation.config`. The result is based on the first source's configuration."""
         return self._second.config(self._first.config(config))
 
 
@@ -425,8 +432,8 @@ def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
-    """Join a group of recipes and the recipes on their outputs into one."""
-    # Cutting by rows is correct only if row i of every step needs only row i of the previous step.
+    """Join a group of recipes, and the recipes that use their outputs, into one recipe."""
+    # Cutting by rows is correct only if row i of every step depends only on row i of the previous step.
     rows = firsts[0].num_rows
     row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
     row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
@@ -451,7 +458,7 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
 def _cut(
     between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
 ) -> torch.Tensor:
-    """Return an input of the second operation. It is the whole intermediate tensor or a box of it."""
+    """Return an input for the second operation: the whole intermediate tensor or a box of it."""
     at = second_input.source, second_input.spec.name
     # `run` may overwrite its inputs, so copy a tensor that several recipes read.
     if second_input.box == Box.full(second_input.spec.shape):

@@ -1,4 +1,4 @@
-"""Values of tensors that are stored as codes and scales."""
+"""Computes the values of tensors that are stored as codes and scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     """Return the values of the tensors that a format stores, computed in FP32 and then cast.
 
     Args:
-        parts: result of `quantise`, or boxes of it that cut no block.
+        parts: result of `quantise`, or boxes of the result that do not cut through a block.
         dtype: one of CASTS.
 
     Raises:
@@ -53,19 +53,19 @@ def read_codes(
 
     Args:
         codes: FP8, INT8, or E2M1 with two codes per byte.
-        scales: scales of the whole tensor, whichever rows the codes are. They have any floating dtype, or are exponents
-            (E8M0, also as U8). The last two dims count blocks. A single element is the scale of the whole tensor.
-        block: rows and columns of values that share a scale. WHOLE means the whole dim.
+        scales: scales of the whole tensor, regardless of which rows the codes are. They have any floating dtype, or are
+            exponents (E8M0, possibly as U8). The last two dims count blocks. A single element is the scale of the whole
+            tensor. block: rows and columns of values that share a scale. WHOLE means the whole dim.
         dtype: one of CASTS.
         whole: number by which all scales are divided, or None.
         multiplies: multiply all scales by `whole` instead.
         packed: codes are E2M1, two per byte.
         first_row: row of the whole tensor, in the second last dim, at which the codes begin.
     """
-    # Look up the sixteen codes in a table, since torch cannot compute with E2M1.
+    # Look up the sixteen codes in a table, because torch cannot compute with E2M1.
     if packed:
         table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
-        # DeepSeek-V4 stores the bytes as I8, whose sign a shift would keep.
+        # DeepSeek-V4 stores the bytes as I8, and a right shift would extend their sign.
         codes = codes.view(torch.uint8)
         values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
     else:
@@ -75,7 +75,7 @@ def read_codes(
     factor = _scale_values(scales)
     if whole is not None:
         factor = factor * whole if multiplies else factor / whole
-    # A single scale applies to all values, whatever `block` says. It also fits shapes that blocks do not.
+    # A single scale applies to all values, whatever `block` is. It also works for shapes that do not fit blocks.
     if factor.numel() == 1:
         return cast(values * factor.reshape(()), dtype)
     rows, cols = block
@@ -93,6 +93,6 @@ def _scale_values(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     exponent = scales.view(torch.uint8).int()
-    # 2^-127 is the only scale below the normal numbers of FP32.
+    # 2^-127 is the only scale below the range of normal FP32 numbers.
     bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
     return torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)

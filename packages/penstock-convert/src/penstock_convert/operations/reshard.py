@@ -1,7 +1,7 @@
 """Reshards tensor-parallel checkpoints from n ranks to m. Each tensor is read once for all its outputs.
 
 The input is one source for each rank, with the same names and shapes. The output is m weight sets, or one whole
-checkpoint. `plan.tensor_parallel` has the rule for each name.
+checkpoint. `plan.tensor_parallel` defines the rule for each name.
 
     dim 0, parts 2:1   rank 0 [a0 a1|b0]  rank 1 [a2 a3|b1]   -- one recipe, m outputs -->   [a0 a1 a2 a3|b0 b1]
 """
@@ -40,7 +40,7 @@ class Reshard(Unchanged):
         rules: pairs of a pattern and one of `plan.tensor_parallel.FORMS`. They take precedence over the built-in rules.
         layout: one of `LAYOUTS`.
         heads: total numbers of query heads and of key heads, which determine the parts of a fused `qkv_proj`. If there
-            are fewer key heads than ranks, several ranks have the same head.
+            are fewer key heads than ranks, several ranks hold the same key head.
 
     Raises:
         ConfigError: an option is invalid.
@@ -55,7 +55,8 @@ class Reshard(Unchanged):
         if not isinstance(self.to, int) or self.to < 1 or self.layout not in LAYOUTS:
             hint = f"`to` must be at least 1, and `layout` one of {', '.join(LAYOUTS)}"
             raise ConfigError(f"reshard: invalid options to={self.to!r}, layout={self.layout!r}", hint=hint)
-        # Create it only to check the rules, so that a wrong one fails now and not at the first tensor that it matches.
+        # Create it only to check the rules, so that an invalid rule raises now instead of at the first tensor that it
+        # matches.
         _ = self._parallel
 
     @property
@@ -69,7 +70,10 @@ class Reshard(Unchanged):
         return f"reshard to {self.to} in {self.layout}" + (f" ({', '.join(options)})" if options else "")
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError for tensors without a rule, or that their rule cannot split."""
+        """See `Operation.recipes`.
+
+        Also raise PlanError for tensors without a rule, and for tensors that their rule cannot split.
+        """
         named, parallel = same_everywhere(sources, "reshard"), self._parallel
         # List all unknown names at once. A scalar needs no rule, because it is never split.
         if unknown := [specs[0].name for specs in named if parallel.how(specs[0].name) is None and specs[0].shape]:
@@ -96,7 +100,7 @@ class Reshard(Unchanged):
         return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
-        """Return the recipe of a tensor that every rank has. All sources are read, to compare them."""
+        """Return the recipe for a tensor that every rank has. It reads all sources in order to compare them."""
         spec = specs[0]
         if not spec.shape or math.prod(spec.shape[1:]) * spec.dtype.bits % 8:
             inputs = tuple(all_of(i, rank_spec) for i, rank_spec in enumerate(specs))

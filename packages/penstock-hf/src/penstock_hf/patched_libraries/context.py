@@ -237,7 +237,7 @@ class _PatchedBlock:
         return file
 
     def abandon(self) -> None:
-        """Close the files that a failed load left open, because the error's traceback may keep them open for long."""
+        """Close the files that a failed load left open. Otherwise the error's traceback may keep them open."""
         with self._changing:
             opened = list(self._opened)
         for file in opened:

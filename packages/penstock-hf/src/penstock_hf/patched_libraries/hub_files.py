@@ -361,7 +361,7 @@ def _place(given: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Raise huggingface_hub's own error if it caused Penstock's, because libraries handle its classes."""
+    """Raise huggingface_hub's own error if it caused Penstock's, because libraries handle that error."""
     try:
         yield
     except PenstockError as error:

@@ -73,7 +73,7 @@ class ProcessViews:
                     self._prune(place.parent)
 
     def forget(self) -> None:
-        """Leave the files to the parent, in a forked child. A different thread of the parent may have held the lock."""
+        """In a forked child, leave the files to the parent, and replace the lock that another thread may hold."""
         self._root, self._lock, self._num_blocks = None, threading.Lock(), {}
 
     def _prune(self, directory: Path) -> None:
