@@ -40,7 +40,7 @@ class Written:
     stop: int
 
     def cuts(self, leaf_bytes: int) -> I64:
-        """Return the cuts of the range: its start, the edges of the tensor's leaves in it, and its stop.
+        """Return the points that divide the range: its start, the leaf edges inside it, and its stop.
 
         The bytes between two cuts are a piece with a separate digest.
         """

@@ -1,4 +1,4 @@
-"""Results in shared memory."""
+"""The output of a conversion into shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OutputRegion(OutputSet):
     The owner of the memory creates, shares and frees it.
     """
 
-    # The base constructor would encode a header, which the memory does not have.
+    # Do not call the base constructor, because it would encode a header, which the memory does not have.
     def __init__(self, path: Path, table: TensorTable) -> None:
         self.directory = path
         self.table = table
@@ -29,4 +29,4 @@ class OutputRegion(OutputSet):
         self._write_bytes = DISK_WRITE_BYTES
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Do nothing, because the memory exists already."""
+        """Do nothing, because the memory is already allocated."""

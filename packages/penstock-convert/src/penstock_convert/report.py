@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 5
-"""Number of files to name for each reason why files were left out."""
+"""Maximum number of files to name for each reason why files were omitted."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class ConvertReport(Summarised):
     """The measurements of one conversion."""
 
     uri: str
-    """The destination."""
+    """URI of the destination."""
     revision: str
     """Digest of the names, dtypes, shapes and bytes of the result's tensors."""
     operation: str
@@ -104,14 +104,14 @@ class ConvertReport(Summarised):
     num_resumed: int
     """Number of tasks that earlier runs had finished."""
     num_stolen: int
-    """Number of tasks that were moved from the worker for which they waited to a different worker."""
+    """Number of tasks that were reassigned from the worker for which they waited to a different worker."""
     num_twice: int
     """Number of tasks that were started a second time, on a different worker."""
     num_workers: int
     """Number of workers that ran at the same time."""
     wall_s: float
     start_s: float
-    """Part of `wall_s` until the first worker was ready."""
+    """Part of `wall_s` before the first worker was ready."""
     moving_s: float
     """Part of `wall_s` from the first worker's readiness to the last task's end."""
     predicted_s: float | None
@@ -123,19 +123,18 @@ class ConvertReport(Summarised):
     workers: tuple[WorkerStats, ...]
     """Every worker that was started, including replaced ones."""
     peak_bytes: int
-    """Peak host memory in bytes of the tasks of any one worker."""
+    """Peak host memory in bytes that the tasks of any single worker used."""
     verified: bool
-    """True if all bytes read from the sources, in this run and earlier ones, were compared with digests."""
+    """Whether all bytes read from the sources, in this run and earlier runs, were compared with digests."""
     left_out: tuple[str, ...]
-    """Files and folders in the first source's directory that the result does not have, and left-out weights in other
-    sources."""
+    """Files and folders in the first source's directory that the result lacks, and omitted weights in other sources."""
     why: str
     """How the sources were verified, or why not. The result's own digests are always those of the computed bytes."""
     why_left_out: Mapping[str, str] = field(default_factory=dict)
     """The reason for each entry in `left_out`."""
 
     def summary(self) -> str:
-        """Return a short text that people can read."""
+        """Return a short description for people."""
         done = f"{self.num_tasks} tasks by {self.num_workers} workers"
         resumed = f", {self.num_resumed} by an earlier run" if self.num_resumed else ""
         lines = [
@@ -209,7 +208,7 @@ def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
 _MODELS = {"H200": "h200", "H100": "h100"}
 """Maps a part of a GPU's name to the cluster description with that GPU."""
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""Has a directory for each GPU. Source: README of NVIDIA's Linux driver, "The /proc Interface"."""
+"""Directory that contains a directory for each GPU. Source: README of NVIDIA's Linux driver, "The /proc Interface"."""
 
 
 Predicted = tuple[float | None, str]
@@ -232,7 +231,8 @@ def predict(
     rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
     if not len(rows):
         return None, "nothing was left to do"
-    # Do not guess a store's rate, which depends on the network and other users. A guess would look like a measurement.
+    # Do not guess an object store's rate, which depends on the network and other users. A guess would look like a
+    # measurement.
     if away := next((uri for uri in uris if is_remote(uri)), None):
         return None, f"no rate is known for {away}"
     machine = _machine(devices, rates) if devices else "no rates are known for other hosts"
@@ -268,7 +268,7 @@ def compute_gb_per_s(operation: Operation, rates: Rates) -> float:
 
 
 def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
-    """Return this host as a cluster with one GPU for each worker, and its rates. Or return why they are not known."""
+    """Return this host as a cluster with one GPU for each worker, and its rates, or the reason why they are unknown."""
     is_on_cpu = all(device == "cpu" for device in devices)
     if is_on_cpu and rates is None:
         return "no rates are known for this processor: measure it with `penstock calibrate FILE`"

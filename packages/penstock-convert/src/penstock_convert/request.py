@@ -18,7 +18,7 @@ from penstock_convert.operations.spec import Operations, completed, operation_of
 from penstock_convert.plan.tasks import task_bytes_of
 
 WORKER_MEMORY_BYTES = 512 * MIB
-"""Default host memory in bytes for one worker's tasks: four tasks of 64 MiB, and some reserve."""
+"""Default host memory in bytes for one worker's tasks. It is enough for four tasks of 64 MiB, with some reserve."""
 MIN_TASK_BYTES = MIB // 4
 """Minimum size of a task in bytes. A smaller task saves little, because it still reads two leaves of 256 KiB from each
 source."""
@@ -119,7 +119,7 @@ def plan_request(
 
     job = planned(wanted)
     while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
-        # Reads extend to the ends of leaves, so a task that aims at the budget would exceed it.
+        # Reads extend to the ends of leaves, so a task with the budget as its target size would exceed the budget.
         smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
         if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
             # The operation cannot cut the largest task, so smaller tasks do not help.
@@ -143,7 +143,7 @@ def plan_request(
 
 def small_place(uri: str, weights: WeightSet) -> str:
     """Return the URI from which to read the small files of a source."""
-    # An opened set's URI lacks the user and the query of a URL, which an HTTP request needs. HTTP has no revisions.
+    # An opened set's URI lacks the user and the query of a URL, which an HTTP request requires. HTTP has no revisions.
     return uri if uri.startswith(("http://", "https://")) else weights.uri
 
 

@@ -109,14 +109,15 @@ class Journal:
             key: key of the job.
 
         Raises:
-            DestinationError: another process has the file open, it belongs to another job, or it cannot be written.
+            DestinationError: another process has locked the file, the file belongs to another job, or it cannot be
+                written.
         """
         with typed(path):
             journal = Journal(path, _locked(path))
             try:
                 journal._read(key)
             except BaseException:
-                # Remove an empty journal, which is left if the disk has no space even for the first line.
+                # Remove an empty journal, which remains if the disk has no space even for the first line.
                 if not os.fstat(journal._fd).st_size:
                     journal.remove()
                 journal.close()
@@ -195,9 +196,10 @@ class MemoryJournal(Journal):
 
 
 def _locked(path: Path) -> int:
-    """Open the file for this process only. Raise DestinationError if another process has it."""
+    """Open and lock the file. Raise DestinationError if another process holds the lock."""
     while True:
-        # Another user can guess the name and put a link or a pipe there. Neither follow it nor wait for it.
+        # Another user could guess the name and create a symlink or a FIFO there. Do not follow a symlink or wait for a
+        # FIFO.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags, 0o666)
         try:
@@ -218,7 +220,7 @@ def _locked(path: Path) -> int:
             ) from error
         if at_path is not None and os.path.samestat(at_path, os.fstat(fd)):
             return fd
-        # The process that held the lock removed the file before this one got the lock. Try again.
+        # The process that held the lock removed the file before this process acquired the lock. Retry.
         os.close(fd)
 
 
@@ -308,7 +310,7 @@ def published(
     manifest = read_small(f"{place}/{SIDECAR}", settings=settings, storage_options=options) if raw else None
     if raw is None or manifest is None:
         return None
-    # Damaged or foreign files are no error here, because this job did not write them.
+    # Corrupt or foreign files are not an error here, because this job did not write them.
     try:
         mark, there = _STAMP.decode(raw), decode(manifest, uri=into)
     except (*MALFORMED, FormatError, IntegrityError):

@@ -59,7 +59,7 @@ class SmallFiles:
 
 
 NO_SMALL_FILES = SmallFiles(files={}, left_out={})
-"""For a result without small files."""
+"""The value for a result without small files."""
 
 
 def find_small_files(
@@ -118,7 +118,7 @@ def _below(
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     is_http = uri.startswith(("http://", "https://"))
     if listed == [uri] or (glob.has_magic(uri) and not is_http):
-        # Looking for small files would cost requests.
+        # Do not search for small files, because that would cost requests.
         path = uri.partition("?")[0] if is_http else uri
         return {}, {f"{path.rpartition('/')[0]}/": _SINGLE_FILE}
     prefix, below = directory_prefix(uri), dict[str, str]()
@@ -173,7 +173,7 @@ def _folders_of_model(
 
 
 def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset[str]:
-    """Return folders with a different model, which have weights and a configuration, or a manifest."""
+    """Return folders that contain a different model: weights with a configuration, or a manifest."""
     folders: dict[str, set[str]] = {}
     for name in found:
         folder, _, last = name.rpartition("/")

@@ -29,7 +29,10 @@ def table_of(tensors: Tensors) -> TensorTable:
 
 
 def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
-    """Return all outputs. With a seed, the recipes are cut at random. The recipes decide dtypes and shapes."""
+    """Return all outputs by name. With a seed, the recipes are cut at random rows.
+
+    The recipes determine dtypes and shapes.
+    """
     found: dict[str, torch.Tensor] = {}
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
         parts = [_run(operation, recipe, start, stop, sources) for start, stop in _cuts(recipe, seed)]

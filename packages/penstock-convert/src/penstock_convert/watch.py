@@ -98,7 +98,7 @@ class JobWatch:
             # The first sample is the start of this run, when only tasks of earlier runs are done.
             self._samples.append((min(coordinator.began, now), coordinator.resumed_bytes))
         self._samples.append((now, done_bytes))
-        # Keep the first sample, which the average of the whole run needs.
+        # Keep the first sample, because the average over the whole run uses it.
         while len(self._samples) > 2 and now - self._samples[1][0] > RATE_S:
             del self._samples[1]
         since, before = self._samples[1 if len(self._samples) > 2 else 0]

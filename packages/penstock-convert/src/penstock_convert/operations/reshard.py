@@ -111,7 +111,7 @@ class Reshard(Unchanged):
     def _by_rows(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
         """Return a recipe that cuts by rows. Its inputs are ordered by output rank, then part, then source rank.
 
-        Copies of a head in several sources come last, and are compared with the first one.
+        Further copies of a head in other sources come last, and are compared with the first copy.
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
@@ -133,7 +133,7 @@ class Reshard(Unchanged):
                         box = Box(start=start, stop=(first + high, *spec.shape[1:]))
                         at = sum(output_rows[:part]) + low - number * there
                         inputs.append(Input(source=i, spec=specs[i], box=box, at=at))
-                        # Compare a share once, although several outputs may have it.
+                        # Compare a share only once, although several outputs may have the same share.
                         if rank == -(-number * self.to // output_shares[part]):
                             copies += [Input(source=j, spec=specs[j], box=box, at=at) for j in range(i + 1, after)]
         rows = sum(output_rows)
@@ -141,7 +141,7 @@ class Reshard(Unchanged):
         return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts along a later dim. Each row of an output needs the same row of every source."""
+        """Return a recipe that cuts along a later dim. Each row of an output requires the same row of every source."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -153,7 +153,7 @@ class Reshard(Unchanged):
         """See `Operation.run`. Raise PlanError if ranks differ in a tensor that should be equal."""
         spec = recipe.inputs[0].spec
         rule = self._parallel.rule_of(spec.name, spec.shape)
-        # Use bytes if torch lacks operators for the dtype, and restore the dtype at the end.
+        # Process the tensors as bytes if torch lacks operators for their dtype, and restore the dtype at the end.
         tensors = [None if tensor is None else _plain(tensor) for tensor in inputs]
         if rule.dim == 0:
             results = self._shared(recipe, tensors)
@@ -180,7 +180,7 @@ class Reshard(Unchanged):
                 shares[(end - 1) // recipe.num_rows].append(tensor)
                 here[rank_input.source] = tensor
                 continue
-            # The nearest earlier rank whose rows were used has the same head.
+            # The closest earlier rank whose rows were used has the same head.
             holder = max(source for source in here if source < rank_input.source)
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), here[holder].reshape(-1).view(torch.uint8)):
                 message = f"ranks {holder} and {rank_input.source} have the same head but with different bytes"
@@ -189,7 +189,7 @@ class Reshard(Unchanged):
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """Return the tensor for every rank. Raise PlanError if the sources differ in it."""
+        """Return the same tensor for every rank. Raise PlanError if the sources have different values."""
         import torch
 
         # Compare bytes, because NaN is not equal to itself and -0.0 is equal to 0.0.

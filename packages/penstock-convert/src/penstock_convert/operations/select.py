@@ -1,4 +1,4 @@
-"""Selection of the tensors to quantise, and the entry of config.json with which engines load the result."""
+"""Selects the tensors to quantise, and writes the entry in config.json with which engines load the result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from penstock.transform.formats import Format
 from penstock.transform.select import KEEP, Tensor, reasons
 
 _SHOWN = 3
-"""Number of reasons in the error if no tensor remains to quantise."""
+"""Maximum number of reasons that the error lists if no tensor remains to be quantised."""
 HEAD = "lm_head"
-"""Name of a language model's output layer in transformers, also if it is tied to the embedding."""
+"""Name of a language model's output layer in transformers, even if it is tied to the embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Tensors of a model that are quantised, and the reasons why the others are not."""
+    """Tensors of a model that are quantised, and the reasons why the other tensors are not."""
 
     names: tuple[str, ...]
-    """Tensors to quantise, in the order given."""
+    """Names of the tensors to quantise, in the order in which they were passed."""
     kept: Mapping[str, str]
     """Reason for each tensor that is kept unchanged."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each kept tensor."""
     stored: frozenset[str] = frozenset()
-    """Kept tensors that the source already stores in this format."""
+    """Tensors that are kept because the source already stores them in this format."""
 
     def modules_kept(self) -> tuple[str, ...]:
         """Return the modules that are not quantised. Without this list engines treat every linear layer as quantised.
@@ -59,16 +59,16 @@ def select(
     whole name).
 
     Args:
-        form: format in which they are to be stored.
+        form: format in which the selected tensors will be stored.
         tensors: all tensors of the model.
-        stored: names of tensors that are stored in this format already.
+        stored: names of tensors that are already stored in this format.
 
     Raises:
-        PlanError: nothing is left to quantise.
+        PlanError: no tensor remains to be quantised.
     """
     tensors = list(tensors)
     why = reasons(form, tensors, keep=keep, only=only)
-    # This overrides the reasons, so that a tensor that is stored in this format already is not quantised again.
+    # Override the other reasons, so that a tensor that is already stored in this format is not quantised again.
     why |= dict.fromkeys(stored, f"it is already stored as {form.tag}")
     names = tuple(name for name, reason in why.items() if not reason)
     if not names:
@@ -89,7 +89,7 @@ def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     """Return the `quantization_config` entry for `config.json`.
 
     Raises:
-        PlanError: the format needs no entry, for example a cast.
+        PlanError: the format has no entry, for example a cast.
     """
     if form.config is None:
         raise PlanError(f"{form.tag} needs no quantization_config, since the tensors have its dtype")

@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     import torch
 
 Options = Mapping[str, str] | None
-"""Storage options, as `load` takes them."""
+"""Storage options, in the form that `load` accepts."""
 OperationSpec = Mapping[str, object]
 Operations = str | OperationSpec | Sequence[str | OperationSpec]
-"""Operations from a caller: texts in the form of `--op`, mappings, or a list of both."""
+"""Operations from a caller: a string in the form of `--op`, a mapping, or a list of strings and mappings."""
 
 _MAKERS: Mapping[str, str] = {
     "copy": "penstock_convert.operations.operation:CopyOperation",
@@ -81,12 +81,12 @@ _MAKERS: Mapping[str, str] = {
     "delta-apply": "penstock_convert.operations.delta:ApplyDelta",
     "function": "penstock_convert.operations.spec:function_of",
 }
-"""Maps an operation to the `module:name` of the class or function that creates it from the rest of its spec. Names
-instead of imports ensure that a conversion imports only the modules of its own operations."""
+"""Maps an operation to the `module:name` of the class or function that creates it from the rest of its spec. The values
+are names instead of objects, so that a conversion imports only the modules of its own operations."""
 _BESIDE = frozenset({"adapter_config", "blocks", "delta", "heads", "quantization", "tied"})
 """Options that `completed` reads from files next to the sources."""
 COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
-"""Operations that compute with several sources. A quantised source is dequantised first."""
+"""Operations that compute with several sources. Quantised sources are dequantised first."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
 """Options of merges that are numbers or lists of numbers."""
 
@@ -96,15 +96,17 @@ COPIES = frozenset({"copy", "rename"})
 
 
 def is_copy(operations: Operations) -> bool:
-    """Return whether operations leave every tensor unchanged. An empty list does.
+    """Return whether these operations leave every tensor unchanged. An empty list leaves every tensor unchanged.
 
-    Raise ConfigError as in `operation_specs`.
+    Raises the same errors as `operation_specs`.
     """
     return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
 
 
 def operation_specs(operations: Operations) -> list[OperationSpec]:
-    """Return one operation, or a list of operations, as mappings. Each is a mapping or a text in the form of `--op`.
+    """Return one operation, or a list of operations, as mappings.
+
+    Each operation is a mapping or a string in the form of `--op`.
 
     Raises:
         ConfigError: an operation has a different form.
@@ -138,10 +140,10 @@ def operation_spec(text: str) -> dict[str, Any]:
     # Users often confuse formats and operations. Without this check the error would only list the operations.
     if is_format(text):
         raise ConfigError(f"{text!r} is a format, not an operation", hint=f"use to={text!r} or --to {text}")
-    # `module:function` has no `=`, and no built-in operation has a module's name.
+    # A user's `module:function` contains no `=`, and no built-in operation is named like a module.
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
-    # This raises for an unknown name before its options are parsed.
+    # Raise the error for an unknown name before parsing its options.
     maker_of(name)
     spec = {"op": name}
     for part in rest.split(";") if rest else ():
@@ -154,7 +156,7 @@ def operation_spec(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> object:
-    """Return the number or bool that a text stands for, or the text."""
+    """Return the number or bool that a string stands for, or otherwise the string itself."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -207,7 +209,7 @@ def maker_of(name: str) -> Callable[..., Operation]:
 
 
 def _make(spec: dict[str, Any]) -> Operation:
-    """Create one operation from its spec. Its sources are dequantised first if the spec says so."""
+    """Create one operation from its spec. The operation dequantises its sources first if the spec says so."""
     name = str(spec.pop("op", None))
     prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
     # JSON and messages contain lists, but operations are immutable, so convert lists to tuples.
@@ -276,12 +278,12 @@ def completed(
     settings: Settings,
     options: Options,
 ) -> list[OperationSpec]:
-    """Return the specs, with missing options completed from the sources.
+    """Complete missing options in the specs from the sources, and return the specs.
 
-    The first operation, which reads all sources, and every `dequantise` may have such options.
+    Only the first operation, which reads all sources, and every `dequantise` can have such options.
 
     Args:
-        places: the URI next to which each source's small files are, including the user in a URL.
+        places: for each source, the URI next to which its small files are, including the user in a URL.
 
     Raises:
         PlanError: a required file is not next to the source, or a delta has a different base.
@@ -292,7 +294,8 @@ def completed(
         _check_blocks({}, sources)
         return []
     first = dict(specs[0])
-    # The first operation reads all sources. A later one reads its result, and only needs to know how to dequantise.
+    # The first operation reads all sources. A later operation reads the first one's result, and only requires the
+    # information to dequantise.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
         raw = read_sibling(places[1], "adapter_config.json", settings, options)
@@ -315,7 +318,7 @@ def completed(
             _make_delta if op == "delta" else partial(_read_delta, place=places[1], settings=settings, options=options)
         )
         first["delta"] = make(_digested(sources[0]), sources[1])
-    # Sums of codes mean nothing, so each quantised source is dequantised first, with its own options.
+    # Sums of codes are meaningless, so each quantised source is dequantised first, with its own options.
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
         quantised = [_quantised(*each, settings, options) for each in zip(sources, places, strict=True)]
         if any(dequantise is not None for dequantise in quantised):
@@ -329,7 +332,7 @@ def completed(
             return {"blocks": blocks, **spec}
         if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
             return {**spec, "quantization": _quantization(sources[0], places[0], settings, options)}
-        # Only the first operation needs this. A later one may store dequantised tensors.
+        # Add this only to the first operation, because a later operation may store dequantised tensors.
         if spec is first and op == "store" and "quantization" not in spec and sources and _has_codes(sources[0]):
             quantization = _quantization(sources[0], places[0], settings, options)
             return spec if quantization is None else {**spec, "quantization": quantization}
@@ -355,7 +358,7 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
 
 
 def _has_codes(source: WeightSet) -> bool:
-    """Return whether a tensor has a dtype that codes may have. If not, no configuration needs to be read."""
+    """Return whether any tensor has a dtype that codes may have. If not, the configuration need not be read."""
     return not CODES.isdisjoint(source.manifest.tensors.dtypes)
 
 
@@ -380,7 +383,8 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
     for file in source.manifest.files:
         if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
             return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
-    # Some writers use separate files. Without these, their codes would be copied as if they were plain weights.
+    # Some writers declare the quantisation in separate files. Without these files, codes would be copied as if they
+    # were plain weights.
     for name in (*CONFIG_FILES, "params.json"):
         raw = read_sibling(place, name, settings, options)
         if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri, name))) is not None:
@@ -389,7 +393,7 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
 
 
 def _comfy_formats(text: str) -> set[str]:
-    """Return the formats in a file's ComfyUI metadata, without those that scales alone reveal."""
+    """Return the formats in a file's ComfyUI metadata, except formats that can be recognised from the scales alone."""
     try:
         layers = json.loads(text)["layers"].values() if text else []
         return {str(layer.get("format")) for layer in layers} - {"float8_e4m3fn", "float8_e5m2"}
@@ -398,7 +402,7 @@ def _comfy_formats(text: str) -> set[str]:
 
 
 def _json(raw: bytes, uri: str, name: str = "config.json") -> dict[str, Any]:
-    """Decode a configuration file. FormatError if it is not a JSON object."""
+    """Decode a configuration file. Raise FormatError if it is not a JSON object."""
     return read_object(raw, uri, hint=f"repair {name} of this source")
 
 
@@ -406,9 +410,9 @@ _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
 
 
 def _check_ranks(sources: Sequence[WeightSet]) -> None:
-    """Raise PlanError if numbers in the sources' names contradict their order, or if a source is given twice.
+    """Raise PlanError if numbers in the sources' names contradict their order, or if a source is listed twice.
 
-    Names without a number prove nothing, and then the caller's order is used.
+    If the names contain no numbers, the order cannot be checked, and the caller's order is used.
     """
     ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
     for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
@@ -438,7 +442,7 @@ def _tied(config: dict[str, Any]) -> bool | None:
 
 def _digested(source: WeightSet) -> Manifest:
     """Return a source's manifest with digests. If it has none, read the whole source to compute them."""
-    # Compute them again if the leaf size differs, because only leaves with the same bytes can be compared.
+    # Compute the digests again if the leaf size differs, because only leaves that cover the same bytes can be compared.
     stated = source.manifest
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
@@ -476,7 +480,7 @@ def function_of(function: str, **options: Any) -> Operation:
         options: arguments of the class.
 
     Raises:
-        ConfigError: the path does not exist, or its object is none of these.
+        ConfigError: the path does not exist, or the object that it names is none of these.
     """
     module, _, name = function.partition(":")
     try:
@@ -486,7 +490,7 @@ def function_of(function: str, **options: Any) -> Operation:
         raise
     except ImportError as error:
         raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
-    # Dots after the colon lead to a static method or to a function in a namespace.
+    # Resolve dots after the colon, which name a static method or a function in a namespace.
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(f"{module} has no {name}")
@@ -506,13 +510,13 @@ def function_of(function: str, **options: Any) -> Operation:
 def code_of(operation: Operation) -> str:
     """Return a digest of the module files of user operations, which changes with their code.
 
-    It is "" for built-in ones.
+    The result is "" for built-in operations.
 
-    It covers the given module and the module of the function itself, but not the modules that they import.
+    It covers the named module and the module that defines the function, but not the modules that these import.
     """
     if isinstance(operation, Chain):
         return "".join(map(code_of, operation.operations))
-    # A plain function is wrapped in the class below, whose own module says nothing about it.
+    # A plain function is wrapped in the class below, whose own module does not identify the function.
     modules = [type(operation).__module__]
     if isinstance(operation, Function):
         modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
@@ -544,13 +548,14 @@ class Function(Unchanged):
         """See `Operation.recipes`.
 
         Raises:
-            PlanError: it selects a quantised tensor without declaring that it accepts them.
+            PlanError: the function selects a quantised tensor without declaring that it accepts quantised tensors.
         """
         wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
         specs = specs_of(only_source(sources, self.path))
         if not getattr(self.call, "raw", False):
             stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
-            # Refuse codes too. The function would change only their scales, although its author means the weight.
+            # Refuse codes too. Otherwise the function would change only the scales, although its author means the
+            # weight.
             if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
                 why = "is stored quantised, and has no meaning without its scales"
                 if quantised in stored.plain:

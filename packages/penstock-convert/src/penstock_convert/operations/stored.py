@@ -1,13 +1,13 @@
-"""Find the tensors that a checkpoint stores as codes and scales, whichever tool wrote them.
+"""Finds the tensors that a checkpoint stores as codes and scales, whichever tool wrote the checkpoint.
 
     q_proj.weight           F8_E4M3 [256, 512]     codes   -->  BF16 [256, 512], blocks of 128 x 128
     q_proj.weight_scale_inv BF16    [2, 4]         scales
     q_proj.input_scale      F32     [1]            companion: of activations, dropped with the codes
 
-The shape of the scales gives the shape of the blocks. The configuration decides if several shapes fit.
+The shape of the blocks follows from the shape of the scales. If several shapes fit, the configuration decides.
 
-Every tensor of a quantised checkpoint is explained: as codes, as a scale of codes, as a tensor without a meaning for
-weights (a scale of activations, a marker), or as plain. Any other tensor is unread and never used as weights.
+Every tensor of a quantised checkpoint is classified as codes, as a scale of codes, as a tensor that does not affect
+weights (a scale of activations, a marker), or as plain. Any other tensor counts as unread and is never used as weights.
 
 Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer` (also DeepSeek-V4's packed experts),
 `fbgemm_fp8` (FBGEMM's `weight_scale` [rows, 1]), `convert_moe_packed_tensors` (MXFP4 of gpt-oss) and the renaming of
@@ -33,7 +33,7 @@ Tensor = tuple[str, DType, tuple[int, ...]]
 _Specs = Mapping[str, tuple[DType, tuple[int, ...]]]
 """Dtype and shape by name."""
 Block = tuple[int, int]
-"""Rows and columns. WHOLE is the whole dim."""
+"""Numbers of rows and columns in a block. WHOLE means the whole dim."""
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 FP8 = frozenset({DType.F8_E4M3, DType.F8_E5M2})
@@ -68,24 +68,24 @@ _TORCHAO_NAMES = "tensor_names"
 _TORCHAO_ENTRY = '{"_type"'
 """Beginning of torchao's description of a tensor, which the metadata has under the tensor's name."""
 _MARKERS = re.compile(r"(^|\.)(comfy_quant|scaled_fp8)$")
-"""Names of ComfyUI's tensors that say that a file or layer is quantised. They hold no weights."""
+"""Names of ComfyUI's tensors that mark a file or a layer as quantised. They contain no weights."""
 _ACTIVATIONS = re.compile(
     r"(^|\.)((input|output|activation|act|q|k|v|kv|prob)_(global_)?scale(_inv|_ub)?|qscale_act|scale_(input|output)"
     r"|(input|output)_zero_point)$"
     r"|_(input|activation)_(global_)?scale(_inv|_ub)?$"
 )
-"""Names of scales that do not apply to weights. Without quantised layers they are not needed."""
+"""Names of scales that do not apply to weights. They are useless without quantised layers."""
 _PARTS = re.compile(
     r"(?P<base>.+?)(_scale|_scale_inv|_scale_2|_global_scale|_zero_point|_packed|_g_idx|\.scales|\.g_idx|_scales|_blocks)$"
 )
-"""Names of parts, if the tensor to which they may belong exists."""
+"""Names that are parts of a quantised tensor only if the tensor to which they may belong exists."""
 _PART_NAMES = re.compile(
     r"(^|[._])weight_(scales?|scale_inv|scale_2|scalar|global_scale|zero_point|packed|shape|g_idx|format|qdata)$"
     r"|(^|\.)(qweight|qzeros|qscale_weight|scale_weight|wscales|SCB|W_q)$|_packed$|_scale_inv$"
     r"|\.weight\.(absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*|_data|_scale|_shift)$"
 )
-"""Names that are always parts, from compressed-tensors, GPTQ, AWQ, Mistral, ComfyUI, bitsandbytes, HQQ, torchao and
-quanto."""
+"""Names that are always parts of a quantised tensor, from compressed-tensors, GPTQ, AWQ, Mistral, ComfyUI,
+bitsandbytes, HQQ, torchao and quanto."""
 _SCALE_NAMES = re.compile(
     r"(^|[._])(w?t?scales?|scale_\w+|zeros?|zero_points?|g_idx|amax|codebooks?|smooth_\w+|biases)(_inv|_2)?$"
 )
@@ -104,7 +104,7 @@ _NEVER_CODES = re.compile(
     r"(^|[._])(bias|mask|ids?|idxs?|index(es)?|indices|positions?|coords|offsets?|lengths?|seqlens|counts?|steps?|maps?"
     r"|palette|lut|table|vocab|tokens|tid2eid|num_(batches_tracked|updates))$"
 )
-"""Names of integers that are not codes, also in quantised models: masks, positions, counters, tables of a router."""
+"""Names of integer tensors that are not codes, even in quantised models: masks, positions, counters, routing tables."""
 _WEIGHT = re.compile(r"weight$|_(packed|blocks)$|qdata$")
 """Names of integers that may be codes whatever their shape. Integers with other names are codes only if they have rows
 and columns."""
@@ -115,7 +115,7 @@ class StoredFormat:
     """A tensor that is stored as codes and scales."""
 
     name: str
-    """Name of the tensor whose values they store."""
+    """Name of the tensor whose values the codes and scales store."""
     shape: tuple[int, ...]
     """Shape of the values, in the order of the codes."""
     codes: str
@@ -129,8 +129,7 @@ class StoredFormat:
     packed: bool = False
     """Whether the codes are E2M1, two per byte."""
     transposed: bool = False
-    """Whether rows and columns of the codes and of `shape` are exchanged. gpt-oss stores [experts, in, out] as
-    [experts, out, in]."""
+    """Whether the codes and `shape` are transposed. gpt-oss stores [experts, in, out] as [experts, out, in]."""
 
     def shape_of_scales(self) -> tuple[int, ...]:
         """Return the shape of the scales with one dim for each dim of the values. All are 1 if one scale applies to all
@@ -154,7 +153,7 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """Quantised tensors of a checkpoint, grouped by how they can be read."""
+    """Quantised tensors of a checkpoint, grouped by whether and how they can be read."""
 
     stored: Mapping[str, StoredFormat]
     """Tensors that can be read, by the name of the tensor whose values they store."""
@@ -193,14 +192,14 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
 
     Args:
         tensors: all tensors of the checkpoint.
-        config: its `quantization_config`, found by `declared`. None means that it has none or that it is unknown.
+        config: the checkpoint's `quantization_config`, found by `declared`. None means that it is missing or unknown.
     """
     specs = {name: (dtype, shape) for name, dtype, shape in tensors}
     blocks = tuple(_declared_blocks(config or {}))
     stored: dict[str, StoredFormat] = {}
     unread: dict[str, str] = {}
     used: set[str] = set()
-    # Check packed tensors first, since their scales may be E4M3 and look like codes.
+    # Check packed tensors first, because their scales may be E4M3 and look like codes.
     for name in sorted(specs, key=lambda name: not name.endswith("_packed")):
         if name in used or specs[name][0] not in CODES or _MARKERS.search(name):
             continue
@@ -215,8 +214,8 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
             unread[name] = layout
     companions = {part for tensor in stored.values() for part in tensor.parts[1:]}
     unread |= _unexplained(specs, used, unread, is_declared=config is not None)
-    # A marker or a scale of activations also shows that the checkpoint is quantised. Then FP8 without scales is
-    # damaged.
+    # A marker or a scale of activations also shows that the checkpoint is quantised. In that case, FP8 without scales
+    # indicates corruption.
     is_quantised = bool(stored or unread or config is not None)
     unscaled = frozenset(name for name in specs if name not in used and name not in unread and specs[name][0] in FP8)
     candidates = [name for name in specs if _WORDS.search(name)]
@@ -259,7 +258,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
         is_exponents = dtype is DType.F8_E8M0 and (is_scale_name or is_quantised)
         if is_exponents or belongs or is_next_to_weight or _is_part(name, specs):
             found[name] = "its codes are missing or have an unknown layout"
-    # The codes of these modules are unread too, since they would be numbers without their scales.
+    # The codes of these modules count as unread too, because codes without their scales would be treated as numbers.
     without = set(map(_module, found))
     for name, (dtype, shape) in specs.items():
         is_free = name not in used and name not in unread and name not in found
@@ -362,7 +361,7 @@ def declared_by_writer(name: str, config: Mapping[str, Any]) -> Mapping[str, Any
 
 def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the entries that `declared` finds."""
-    # DeepSeek-V4 also says next to the declaration that its experts are FP4.
+    # DeepSeek-V4 also states, next to the declaration, that its experts are FP4.
     is_declared = any(_is_declaration(key, value) for key, value in config.items())
     return {
         key: without_declared(value) if isinstance(value, Mapping) else value
@@ -373,7 +372,7 @@ def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def unreadable(config: Mapping[str, Any]) -> str:
     """Return why no tensor with this `quantization_config` can be read, or an empty string if they may be readable."""
-    # Refuse unknown methods completely. Names and shapes could fit by chance, and the values would be wrong.
+    # Reject unknown methods completely. Names and shapes could fit by chance, and the values would then be wrong.
     method = config.get("quant_method")
     if method not in METHODS:
         return f"its quant_method {method!r} is not one of {', '.join(sorted(METHODS))}"
@@ -430,7 +429,7 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
     if not scales:
         return ""
     kind, shape_of_scales = specs[scales]
-    # A second scale or a zero point changes the values. Ignoring it would give wrong weights.
+    # A second scale or a zero point changes the values. Ignoring it would yield wrong weights.
     if others or any(f"{base}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
         return "it has scales of an unknown format"
     # Scales of other dtypes belong to MXFP8 and INT8, whose order is only given in the header of the file.

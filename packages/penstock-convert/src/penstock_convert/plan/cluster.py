@@ -1,4 +1,4 @@
-"""Description of a cluster and the measured rates of a machine's stages, as a simulation uses them."""
+"""Input of a simulation: the description of a cluster, and the measured rates of a machine's stages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nvlink_gb_per_s: float
     """Rate from one GPU to the other GPUs of its node, and the same in the other direction."""
     nics_per_node: int = 8
-    """The GPUs of a node share the NICs evenly. Neighbouring GPUs share a NIC."""
+    """Number of NICs in a node. The GPUs share them evenly, and neighbouring GPUs share a NIC."""
     nic_gb_per_s: float
     pcie_gb_per_s: float
     storage_gb_per_s: float = 0.0
-    """Rate of the storage for all nodes together. 0 means that it is not a limit."""
+    """Total rate at which all nodes can read from storage. 0 means that it is not a limit."""
     node_storage_gb_per_s: float = 0.0
     """Rate at which one node reads from storage. 0 means that it is not a limit."""
     straggler_share: float = 0.0
@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.num_nodes * self.gpus_per_node
 
     def with_gpus(self, num_gpus: int) -> Cluster:
-        """Return the same cluster with as many nodes as `num_gpus` GPUs need."""
+        """Return the same cluster with as many nodes as `num_gpus` GPUs require."""
         return msgspec.structs.replace(self, num_nodes=max(1, -(-num_gpus // self.gpus_per_node)))
 
 
@@ -77,9 +77,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
     digest_gb_per_s: float
     device_copy_gb_per_s: float
-    """Rate of copies within one device, which the flip of a staged update makes."""
+    """Rate of copies within one device, as in the flip of a staged update."""
     exchange_gb_per_s: float = 28_000.0
-    """Rate at which the flip of an update makes bytes in an arena live by exchanging memory: 30 GiB in 1.1 ms."""
+    """Rate at which the flip of an update makes bytes in an arena live by swapping memory. Measured: 30 GiB in 1.1
+    ms."""
     step_s: float
     """Duration of one batch of work on a device, including its launch: a digest, a transform, or a copy
     of many runs."""
@@ -107,13 +108,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Rate at which one worker of a conversion reads files that are in host memory while its other stages run. 0 means
     that it is not a limit."""
     host_gb_per_s: float = 0.0
-    """The same rate for all workers of a host together."""
+    """The same rate in total for all workers of a host."""
     answer_s: float
-    """Duration of a request to another member's server, including the answer."""
+    """Duration of a request to another member's server, including the response."""
     hop_s: float
     """Time from a chunk's arrival at a relay until the next member reads it: verification, announcement and posting."""
     source: tuple[tuple[str, str], ...] = ()
-    """Source of each figure. A figure without a measurement says `assumed: ...`."""
+    """Source of each figure, by its name. The source of a figure that was not measured begins with `assumed: `."""
 
     def check(self) -> None:
         """Raise PlanError if a rate or a cost is out of range."""
@@ -239,7 +240,7 @@ def to_json(value: Cluster | Rates) -> bytes:
 
 
 def from_json(raw: bytes, kind: type[T]) -> T:
-    """Decode a value of `kind`. Raises ConfigError if the bytes do not describe one."""
+    """Decode a value of `kind`. Raise ConfigError if the bytes do not describe such a value."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:

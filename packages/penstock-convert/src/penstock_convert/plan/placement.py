@@ -1,6 +1,6 @@
-"""Scheduler of a conversion. It assigns tasks by their expected finish and reassigns or duplicates tasks near the end.
+"""Scheduler of a conversion. It assigns tasks by expected finish times, and reassigns or duplicates tasks near the end.
 
-A worker that asks for tasks gets the first of these that is available:
+A worker that requests tasks gets the first of these that is available:
 
 1. a task whose input is cached near the worker
 2. the next free task of the job
@@ -23,17 +23,17 @@ import numpy as np
 from penstock.errors import PlanError
 
 DEPTH = 4
-"""Tasks that a worker has at once: one being read, one copied, one computed, one written."""
+"""Number of tasks that a worker has at once: one being read, one copied, one computed and one written."""
 DEVICE_DEPTH = 12
-"""Tasks that a worker with a device has at once, since its copies and kernels continue while threads do other work.
-Source: benchmarks/results/h200x2_202611/convert.md."""
+"""Number of tasks that a worker with a device has at once. It is higher, because copies and kernels continue while
+threads do other work. Source: benchmarks/results/h200x2_202611/convert.md."""
 GUESS_BYTES_PER_S = 1e9
 """Assumed pace of a worker until a task of any worker has finished. Only ratios matter. Maximum number of workers that
 run the same task at once."""
 PACE_WEIGHT = 0.3
-"""Of the newest task in a worker's pace: three tasks and a change of pace is seen."""
+"""Weight of the newest task in a worker's pace. A change of pace is detected after about three tasks."""
 NUM_RUNS = 2
-"""Times a task is run at once, at most."""
+"""Maximum number of workers that run the same task at once."""
 
 _FREE, _RESERVED, _ASSIGNED, _DONE = range(4)
 
@@ -45,12 +45,12 @@ def depth_of(devices: Iterable[str]) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _SharedCache:
-    """Cache that several workers share, for example those of one host, with the tasks whose input is in it."""
+    """A cache that several workers share, for example those on one host, with the tasks whose input is in the cache."""
 
     tasks: dict[int, None] = field(default_factory=dict)
     """Tasks that are reserved for this place and not assigned yet, in order. Workers elsewhere may steal them."""
     cost: int = 0
-    """Bytes of all these tasks together."""
+    """Total size of these tasks in bytes."""
     workers: list[_ScheduledWorker] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ class _ScheduledWorker:
     """Assigned tasks that have not finished, in order."""
     place: _SharedCache
     last: float
-    """Time at which the worker last finished a task, or got a task while it had none."""
+    """Time at which the worker last finished a task, or received a task while it had none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class TaskAssignment:
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[tuple[str, int], ...] = ()
-    """Workers from which tasks were taken, with the task. They need not begin it."""
+    """Pairs of a worker from which a task was taken and the task. The worker need not begin the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,9 @@ class CompletedTask:
     """Consequences of a finished task."""
 
     first: bool
-    """Whether the result counts, because no other worker finished the task before."""
+    """Whether the result counts, because no other worker finished the task earlier."""
     revoked: tuple[tuple[str, int], ...] = ()
-    """Other workers that have the task, with the task. They need not begin it."""
+    """Pairs of another worker that has the task and the task. The worker need not begin the task."""
 
 
 class Placement:
@@ -103,7 +103,7 @@ class Placement:
     """
 
     def __init__(self, cost: Sequence[int], *, depth: int = DEPTH, done: Iterable[int] = ()) -> None:
-        # At least 1, since a task without bytes would measure a pace of 0, and loads are divided by paces.
+        # Use at least 1, because a task without bytes would yield a pace of 0, and loads are divided by paces.
         self._cost = [max(1, int(c)) for c in cost]
         self._depth = depth
         self._state = bytearray(len(self._cost))
@@ -123,7 +123,7 @@ class Placement:
         """Whether the worker's pace has been measured."""
         self._is_any_measured = False
         self._running: dict[int, list[str]] = {}
-        """Workers that have each assigned task."""
+        """For each assigned task, the workers that have it."""
         self._next = 0
         """Tasks below this number are not free unless they are in `_freed`."""
         self._freed: list[int] = []
@@ -181,12 +181,12 @@ class Placement:
             runs = self._running.get(task, [])
             if worker in runs:
                 runs.remove(worker)
-            # A task that also runs elsewhere is not freed, or it would run a third time.
+            # Do not free a task that also runs elsewhere, because it would run a third time.
             if not runs and self._state[task] == _ASSIGNED:
                 self._running.pop(task, None)
                 self._free(task)
         removed.place.workers.remove(removed)
-        # With its last worker the place loses its cache, so release its reservations.
+        # A place loses its cache with its last worker, so release the place's reservations.
         if not removed.place.workers:
             for task in list(removed.place.tasks):
                 self._reservations[task].remove(removed.place)
@@ -203,7 +203,7 @@ class Placement:
         tasks: list[int] = []
         revoked: list[tuple[str, int]] = []
         while len(me.tasks) < self._depth:
-            # Prefer inputs cached on this host, which need no storage.
+            # Prefer tasks whose input is cached on this host, because they do not read from storage.
             task = next(iter(me.place.tasks), None)
             if task is None:
                 task = self._take_common()
@@ -226,7 +226,10 @@ class Placement:
         return TaskAssignment(tasks=tuple(tasks), revoked=tuple(revoked))
 
     def done(self, worker: str, task: int, now: float) -> CompletedTask:
-        """Record that a worker finished a task. A worker considered dead may still report one. A task counts once."""
+        """Record that a worker finished a task. A worker that is considered dead may still report a task.
+
+        Each task counts once.
+        """
         me = self._workers.get(worker)
         if me is not None and task in me.tasks:
             # Measure from the last finish and not from the assignment, since tasks queue on a worker and its stages
@@ -234,7 +237,7 @@ class Placement:
             self._update_pace(me, self._cost[task] / max(now - me.last, 1e-9))
             me.last = now
             self._drop(me, task)
-        # The other worker of a duplicated task was first, or a worker considered dead was alive.
+        # The other worker finished a duplicated task first, or a worker that was considered dead was alive.
         if self._state[task] == _DONE:
             return CompletedTask(first=False)
         self._unreserve(task)

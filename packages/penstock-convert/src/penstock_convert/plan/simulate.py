@@ -1,4 +1,4 @@
-"""Results of a simulation: stages, loads of links and the prediction as a whole."""
+"""Results of a simulation: stages, loads of links, and the complete prediction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_BINS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Seconds for which one stage of the busiest member was working. Stages may overlap."""
+    """Time in seconds for which a stage was busy on the busiest member. Stages may overlap."""
 
     name: str
     member: str
@@ -28,7 +28,7 @@ class LinkLoad:
 
     Attributes:
         most_bytes: bytes over the busiest link.
-        busiest_s: seconds that the busiest link needs at its rate.
+        busiest_s: time in seconds that the busiest link takes at its full rate.
         load: used share of the capacity in each of `NUM_BINS` equal time intervals.
     """
 
@@ -58,7 +58,7 @@ class Prediction:
     what: str
     predicted_s: float
     limit_s: float
-    """Seconds that the busiest link needs for its bytes at its full rate, without any other cost."""
+    """Time in seconds that the busiest link takes for its bytes at its full rate, without any other cost."""
     bottleneck: str
     moved_bytes: int
     num_receivers: int

@@ -1,4 +1,4 @@
-"""Simulation of a conversion on a described cluster, using the scheduler of real conversions (`placement`).
+"""Simulates a conversion on a described cluster, with the scheduler of real conversions (`placement`).
 
     worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage)
 
@@ -98,7 +98,7 @@ class _ConversionEvents:
         self.compute_gb_per_s = rates.quantise_gb_per_s if compute_gb_per_s is None else compute_gb_per_s
         self.rates = rates
         self.seed = seed
-        # Use lists, since reading single numbers from numpy arrays costs several times as much.
+        # Use lists, because reading single numbers from NumPy arrays costs several times as much.
         self.in_bytes = in_bytes.tolist()
         self.out_bytes = out_bytes.tolist()
         self.workers = {
@@ -164,11 +164,11 @@ class _ConversionEvents:
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 
     def _lost(self, name: str) -> None:
-        """Remove a worker whose silence has been noticed."""
+        """Remove a worker whose silence has been detected."""
         self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s, and its tasks run elsewhere")
         self.placement.remove(name)
         del self.workers[name]
-        # The freed tasks can go to workers that found nothing to do before.
+        # The freed tasks can go to workers that were idle before.
         for other, worker in list(self.workers.items()):
             if not worker.queue:
                 self._feed(other)
@@ -176,7 +176,7 @@ class _ConversionEvents:
     def _feed(self, name: str) -> None:
         """Assign tasks to a worker as the placement decides."""
         worker = self.workers[name]
-        # The placement still counts on a dead worker until its silence is noticed.
+        # The placement does not know that a worker is dead until its silence is detected.
         if self.now > worker.dies:
             return
         assignment = self.placement.next(name, self.now)

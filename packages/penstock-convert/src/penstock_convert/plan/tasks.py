@@ -1,4 +1,6 @@
-"""Tasks of a conversion: recipes say which rows of which tensors make which output bytes, and are cut into tasks.
+"""Tasks of a conversion.
+
+Recipes say from which rows of which tensors output bytes are computed, and are cut into tasks.
 
     recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
                                                          small recipes batched; those that need a tensor whole go first
@@ -52,7 +54,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Return its packed size in bytes. Raises PlanError if the elements do not fill whole bytes."""
+        """Return the packed size in bytes. Raise PlanError if the elements do not fill whole bytes."""
         return _nbytes(self.shape, self.dtype, self.name)
 
 
@@ -66,10 +68,10 @@ def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """Box of a source tensor that a recipe needs.
+    """A box of a source tensor that a recipe reads.
 
-    Rows `[a, b)` of the recipe need rows `[a - at, b - at)` of the box, as far as it has them. If `at` is None, they
-    need the whole box.
+    Rows `[a, b)` of the recipe read rows `[a - at, b - at)` of the box, as far as the box has them. If `at` is None,
+    they read the whole box.
     """
 
     source: int
@@ -87,14 +89,14 @@ class Input:
     def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
         """Return `byte_range`, rounded outward to the tensor's leaves. 0 for `leaf_bytes` means that it has none."""
         first, last = self.byte_range(start, stop)
-        # An empty range stays empty, since rounding would read a leaf that is not needed.
+        # An empty range stays empty, because rounding would read a leaf that is not required.
         if not leaf_bytes or first == last:
             return first, last
         return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
-        """Return the box that these rows of the recipe need, or None if they need nothing."""
-        # Return a scalar and a tensor without rows whole, since an operation needs their dtype and device.
+        """Return the box that these rows of the recipe read, or None if they read nothing."""
+        # Return a scalar or a tensor without rows unsliced, because an operation uses its dtype and device.
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -116,7 +118,7 @@ class TaskOutput:
     per: int = 1
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the rows of the tensor that these rows of the recipe give."""
+        """Return the rows of the tensor that these rows of the recipe produce."""
         if not self.per:
             return 0, (self.spec.shape or (1,))[0]
         return start // self.per, -(-stop // self.per)
@@ -128,7 +130,7 @@ class TaskOutput:
         return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes of the tensor that these rows of the recipe give."""
+        """Return the byte range of the tensor that these rows of the recipe produce."""
         row = self.row_nbytes
         first, last = self.rows(start, stop)
         return first * row, last * row
@@ -136,11 +138,12 @@ class TaskOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Outputs that are made together, and their inputs.
+    """A group of outputs that are computed together, and their inputs.
 
     Attributes:
         align: a task takes a multiple of this many rows. 0 means that one task takes all `num_rows` rows.
-        copies: whether the output is its one input unchanged. Then dtypes without arithmetic can pass uninterpreted.
+        copies: whether the output equals its only input. The bytes are then copied, so dtypes without arithmetic are
+            allowed.
     """
 
     outputs: tuple[TaskOutput, ...]
@@ -360,7 +363,7 @@ def read_bytes(recipes: Sequence[Recipe], tasks: Tasks, leaf_bytes: Sequence[int
     source, nbytes = read.sources(tensor)
     leaf = np.array(leaf_bytes, np.int64)[source]
     step = np.maximum(leaf, 1)
-    # Whole leaves are read, since only a whole leaf can be verified by its digest.
+    # Count whole leaves, because only a whole leaf can be verified by its digest.
     upper = np.where(leaf, np.minimum(-(-last // step) * step, nbytes), last)
     amounts = np.zeros((len(tasks), len(leaf_bytes)), np.int64)
     task = np.repeat(np.arange(len(tasks)), np.diff(tasks.first))
@@ -385,7 +388,8 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     """
     if task_bytes < 1:
         raise ConfigError(f"task_bytes={task_bytes} is below 1", hint="leave task_bytes out, or give for example 64M")
-    # Work in columns. 70,000 recipes become several hundred thousand tasks, and every worker plans them.
+    # Compute in columns, because 70,000 recipes become several hundred thousand tasks, and every worker plans all of
+    # them.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)
     total = inputs.nbytes(every, 0 * every, num_rows) + outputs.nbytes(every, 0 * every, num_rows)
@@ -421,7 +425,7 @@ def _cuts(
     is_cut = (align > 0) & (num_rows > align)
     unit, row_bytes = np.maximum(align, 1), nbytes / np.maximum(num_rows, 1)
     out_row = outputs.first_of(large, align)
-    # If a cut is inside a leaf, two tasks digest parts of it, which needs a second pass.
+    # If a cut is inside a leaf, two tasks write parts of the leaf, and its digest requires a second pass.
     on_leaf = unit * (leaf_bytes // np.gcd(leaf_bytes, out_row))
     unit = np.where((out_row > 0) & (on_leaf * row_bytes <= task_bytes), on_leaf, unit)
     units = np.where(is_cut, -(-num_rows // unit), 1)
@@ -452,7 +456,7 @@ def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I
 
 
 def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
-    """Order tasks so that neighbours write to different files, since one thread at a time writes a file.
+    """Order tasks so that neighbours write to different files, because only one thread at a time writes to a file.
 
     Args:
         tasks: result of `cut`. Its largest tasks stay first.

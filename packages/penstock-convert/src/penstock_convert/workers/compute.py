@@ -1,6 +1,6 @@
 """The compute backends of a worker: the protocol, the backend for host memory, and reservations of task memory.
 
-`cuda_compute` has the backend for a CUDA device.
+`cuda_compute` contains the backend for a CUDA device.
 
     allocate -> fill: read --> inputs --run: operation, digests--> outputs -> drain: --> write
 """
@@ -24,7 +24,8 @@ from penstock.errors import Cancelled
 from penstock.types import I64, MIB, U64
 
 _FITS = 1.5
-"""Maximum ratio of a reused buffer's size to the needed size. Creating a new buffer takes longer than filling one."""
+"""Maximum ratio of a reused buffer's size to the required size. Creating a new buffer takes longer than filling a
+buffer."""
 
 ALIGN_BYTES = 256
 """Alignment in bytes of tensors in a buffer, as on a device. Source: CUDA C++ Programming Guide, "Device memory
@@ -57,8 +58,8 @@ class Buffers:
             Cancelled: `stopped` became true during the wait.
         """
         with self._changed:
-            # The tasks that hold the memory have a deadline, and their end wakes this wait. A task above the limit runs
-            # alone instead of waiting forever.
+            # The tasks that hold the memory have a deadline, and notify this condition when they end. A task above the
+            # limit runs alone instead of waiting forever.
             while self._reserved and self._reserved + nbytes > self._bound:
                 if stopped():
                     raise Cancelled("the job ended while a task waited for memory")
@@ -79,7 +80,7 @@ class Buffers:
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            # Take the last used of equal buffers, so that surplus buffers stay unused and are freed first.
+            # Of equal buffers, use the most recently used one, so that surplus buffers stay unused and are freed first.
             fits = [buffer for buffer in self._kept if nbytes <= len(buffer) <= _FITS * size]
             reused = min(reversed(fits), key=len, default=None)
             if reused is not None:
@@ -128,9 +129,9 @@ class ComputedOutputs:
 
 
 Read = Callable[[int, memoryview], None]
-"""Fills host memory with a task's input bytes, from an offset on."""
+"""A function that fills host memory with a task's input bytes, beginning at an offset."""
 Write = Callable[[int, memoryview], None]
-"""Writes host memory to an offset of a task's output."""
+"""A function that writes bytes from host memory to an offset in a task's output."""
 
 
 class ComputeBackend(Protocol):

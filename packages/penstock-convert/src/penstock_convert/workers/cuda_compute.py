@@ -48,7 +48,7 @@ class CudaCompute:
         self.buffers = Buffers(device_bytes)
         self.staged_bytes = pool.num_buffers * pool.buffer_bytes
         self._piece_bytes = pool.buffer_bytes
-        # Use three streams, so that copies for one task run while another task computes.
+        # Use separate streams, so that copies for one task run while another task computes.
         self._up = torch.cuda.Stream(device)
         self._work = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
@@ -74,7 +74,7 @@ class CudaCompute:
         """
         free_bytes, _ = torch.cuda.mem_get_info(device)
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Use half of the memory, because tasks that run in parts need the rest.
+        # Use half of the memory, because tasks that run in parts use the other half.
         num_buffers = max(2, min(num_threads, memory_bytes // 2 // piece_bytes))
         pool = StagingPool.map(
             min(memory_bytes, num_buffers * piece_bytes), piece_bytes, registrar=CudaRegistrar(device)
@@ -150,7 +150,7 @@ class _OutOfMemoryMapper:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Report the driver's numbers and not torch's, because other workers and programs use the same device.
+        # Report the driver's numbers instead of torch's, because other workers and programs use the same device.
         if isinstance(error, torch.cuda.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self._device)
             message = f"no memory for a task on {self._device}, which has {free} of {total} bytes free"

@@ -33,9 +33,9 @@ from penstock.lifecycle import Closeable
 START_S = 120.0
 """Deadline in seconds for the imports of a new fork server, which can take a minute on a busy machine."""
 ANSWER_S = 30.0
-"""Deadline in seconds for later answers. The fork server does nothing else."""
+"""Deadline in seconds for later responses. It is short, because the fork server does no other work."""
 END_S = 5.0
-"""Seconds to wait for a killed process. If it still exists, it is stuck in the kernel and is left."""
+"""Maximum wait in seconds for a killed process. A process that still exists is stuck in the kernel and is abandoned."""
 _MAX_MESSAGE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 """Source: Linux, include/uapi/linux/prctl.h."""
@@ -44,18 +44,19 @@ _PR_SET_PDEATHSIG = 1
 class Forked:
     """A process that the fork server forked.
 
-    The caller is not its parent, so it watches the process with a descriptor.
+    The caller is not the process's parent, so it watches the process with a pidfd.
     """
 
     def __init__(self, fork_server: ForkServer, pid: int, pidfd: int) -> None:
         self.pid = pid
         self._fork_server = fork_server
         self._code = -1
-        # The process is reaped only after this descriptor reports its end, so its number is not reused before.
+        # The process is reaped only after this descriptor reports its exit, so its PID is not reused before then.
         self._pidfd: int | None = pidfd
         # This also closes the descriptor if the fork server was killed and the exit code will never be known.
         self._close = weakref.finalize(self, os.close, pidfd)
-        # Do not close it at the interpreter's exit, because other threads still use it. The kernel closes it then.
+        # Do not close the descriptor at the interpreter's exit, because other threads still use it. The kernel closes
+        # it afterwards.
         self._close.atexit = False
 
     def send_signal(self, number: int) -> None:
@@ -81,7 +82,7 @@ class Forked:
         """Wait for the process to end, and return its exit code.
 
         Raises:
-            TimeoutExpired: it is still running.
+            TimeoutExpired: the process is still running.
             PeerLost: the process ended together with the fork server, and its exit code is lost.
         """
         if self._pidfd is not None:
@@ -90,7 +91,7 @@ class Forked:
             poll.register(self._pidfd, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            # Only its parent can learn the exit code.
+            # Only the parent of the process can get its exit code.
             self._code = self._fork_server.reap(self.pid)
             self.forget()
         return self._code
@@ -102,7 +103,7 @@ class ForkServer(Closeable):
     def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         # Allow one request at a time, because responses carry no request ID.
         self._lock = threading.Lock()
-        # The first answer may take longer, because it waits for the imports.
+        # The first response may take longer, because it waits for the imports.
         self._patience_s = START_S
         self._connection = connection
         self._process = process
@@ -130,13 +131,13 @@ class ForkServer(Closeable):
             connection.close()
             raise PeerLost(f"cannot start a process: {error.strerror}") from error
         finally:
-            # Otherwise this process would keep the other end open and never see it close.
+            # Otherwise this process would keep the other end open, and never detect that the fork server closed it.
             theirs.close()
         return cls(connection, process)
 
     @property
     def pid(self) -> int:
-        """Return the process number."""
+        """Return the PID."""
         return self._process.pid
 
     @property
@@ -155,7 +156,7 @@ class ForkServer(Closeable):
                 stderr.
 
         Raises:
-            PeerLost: the fork server has ended or does not answer.
+            PeerLost: the fork server has exited or does not respond.
         """
         pid = self._request({"function": function, "arguments": list(arguments)}, stdio)
         try:
@@ -174,11 +175,11 @@ class ForkServer(Closeable):
                 socket.send_fds(self._connection, [json.dumps(what).encode()], fds)
                 answer = self._connection.recv(_MAX_MESSAGE_BYTES)
             except OSError as error:
-                # A late answer would be taken for the answer to the next request.
+                # A late response would be taken for the response to the next request.
                 self._kill()
                 raise PeerLost(f"the fork server does not answer: {error.strerror or error}") from error
             except BaseException:
-                # A signal handler raised during the wait, so the answer would arrive later too.
+                # A signal handler raised an exception during the wait, so the response would arrive late too.
                 self._kill()
                 raise
             if not answer:
@@ -203,7 +204,7 @@ def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the thread that forked it ends, even in a C call or a stop.
 
     Args:
-        parent: process number of that thread. If it has already ended, this process exits immediately.
+        parent: PID of that thread's process. If that process has already exited, this process exits immediately.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # A parent that ended before the call above sends no signal.
@@ -212,7 +213,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _serve(line: socket.socket) -> None:
-    """Answer requests until the caller closes its end of the socket."""
+    """Respond to requests until the caller closes its end of the socket."""
     me = os.getpid()
     while True:
         body, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
@@ -260,7 +261,10 @@ def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> 
 
 
 def main() -> None:
-    """Run the fork server without threads. A fork copies only one thread, and the others' locks would stay taken."""
+    """Run the fork server without threads.
+
+    A fork copies only one thread, and locks of other threads would stay held.
+    """
     # A parent that has already ended has closed its end of the socket, which ends `_serve`.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # Imports create objects that stay. Garbage collection among them would take a tenth of the time.
@@ -274,7 +278,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        # Serve until the caller is gone, perhaps before it reads an answer.
+        # Serve until the caller is gone, possibly before it reads a response.
         _serve(line)
 
 

@@ -1,4 +1,4 @@
-"""Launchers start and end the workers of a job, as processes on this host or as actors in a Ray cluster.
+"""Launchers start and stop the workers of a job, as processes on this host or as actors in a Ray cluster.
 
 A worker on the CPU is forked from a process that has imported torch. A CUDA driver does not survive a fork. Workers for
 GPUs therefore start before their device is known ("prewarmed"), and import torch while the driver starts. Doing both in
@@ -56,7 +56,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts and ends workers.
+    """Starts and stops workers.
 
     Attributes:
         listen: name or address of this host at which workers reach the coordinator. None means that all are on this
@@ -94,7 +94,7 @@ class LocalLauncher(Closeable):
         self.fork_server: ForkServer | None = None
         self._processes: dict[str, Forked] = {}
         self._gpus: list[str] | None = None
-        """Every GPU, or None before they are counted."""
+        """Names of all GPUs, or None before the GPUs are counted."""
         self._num_prewarmed = num_prewarmed(devices, workers)
         self._prewarmed: list[tuple[Forked, int]] = []
 
@@ -290,7 +290,7 @@ class RayLauncher:
 
     Raises:
         MissingExtra: Ray is not installed.
-        PeerLost: no cluster is there.
+        PeerLost: there is no cluster at this address.
     """
 
     def __init__(self, address: str) -> None:
@@ -331,7 +331,7 @@ class RayLauncher:
         self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Leave the cluster if this object connected to it. Idempotent."""
+        """Disconnect from the cluster if this object connected to it. Idempotent."""
         if self._connected:
             self._ray.shutdown()
         self._connected = False
@@ -352,7 +352,7 @@ class _Actor:
         try:
             serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
         except PeerLost:
-            # The actor's process must not outlive the coordinator, which would end it.
+            # Exit, because the coordinator, which would otherwise stop this process, is gone.
             os._exit(ALONE)
 
 

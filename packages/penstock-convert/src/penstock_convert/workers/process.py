@@ -98,7 +98,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             wire.send(failure_of(error))
             raise
         if job_spec is None:
-            # Do not wait for the device, which nothing needs any more.
+            # Do not wait for the device, because it is no longer required.
             waking.leave()
             return
         try:
@@ -204,9 +204,9 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
     # Post in a separate thread. Posting waits for memory, while beats and revoked tasks must be handled.
     start_thread(poster)
-    # None tells the thread to end.
+    # None makes the thread exit.
     stack.callback(todo.put, None)
-    # Look only once, before the first task. Reads themselves find what other workers cache later.
+    # Check the cache only once, before the first task. Reads find the bytes that other workers cache later.
     holds = cached_tasks(job, sources) if job_spec.reports_cached else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)

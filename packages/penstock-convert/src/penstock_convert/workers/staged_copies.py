@@ -78,7 +78,7 @@ class StagedCopies:
         self._events: dict[int, int] = {}
         """Maps a buffer's address to the event after its last copy."""
         self._lost: list[StagingBuffer] = []
-        """Buffers with a copy that did not end. The device may still use them."""
+        """Buffers whose copy did not complete. The device may still use these buffers."""
 
     def fill(self, address: int, nbytes: int, read: Read, *, step: int) -> None:
         """Fill device memory with the bytes that `read` supplies.
@@ -111,7 +111,7 @@ class StagedCopies:
 
     @contextmanager
     def _lent(self) -> Iterator[StagingBuffer]:
-        """Lend a buffer for a block. It is not released if its copy did not end."""
+        """Lend a buffer for a block. The buffer is not released if its copy did not complete."""
         # Wait twice as long as for a copy, so that a hanging device is reported as a hanging copy.
         buffer = self.pool.acquire(stall_s=2 * self._stall_s)
         try:
@@ -139,7 +139,7 @@ class StagedCopies:
         while not self._driver.is_done(event):
             if time.monotonic() > deadline:
                 self._lost.append(buffer)
-                # No call can cancel a copy, so its memory must stay as long as this process.
+                # No call can cancel a copy, so its memory must stay allocated until this process exits.
                 never_freed.append((self.pool,))
                 message = f"cuda:{self._device} did not finish a copy of {nbytes} bytes within {self._stall_s:g} s"
                 raise DestinationError(message, hint="check nvidia-smi and the kernel's log, and restart this process")

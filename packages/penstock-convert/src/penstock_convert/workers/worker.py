@@ -129,7 +129,7 @@ class Worker(Run):
 
     def __enter__(self) -> Self:
         device = self._device
-        # CUDA's current device is a setting of each thread.
+        # Set CUDA's current device in each thread, because it is a per-thread setting.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
         self.backend = self._open_backend()
         self.buffers = self.backend.buffers
@@ -141,7 +141,7 @@ class Worker(Run):
     def _open_backend(self) -> ComputeBackend:
         if self._device.type == "cpu":
             return HostCompute(self._memory_bytes)
-        # Import it only for a device, because it needs Triton.
+        # Import this only for a device, because it requires Triton.
         from penstock_convert.workers.cuda_compute import CudaCompute
 
         # A leaf is compared in one piece. No leaf is larger than its tensor.
@@ -193,7 +193,7 @@ class Worker(Run):
         return num_part
 
     def expect(self, task: int) -> None:
-        """Forget that a task was revoked, because it was assigned again and will be posted."""
+        """Clear a task's revocation, because the task was assigned again and will be posted."""
         self._revoked.discard(task)
 
     def revoke(self, task: int) -> None:
@@ -223,7 +223,7 @@ class Worker(Run):
         return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with a tensor's bytes from `offset` on.
+        """Fill `into` with a tensor's bytes, beginning at `offset`.
 
         Raise IntegrityError if a leaf's digest does not match.
         """
@@ -238,7 +238,7 @@ class Worker(Run):
             except IntegrityError:
                 if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
                     raise
-                # Perhaps only the cached copy is damaged, so read the source once more.
+                # Possibly only the cached copy is corrupt, so read the source once more.
                 file.readv(at, [into])
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
@@ -397,14 +397,14 @@ class _TaskRun:
             self._post_compute()
 
     def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
-        """Implement `Read`. `at` counts from `offset` in the tensor."""
+        """Implement `Read`. `at` is relative to `offset` in the tensor."""
         # Check here and in `_write_piece`, because an item with many pieces must stop soon after an error elsewhere.
         self._worker.ticket.check()
         self._worker.read(source, name, offset + at, into)
 
     def _arrived(self) -> None:
         """Count a finished read, and post the next item after the last read."""
-        # Reads end on several threads, and exactly one of them must notice that it is the last.
+        # Reads finish on several threads, and exactly one thread must detect that its read is the last.
         with self._lock:
             self._num_reads_left -= 1
             is_last = not self._num_reads_left
@@ -506,7 +506,7 @@ class _TaskRun:
             worker.backend.drain(raw, partial(self._write_piece, file, start))
 
     def _write_piece(self, file: int, start: int, at: int, data: memoryview) -> None:
-        """Implement `Write`. `at` counts from `start` in the file's body."""
+        """Implement `Write`. `at` is relative to `start` in the file's body."""
         self._worker.ticket.check()
         self._worker.out.write(file, start + at, data)
         self._worker.moved(data.nbytes)
