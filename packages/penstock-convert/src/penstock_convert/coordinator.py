@@ -60,7 +60,7 @@ TURN_S = 0.2
 LAST_BEATS_S = 3.0
 """Time in seconds that workers have at the end to send their last statistics and trace spans."""
 PAUSE_S = 5.0
-"""A longer turn, in seconds, means that the coordinator itself was stopped or swapped out. No worker is blamed for
+"""Duration of a turn in seconds above which the coordinator itself was stopped or swapped out. No worker is blamed for
 it."""
 STRIKES = 3
 """Number of workers that die or hang while the operation runs on the same task, after which the job fails."""

@@ -152,7 +152,7 @@ class MergedTensors:
         adapter: name of the adapter in the model.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged, for the given reason.
+        ConfigError, PlanError: the adapter cannot be merged. The message states the reason.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
@@ -292,7 +292,7 @@ def merged_publisher(
         connection, mode, transforms, rank, snapshot_device: see `penstock.publisher`.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged, for the given reason.
+        ConfigError, PlanError: the adapter cannot be merged. The message states the reason.
         PenstockError: see `penstock.publisher`.
     """
     tensors = MergedTensors(model, adapter)

@@ -150,7 +150,7 @@ class MakeDelta(_DeltaOperation):
             for start, stop in self._byte_runs(spec.name, spec.nbytes):
                 inputs.append(Input(source=1, spec=flat, box=Box(start=(start,), stop=(stop,)), at=at))
                 at += stop - start
-            # An empty tensor whose dtype or shape changed appears only in the description.
+            # An empty tensor that is new or has a different dtype or shape appears only in the description.
             if inputs:
                 out = TaskOutput(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes

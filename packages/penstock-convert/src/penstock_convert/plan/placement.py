@@ -7,8 +7,7 @@ A worker that requests tasks gets the first of these that is available:
 3. the last queued task of the slowest worker or place
 4. a duplicate of a task that runs elsewhere
 
-The caller passes the time, so equal events give equal decisions. `tasks` has the
-tasks.
+The caller passes the time, so equal events lead to equal decisions. `tasks` defines the tasks.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ DEVICE_DEPTH = 12
 """Number of tasks that a worker with a device has at once. It is higher, because copies and kernels continue while
 threads do other work. Source: benchmarks/results/h200x2_202611/convert.md."""
 GUESS_BYTES_PER_S = 1e9
-"""Assumed pace of a worker until a task of any worker has finished. Only ratios matter. Maximum number of workers that
-run the same task at once."""
+"""Assumed pace of a worker until a task of any worker has finished. Only ratios matter."""
 PACE_WEIGHT = 0.3
 """Weight of the newest task in a worker's pace. A change of pace is detected after about three tasks."""
 NUM_RUNS = 2

@@ -154,7 +154,7 @@ class _ConversionEvents:
         self.ends = np.array([self.when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
-        """Choose the workers that die and when, over the time that the work takes if all share it."""
+        """Choose the workers that die, and the times of death while the work would last with all workers."""
         whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
         chance = np.random.default_rng((self.seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)

@@ -163,7 +163,7 @@ class ComputeBackend(Protocol):
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """Fill a part of allocated memory with `read`, a multiple of `leaf_bytes` at a time.
 
-        It is complete on return.
+        It returns when the copy is complete.
         """
         ...
 
@@ -178,7 +178,7 @@ class ComputeBackend(Protocol):
         ...
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
-        """Pass the bytes of an output to `write`. It is complete on return."""
+        """Pass the bytes of an output to `write`. It returns when the copy is complete."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
