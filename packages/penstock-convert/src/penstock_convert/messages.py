@@ -26,8 +26,8 @@ from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import GuardedListener
 
 MAX_FRAME_BYTES = 64 << 20
-"""Maximum size of a frame. A task has 8 bytes of digests for each leaf, so this suffices for a task of two
-terabytes."""
+"""Maximum size of a frame in bytes. A task has 8 bytes of digests for each leaf, so this is sufficient for a task of
+two terabytes."""
 HELLO_BYTES = 4096
 """Maximum size in bytes of a message from a peer that has not identified itself."""
 HELLO_S = 5.0

@@ -41,7 +41,7 @@ _UNBOUND = np.finfo(np.float64).max
 class SimulatedFleet:
     """The members and their weights.
 
-    GPU g of every node has part `g % parts`, and exchanges it with the same GPUs of other nodes.
+    GPU g of every node has part `g % parts`, and exchanges it with the other GPUs that have this part.
     """
 
     nbytes: int

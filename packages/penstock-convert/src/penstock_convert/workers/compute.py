@@ -163,7 +163,7 @@ class ComputeBackend(Protocol):
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """Fill a part of allocated memory with `read`, a multiple of `leaf_bytes` at a time.
 
-        It returns when the copy is complete.
+        Return when the part is complete.
         """
         ...
 
@@ -178,7 +178,7 @@ class ComputeBackend(Protocol):
         ...
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
-        """Pass the bytes of an output to `write`. It returns when the copy is complete."""
+        """Pass the bytes of an output to `write`. Return when all of them are passed on."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
