@@ -251,7 +251,7 @@ class LoraMerge:
         elif change.a is not None or change.b is not None:
             a, b = change.a, change.b
             if a is None or b is None:
-                raise PlanError("the adapter has only one of the two factors of a product", tensor=name)
+                raise PlanError("the adapter has only one of the two LoRA factors (A, B) of a product", tensor=name)
             plain, transposed = _orientations(output.shape, a, b)
             if not (plain or transposed) or (change.is_embedding and not transposed):
                 message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"
