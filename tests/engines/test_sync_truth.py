@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from tests.integration.sync.test_declare import Told, heard, told  # noqa: E402 - after what it needs
+from tests.integration.sync.test_declare import EncodedRows, decoded, encoded  # noqa: E402 - imported after importorskip
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.unit.sync.moved import assert_same, move, spoil  # noqa: E402
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
@@ -24,11 +24,11 @@ from penstock_hf.transformers import checkpoint_shards, weights_loader  # noqa: 
 pytestmark = pytest.mark.engines
 
 
-def _train(rank: int, world_size: int, directory: str) -> dict[str, tuple[Told, dict[str, Any]]]:
+def _train(rank: int, world_size: int, directory: str) -> dict[str, tuple[EncodedRows, dict[str, Any]]]:
     return {which: _step(Path(directory) / which) for which in CONFIGS}
 
 
-def _step(directory: Path) -> tuple[Told, dict[str, Any]]:
+def _step(directory: Path) -> tuple[EncodedRows, dict[str, Any]]:
     """Run one optimiser step of a model sharded by layers. Return this rank's declaration and the whole model."""
     from torch.distributed.fsdp import fully_shard
 
@@ -44,11 +44,11 @@ def _step(directory: Path) -> tuple[Told, dict[str, Any]]:
     optimizer.step()
     rows = declared(checkpoint_shards(model, str(directory)))
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
-    return told(rows), {name: tensor.numpy() for name, tensor in full.items()}
+    return encoded(rows), {name: tensor.numpy() for name, tensor in full.items()}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: Any) -> tuple[Path, list[dict[str, tuple[Told, dict[str, Any]]]]]:
+def trained(tmp_path_factory: Any) -> tuple[Path, list[dict[str, tuple[EncodedRows, dict[str, Any]]]]]:
     directory = tmp_path_factory.mktemp("models")
     for which, config in CONFIGS.items():
         saved(make(config()), directory / which)
@@ -70,7 +70,7 @@ def test_receiver_matches_saved_trainer_after_step(which: str, dtype: str, train
     table = table_of(tensors)
     want = wanted(model, record(model, table, load=weights_loader(model)), table, load=weights_loader(model))
     spoil(model.parameters())
-    move([heard(rank[which][0]) for rank in ranks], [want.rows])
+    move([decoded(rank[which][0]) for rank in ranks], [want.rows])
     want.install()
     want.finish()
     assert_same(model, true)
