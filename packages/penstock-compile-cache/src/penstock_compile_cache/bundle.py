@@ -280,7 +280,7 @@ def _checked(path: str) -> PurePosixPath:
     """
     parts = path.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in parts) or parts[0] not in caches.NAMES or len(parts) < 2:
-        raise FormatError(f"the bundle has a file at {path!r}, which is not in a cache")
+        raise FormatError(f"the bundle contains {path!r}, which is outside the cache directories")
     return PurePosixPath(path)
 
 

@@ -179,7 +179,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             running, done = receiving
             # No worker may continue while another worker's background thread is still receiving.
             if running != version and not _all(done.done()):
-                raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
+                raise ConfigError(f"version {running} is being received", hint="call /update_weights to wait for it")
             if running == version and update_info.background:
                 return
             self._receiving = None

@@ -128,7 +128,7 @@ def pull_files(
 
     Raises:
         NotImplementedError: `model_path` is not in an object store, as in the original.
-        ValueError (which is also Penstock's own error): the store failed, or a key points outside `dst`. Complete files
+        ValueError, which is also a PenstockError: the store failed, or a key points outside `dst`. Complete files
         stay.
     """
     if not is_object(model_path):

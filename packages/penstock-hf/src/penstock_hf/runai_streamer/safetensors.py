@@ -150,7 +150,7 @@ class SafetensorsStreamer:
                 yielded, because its memory is reused.
 
         Raises:
-            ValueError (which is also Penstock's own error): a file is missing, malformed or truncated, or a name in
+            ValueError, which is also a PenstockError: a file is missing, malformed or truncated, or a name in
                 `tensor_names` is in no file or in two files.
         """
         if isinstance(tensor_names, str):
@@ -199,7 +199,7 @@ class SafetensorsStreamer:
         """Yield every requested tensor as it arrives. The caller owns it unless `owned` was False.
 
         Raises:
-            ValueError (which is also Penstock's own error): this is called outside a `with` block, or the bytes cannot
+            ValueError, which is also a PenstockError: this is called outside a `with` block, or the bytes cannot
             be read.
         """
         if not self._is_open:

@@ -150,7 +150,7 @@ _ARGUMENT = re.compile(
 def _in_options(text: str) -> str:
     """Replace Python arguments in an error's text with the command line's options."""
 
-    # `memory_bytes=400` becomes `--memory-bytes 400`, and `fallback= to read` becomes `--fallback to read`.
+    # `memory_bytes=400` becomes `--memory-bytes 400`. An argument without a value, `fallback=`, becomes `--fallback`.
     return _ARGUMENT.sub(
         lambda found: _OPTIONS[found[1]] + (" " if found[2] and found[3] else ""),
         text.replace("verify=True", "--verify"),

@@ -70,9 +70,8 @@ def launch(
 class Launch:
     """A launch of a kernel that can be queued again each time its memory is refilled. It keeps the tensors alive.
 
-    Its arguments are laid out for the driver only once. While other threads compete for the interpreter's lock, laying
-    them out for each launch took 0.25 ms, and a digest of 1 GB with ten launches 2.6 ms instead of 0.5. Not
-    thread-safe.
+    Its arguments are packed for the driver only once. When other threads competed for the GIL, packing them for each
+    launch took 0.25 ms, and a digest of 1 GB with ten launches took 2.6 ms instead of 0.5 ms. Not thread-safe.
 
     Args:
         module: module with the kernel and everything that it calls. A copy is valid for the text of this module.

@@ -114,7 +114,7 @@ class ServerExchange:
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
-        """Set the deadline for the client to read the response. Return the seconds until it, and the head."""
+        """Set the deadline for the client to read the response. Return the seconds left and the head."""
         self._has_begun = True
         if self._unread_bytes:
             # Close the connection, because the unread body would be parsed as the next request.

@@ -157,7 +157,7 @@ def targets_of(
 
 
 def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, once the last write of a failed load has ended.
+    """Return a module's parameters and persistent buffers. If a load has failed, first wait for its last write.
 
     With `whole` the caller reads the values, so raise the error of a failed load. Raise ConfigError during a load.
     """

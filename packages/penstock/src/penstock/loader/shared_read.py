@@ -482,8 +482,8 @@ class SharedRead:
             # A thread waits for this round, so let the window exceed its limit by one round.
             self._drop(space + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
             return True
-        # Drop skipped tensors if all awaited tensors arrive later, or if the program has requested nothing for so long
-        # that the other ranks cannot wait any longer.
+        # Drop skipped tensors if every tensor that the program waits for comes after them, or if the program has
+        # requested nothing for so long that the other ranks cannot wait any longer.
         if waited or time.monotonic() - self._progressed > self._settings.stall_s:
             self._drop(space, lambda tensor: True)
             if self._window_bytes > space:

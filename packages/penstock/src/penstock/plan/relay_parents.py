@@ -94,7 +94,7 @@ def num_shared_links(node: Node) -> int:
 
 
 def places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Return the node's places, nearest first: host and kind of device, host, rack, and the whole fleet."""
+    """Return the node's topology levels, nearest first: host and kind of device, host, rack, and the whole fleet."""
     kind = node.device.partition(":")[0]
     rack = (("rack", node.rack),) if node.rack else ()
     return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)

@@ -61,7 +61,7 @@ def free_bytes(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[None]:
-    """Make a directory and its parents for the block. If the block raises, remove new empty directories.
+    """Create a directory and its parents. If the `with` block raises, remove the new directories that are empty.
 
     Raises DestinationError or DiskFull if a directory cannot be made.
     """

@@ -181,7 +181,7 @@ _LOCATED = msgspec.msgpack.Decoder(_Located)
 
 
 def is_within_reach(source: Descriptor) -> bool:
-    """Return whether the owner of a descriptor sends its memory or is in this PID namespace."""
+    """Return whether this process can open a descriptor's memory: by file descriptors, or in this PID namespace."""
     page = decode_payload(source, _LOCATED).page
     return bool(page.socket) or page.host == namespace_id()
 

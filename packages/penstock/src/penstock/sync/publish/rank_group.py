@@ -94,7 +94,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """As another rank, request the version above which this rank publishes. See `FirstVersions`."""
+    """On a rank other than 0, ask rank 0 for its last version. This rank publishes higher versions only."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
     while True:
