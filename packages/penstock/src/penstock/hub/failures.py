@@ -75,7 +75,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
     held = {holding.identity.model: f"its copy was {holding.state}" for holding in member.holdings}
-    held |= {state.name: f"{state.side} of version {state.version}" for state in member.syncs}
+    held |= {state.name: f"it was a {state.side} with version {state.version}" for state in member.syncs}
     lost = tuple(
         FleetFailure(
             member=member.member,
