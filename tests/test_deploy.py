@@ -62,7 +62,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
 
 
-def test_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object]) -> None:
+def test_kustomize_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object]) -> None:
     assert {name for name, _ in pods(objects)} == {"penstock-redis", "penstock-hub", "penstock-cache", engine}
     assert find(objects, "Deployment", "penstock-hub")["spec"]["replicas"] == 2
     for kind, names in {
@@ -228,7 +228,7 @@ def test_deployed_vllm_options_are_accepted_by_loader(engine: str, objects: list
     assert not str(fleet.drain_file).startswith("/run/penstock")
 
 
-def test_hook_waits_for_readers_within_grace_period(
+def test_pre_stop_hook_awaits_readers_within_grace_period(
     objects: list[Object],
 ) -> None:
     for spec, container in containers(objects):

@@ -103,7 +103,7 @@ def test_import_penstock_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_stubs_match_tables() -> None:
+def test_stubs_match_export_tables() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "stubs.py", "--check"], capture_output=True, text=True, check=False
     )

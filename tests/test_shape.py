@@ -44,7 +44,7 @@ def written(root: Path) -> dict[str, shape.Row]:
     return {row.measure: row for row in shape.rows(shape.read_tree(root))}
 
 
-def test_size_table_counts_match_its_rules(tmp_path: Path) -> None:
+def test_size_table_reports_counts_and_rule_violations(tmp_path: Path) -> None:
     table = written(tmp_path)
     assert table["lines of penstock (code), modules"].value == "26 (18), 3"
     assert table["exported names, times each is written"].offenders == ["   2 load", "   1 Part"]

@@ -31,7 +31,7 @@ def test_convert_benchmark_reports_every_case(tmp_path: Path) -> None:
 
 
 @long_running
-def test_failed_benchmark_row_keeps_other_rows(tmp_path: Path) -> None:
+def test_failed_benchmark_row_does_not_discard_other_rows(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "merge", "--mergekit", "/bin/false")
     assert code == 1
     assert [row["case"] for row in found] == ["penstock", "mergekit", "torch script"]

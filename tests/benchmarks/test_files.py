@@ -20,7 +20,7 @@ def run_benchmark(*arguments: str) -> str:
 
 
 @long_running
-def test_each_file_case_reports_both_states(tmp_path: Path) -> None:
+def test_each_file_case_reports_cached_and_cold_reads(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = run_benchmark("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))
     for case in ("mapped", "safetensors"):
@@ -28,7 +28,7 @@ def test_each_file_case_reports_both_states(tmp_path: Path) -> None:
     assert "failed" not in found
 
 
-def test_source_reads_are_compared_with_plain_calls(tmp_path: Path) -> None:
+def test_source_reads_are_compared_with_plain_system_calls(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = run_benchmark("--source", "--dir", str(tmp_path))
     assert "one call of 4 KiB" in found

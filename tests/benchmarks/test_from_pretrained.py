@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bench_from_pretrained as bench
 
 
-def test_both_loaders_load_equal_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_penstock_and_transformers_load_equal_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.make("transformers", tmp_path, 0.01)
     for kind in ("stock", "penstock"):
         bench.run("transformers", kind, str(tmp_path / "model"), "", "cpu")

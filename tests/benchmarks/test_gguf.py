@@ -13,7 +13,7 @@ from penstock.testing.http_server import RangeServer
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 
-def test_both_libraries_write_equal_bytes(
+def test_penstock_and_stock_library_write_equal_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"WIDTH": 128, "ROWS": 64, "TOKENS": 50, "MERGES": 9}.items():

@@ -15,7 +15,7 @@ __all__ = ["hub"]
 
 
 @pytest.mark.parametrize("kinds", [("stock", "penstock"), ("stock fills", "penstock fills")])
-def test_both_loaders_read_equal_bytes(
+def test_penstock_and_stock_loader_read_equal_bytes(
     hub: HuggingFaceServer,
     kinds: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,

@@ -36,7 +36,7 @@ def test_task_benchmark_predicts_at_least_lower_bound(op: str) -> None:
     assert told["predicted_s"] >= told["limit_s"] > 0
 
 
-def test_plan_benchmark_measures_first_version_per_rank() -> None:
+def test_benchmark_measures_first_version_time_per_rank() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_first_version", "--small", "--runs", "1", "--prepare"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @long_running
-def test_each_file_has_a_row_per_location(tmp_path: Path) -> None:
+def test_benchmark_has_row_per_file_and_location(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     small = ["--mib", "16", "--tensors", "200", "--runs", "1", "--latency-ms", "0", "--mb-per-s", "0"]
     command = [sys.executable, "-m", "benchmarks.bench_safetensors", *small, "--out", str(tmp_path)]

@@ -17,7 +17,7 @@ class TestMemory(StoreTests):
         assert isinstance(store, MemoryStore)
         return sum(map(len, store._folders.values()))
 
-    def test_renewed_entry_has_one_expiry(self) -> None:
+    def test_renewing_entry_leaves_only_one_expiry_record(self) -> None:
         store = MemoryStore()
         for _ in range(1_000):
             store.write("a/renewed", b"1", ttl_s=86_400.0)

@@ -80,7 +80,7 @@ def runtime() -> Iterator[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_second_vllm_replica_starts_from_first(llama: Path, tmp_path: Path, runtime: str) -> None:
+def test_second_vllm_replica_receives_weights_from_first(llama: Path, tmp_path: Path, runtime: str) -> None:
     arguments = {"model": str(llama), "load_format": "penstock", "model_loader_extra_config": {"fleet": "llama"}}
     with replica(tmp_path / "1", runtime, **arguments) as (first, log):
         assert len(set(first)) > 4

@@ -132,7 +132,7 @@ def test_merges_match_mergekit_tensors_and_logits(name: str, tied: bool, kind: s
 
 @needs_mergekit
 @pytest.mark.parametrize("kind", ["linear", "slerp"])
-def test_bf16_merges_match_mergekit_within_last_bit(kind: str, tmp_path: Path) -> None:
+def test_bf16_merges_match_mergekit_within_one_ulp(kind: str, tmp_path: Path) -> None:
     num_sources, operation, options = MERGES[kind]
     sources = [write("llama", tmp_path / f"{i}", seed=i) for i in range(num_sources)]
     ours = tensors(merge(sources, tmp_path / "merged", operation))

@@ -180,7 +180,7 @@ def test_log_contains_chosen_load_path(done: dict) -> None:
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 
 
-def test_schedulers_start_through_entry_points_and_hub(llama: Path, tmp_path: Path) -> None:
+def test_sglang_schedulers_load_weights_through_entry_points(llama: Path, tmp_path: Path) -> None:
     """The processes are SGLang's own schedulers. Without Run:ai's package, only the entry point provides its names."""
     assert importlib.util.find_spec("runai_model_streamer") is None
     files = {file.name: file.read_bytes() for file in llama.iterdir()}

@@ -43,5 +43,7 @@ def config(which: str) -> Any:
 
 @pytest.mark.parametrize("cuts", [(1, 1, 1), (2, 2, 2), (4, 1, 4)], ids=str)
 @pytest.mark.parametrize("which", ["llama", "qwen3", "qwen3-moe", "deepseek-v3"])
-def test_megatron_ranks_hold_tensors_saved_by_model(which: str, cuts: tuple[int, int, int], tmp_path: Path) -> None:
+def test_declared_megatron_tensors_match_saved_checkpoint(
+    which: str, cuts: tuple[int, int, int], tmp_path: Path
+) -> None:
     reference.assert_whole(saved(make(config(which)), tmp_path), cuts, {})

@@ -59,7 +59,9 @@ def trained(tmp_path_factory: Any) -> tuple[Path, list[dict[str, tuple[EncodedRo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", CONFIGS)
-def test_receiver_matches_saved_trainer_after_step(which: str, dtype: str, trained: Any, tmp_path: Path) -> None:
+def test_receiver_matches_checkpoint_saved_after_training_step(
+    which: str, dtype: str, trained: Any, tmp_path: Path
+) -> None:
     directory, ranks = trained
     before = transformers.AutoModelForCausalLM.from_pretrained(directory / which, dtype=torch.float32)
     stepped = make(CONFIGS[which]())

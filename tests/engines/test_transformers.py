@@ -101,7 +101,7 @@ def test_quantised_model_is_loaded_by_transformers(llama: Path, caplog: pytest.L
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama, config=config))
 
 
-def test_in_place_options_are_rejected_for_fallback(llama: Path) -> None:
+def test_transformers_fallback_rejects_penstock_load_options(llama: Path) -> None:
     with pytest.raises(ConfigError, match="verify=True"):
         from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16, verify=True)
 

@@ -101,7 +101,7 @@ def test_unsupported_verl_release_is_refused(runtime: str) -> None:
     assert "ConfigError: Penstock was run with verl 0.9, not 0.8.0" in done.stderr, done.stderr[-2000:]
 
 
-def test_trainer_killed_during_read_keeps_weights(experts: Path, runtime: str) -> None:
+def test_engine_keeps_weights_if_trainer_dies_during_read(experts: Path, runtime: str) -> None:
     said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
     assert_three_versions(said["STEP"], is_sharded=True)
     # These are the checkpoint's names, with separate experts, although the module has 25 packed tensors.

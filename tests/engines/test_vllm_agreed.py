@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_one_ranks_failure_raises_on_all(tp: int, pp: int, tmp_path: Path) -> None:
+def test_failure_on_one_rank_raises_on_all_ranks(tp: int, pp: int, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     with socket.socket() as probe:

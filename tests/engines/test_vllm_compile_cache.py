@@ -36,7 +36,7 @@ if __name__ == "__main__":
 """
 
 
-def test_second_home_directory_reuses_compiled_code(tmp_path: Path) -> None:
+def test_compiled_code_is_reused_in_second_home_directory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tmp_path / "model"

@@ -37,7 +37,7 @@ def environment(hub: HuggingFaceServer, home: Path) -> dict[str, str]:
     }
 
 
-def test_weights_from_hub_write_no_disk_copy(hub: HuggingFaceServer, llama: Path, tmp_path: Path) -> None:
+def test_loading_from_hub_writes_no_disk_copy(hub: HuggingFaceServer, llama: Path, tmp_path: Path) -> None:
     environ = environment(hub, tmp_path / "hf")
     (tmp_path / "a").mkdir()
     true = tokens(tmp_path / "a", model=str(llama), load_format="auto")

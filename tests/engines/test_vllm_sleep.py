@@ -107,7 +107,9 @@ def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) 
         os.environ["PYTHONPATH"] = before
 
 
-def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, runtime: str, tmp_path: Path) -> None:
+def test_weights_are_restored_before_first_request_after_wake(
+    engine: Engine, llama: Path, runtime: str, tmp_path: Path
+) -> None:
     server = engine.server
     assert len({tuple(engine.expected(version)) for version in (None, 1, 2, 5, 6, 7, 8)}) == 7
     # There is no version from a trainer yet, so the engine's own loader restores the weights of the start.

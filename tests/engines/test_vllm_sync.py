@@ -324,7 +324,7 @@ def test_two_trainer_ranks_send_through_vllm_interface(
 
 
 @pytest.mark.parametrize(("mode", "gather"), [("live", "shards"), ("snapshot", "gather")])
-def test_single_worker_engine_receives_every_send_mode(
+def test_single_worker_engine_receives_weights_in_every_mode(
     mode: str, gather: str, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     with (

@@ -80,7 +80,7 @@ def test_next_engine_attaches_same_memory(llama, allocated) -> None:
             gc.collect()
 
 
-def test_flipped_device_memory_is_reloaded_before_attach(llama, allocated, monkeypatch) -> None:
+def test_corrupt_device_memory_is_reloaded_before_attach(llama, allocated, monkeypatch) -> None:
     """The engine digests on the device and reports to the cache, whose own checks are disabled."""
     wanted = by_safetensors(llama)
     with monkeypatch.context() as patched, ps.cache.WeightCache(device="cuda:0") as keeper:
@@ -101,7 +101,7 @@ def test_flipped_device_memory_is_reloaded_before_attach(llama, allocated, monke
         gc.collect()
 
 
-def test_cache_detects_flipped_device_memory(llama, allocated) -> None:
+def test_cache_detects_flipped_bit_in_device_memory(llama, allocated) -> None:
     with ps.cache.WeightCache(device="cuda:0") as keeper:
         keeper.keep("llama", llama)
         attached = ps.cache.attach("llama")

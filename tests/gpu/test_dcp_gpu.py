@@ -53,7 +53,7 @@ def test_state_dict_on_two_devices_is_restored(own: bool, tmp_path: Path) -> Non
     assert own or all(report.verified for report in reader.reports)
 
 
-def test_hugging_face_checkpoint_loads_slices_and_casts(tmp_path: Path) -> None:
+def test_hugging_face_checkpoint_is_loaded_sliced_and_cast(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=1, hidden=256, fp8=False, shards=2)
     whole = penstock.load(tmp_path)
     state = {
@@ -65,7 +65,7 @@ def test_hugging_face_checkpoint_loads_slices_and_casts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staging_bytes", [None, "128K"])
-def test_async_saves_stage_from_device(staging_bytes: str | None, tmp_path: Path) -> None:
+def test_async_save_stages_tensors_from_device(staging_bytes: str | None, tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoint", replace=True, staging_bytes=staging_bytes)
     for seed in (1, 2):
         state = state_of(seed)

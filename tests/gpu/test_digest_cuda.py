@@ -49,13 +49,13 @@ def data() -> Bytes:
 
 
 @pytest.mark.parametrize("shift", [0, 8, 1, 2, 13])
-def test_every_length_to_1100_matches_xxhash(data: Bytes, shift: int) -> None:
+def test_digests_up_to_length_1100_match_xxhash(data: Bytes, shift: int) -> None:
     lengths = np.arange(1, 1101)
     data.check(lengths * 16 + shift, lengths)
 
 
 @pytest.mark.parametrize("kind", ["aligned", "any"])
-def test_random_large_leaves_match_xxhash(data: Bytes, kind: str) -> None:
+def test_digests_of_random_large_leaves_match_xxhash(data: Bytes, kind: str) -> None:
     rng = np.random.default_rng(11)
     nbytes = rng.integers(241, (1 << 20) + 1, 300)
     offsets = rng.integers(0, (63 << 20) // 16, 300) * 16
@@ -63,7 +63,7 @@ def test_random_large_leaves_match_xxhash(data: Bytes, kind: str) -> None:
 
 
 @pytest.mark.parametrize("leaf_bytes", [4096, 65536, 262144, 1 << 20])
-def test_leaf_and_block_edges_match_xxhash(data: Bytes, leaf_bytes: int) -> None:
+def test_digests_at_leaf_and_block_edges_match_xxhash(data: Bytes, leaf_bytes: int) -> None:
     nbytes = np.repeat(leaf_bytes + np.array([0, -1, 1, -64, 64, -1023, -1024]), 4)
     data.check(np.tile([0, 16, 64, 7], 7), nbytes)
 
@@ -83,7 +83,7 @@ def test_launch_shape_does_not_change_digests(data: Bytes, tuning: dict[str, int
     data.check(rng.integers(0, 60 << 20, 400), np.maximum(nbytes, 1), **tuning)
 
 
-def test_60_000_expert_leaves_match_xxhash(data: Bytes) -> None:
+def test_digests_of_60_000_expert_leaves_match_xxhash(data: Bytes) -> None:
     """Weights alternate with 4-byte scales. Many leaves share bytes, so that the host's part stays short."""
     distinct = np.where(np.arange(600) % 2, 4, 8192 + 64 * np.arange(600))
     offsets = np.arange(600, dtype=np.int64) * 65536

@@ -71,7 +71,7 @@ def truncated_on_one_rank(rank: int, world_size: int, directories: list[str]) ->
     from_pretrained(transformers.AutoModelForCausalLM, directories[rank], group=dist.group.WORLD, device_map={"": rank})
 
 
-def test_unreadable_file_on_one_rank_fails_all(models: dict[str, Path], tmp_path: Path) -> None:
+def test_unreadable_file_on_one_rank_fails_all_ranks(models: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 
     broken = tmp_path / "llama"

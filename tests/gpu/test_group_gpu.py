@@ -97,7 +97,7 @@ def assert_all_raised(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ranks_load_all_tensors_reading_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_all_tensors_from_one_read(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = by_safetensors(checkpoint)
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -107,7 +107,7 @@ def test_ranks_load_all_tensors_reading_once(checkpoint: Path, world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_small_tensors_and_small_budget_are_loaded(tmp_path: Path, world_size: int) -> None:
+def test_small_tensors_load_within_small_memory_budget(tmp_path: Path, world_size: int) -> None:
     write_moe(tmp_path / "moe", num_tensors=2000, shards=2)
     outcomes = run(
         everything,
@@ -134,7 +134,7 @@ def test_group_load_frees_device_memory(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("fault", ["truncated", "missing", "reading"])
-def test_failure_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
+def test_failure_on_one_rank_fails_all_ranks(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
     directories = [str(checkpoint)] * world_size
     if fault == "reading":
         assert_all_raised(run(reading_fails, world_size, directories, 1))

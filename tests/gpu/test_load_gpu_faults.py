@@ -219,7 +219,7 @@ def test_device_digests_detect_flipped_bit(checkpoint: Path, do: Callable[..., N
 
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
-def test_digests_cover_every_length_next_to_region(tmp_path: Path, verb: str) -> None:
+def test_slab_tensors_of_every_length_are_verified(tmp_path: Path, verb: str) -> None:
     """Scalars, short and long tensors share slabs. Matrices have separate slabs, and one is sliced."""
     path = tmp_path / "model.safetensors"
     torch.manual_seed(4)
@@ -261,7 +261,7 @@ def test_verified_stream_limits_read_ahead(checkpoint: Path, allocated: int) -> 
     assert torch.cuda.max_memory_allocated() - allocated < NUM_TENSORS * TENSOR_BYTES // 2
 
 
-def test_report_shows_verification_or_reason(checkpoint: Path) -> None:
+def test_report_shows_verification_or_why_it_is_skipped(checkpoint: Path) -> None:
     plain = penstock.load(checkpoint, device=DEVICE).report
     assert not plain.verified
     assert plain.why

@@ -77,7 +77,7 @@ def test_device_memory_is_read_into_host() -> None:
     transport.close()
 
 
-def test_killed_holder_raises_for_readers(reader) -> None:
+def test_readers_raise_after_holder_is_killed(reader) -> None:
     """The error is typed and in time, and this process's device stays usable."""
     transport, into = reader
     with HolderProcess("nixl", nbytes=NBYTES, device="cuda:0") as holder:

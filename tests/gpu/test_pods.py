@@ -101,7 +101,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     assert engine.call("check", timeout_s=LAST_S)["error"] == "PeerLost"
 
 
-def test_device_memory_without_descriptor_error_has_hint(pods: tuple[Pod, Pod], stack: ExitStack) -> None:
+def test_missing_device_memory_descriptor_error_has_hint(pods: tuple[Pod, Pod], stack: ExitStack) -> None:
     """torch's default memory has only a handle, which names a process of the cache's PID namespace."""
     _, engine = start(stack, pods, "False")
     refused = engine.call("attempt", timeout_s=LAST_S)

@@ -106,7 +106,7 @@ def test_sleeping_engine_frees_device_memory(stack: ExitStack, tmp_path: Path, m
     assert served.has(trainer.task, 3)
 
 
-def test_engine_restoring_its_bytes_is_verified(stack: ExitStack, tmp_path: Path) -> None:
+def test_weights_restored_by_engine_are_verified(stack: ExitStack, tmp_path: Path) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
     engine = stack.enter_context(ps.subscriber("policy", served, connection=SETTINGS, rank=(0, 1)))
     trainer.publish(1)

@@ -138,6 +138,6 @@ def test_model_in_arena_needs_one_registration() -> None:
     transport.close()
 
 
-def test_impossible_allocation_raises_typed_error() -> None:
+def test_allocation_above_device_memory_raises_typed_error() -> None:
     with pytest.raises(DeviceOutOfMemory):
         Arena.allocate(1 << 50, "cuda")

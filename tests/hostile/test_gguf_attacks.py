@@ -307,7 +307,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=400, deadline=None)
 @given(mutated() | st.binary(max_size=80).map(lambda tail: MAGIC + struct.pack("<I", 3) + tail))
-def test_accepted_mutations_match_gguf_package(data: bytes) -> None:
+def test_accepted_mutated_gguf_files_match_gguf_package(data: bytes) -> None:
     try:
         header = read_header(MemorySource(data, uri="memory:m.gguf"))
     except PenstockError as error:

@@ -366,7 +366,7 @@ def accepted_only_by_the_library(data: bytes) -> bool:
 
 @settings(max_examples=1500, deadline=None)
 @given(mutated() | st.binary(max_size=64) | st.binary(max_size=64).map(file_of))
-def test_mutated_headers_are_accepted_like_in_safetensors(data: bytes) -> None:
+def test_penstock_and_safetensors_accept_same_mutated_headers(data: bytes) -> None:
     try:
         theirs = {name: (row["dtype"], row["shape"]) for name, row in safetensors.deserialize(data)}
     except safetensors.SafetensorError:

@@ -142,7 +142,7 @@ NAMES: list[Any] = ["model\0.safetensors", "", None, 7, 1.5, b"model.safetensors
 
 @pytest.mark.parametrize("name", [*NAMES, ["a.safetensors", 7], [None]], ids=repr)
 @pytest.mark.parametrize("verb", VERBS)
-def test_invalid_model_name_raises_in_journeys(verb: str, name: Any) -> None:
+def test_invalid_model_name_raises_in_every_api_function(verb: str, name: Any) -> None:
     if verb == "fetch" and name is None:
         pytest.skip("None is no fallback there")
     assert isinstance(refused(lambda: VERBS[verb](name)), ConfigError)

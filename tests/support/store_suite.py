@@ -39,14 +39,14 @@ class StoreTests:
                 entry = store.read(f"{at}a")
                 assert entry is not None and entry.value == value
 
-    def test_missing_name_reads_none(self) -> None:
+    def test_reading_missing_name_returns_none(self) -> None:
         """Check that `read` and `scan` do not find a missing name. Deleting it is not an error."""
         with self.store() as (store, at):
             assert store.read(f"{at}a") is None
             assert store.scan(at) == {}
             assert store.write(f"{at}a", None)
 
-    def test_deleted_name_is_gone(self) -> None:
+    def test_reading_deleted_name_returns_none(self) -> None:
         """Check that a deleted value is absent, and that a write that expects its absence succeeds."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")

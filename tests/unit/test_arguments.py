@@ -90,7 +90,7 @@ def test_omitted_sync_rank_means_single_rank() -> None:
     assert rank_of((3, 8)) == (3, 8)
 
 
-def test_format_used_as_operation_error_suggests_to(file: Path) -> None:
+def test_format_passed_as_operation_error_suggests_to_option(file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*use to='cast:F16'"):
         ps.convert(file, file.parent / "out", operations=["cast:F16"])
 

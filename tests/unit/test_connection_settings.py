@@ -130,7 +130,7 @@ def test_wrong_connection_type_raises_config_error(connection: Any) -> None:
         ps.join("m", connection=connection)
 
 
-def test_token_file_is_read_when_verb_runs(tmp_path: Path, token_file: Path) -> None:
+def test_token_file_is_read_at_call_time(tmp_path: Path, token_file: Path) -> None:
     settings = ps.ConnectionSettings(hub="https://mine:7070", token_file=token_file)
     assert resolve_connection(settings) == ps.ConnectionSettings(hub="https://mine:7070", token=TOKEN)
     assert TOKEN not in repr(settings)

@@ -46,7 +46,7 @@ def few_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_files_above_soft_descriptor_limit_are_opened(many: Path, few_descriptors: int) -> None:
+def test_more_files_than_soft_descriptor_limit_are_opened(many: Path, few_descriptors: int) -> None:
     assert len(ps.inspect(many).manifest.tensors.names) == NUM_FILES
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few_descriptors
 
@@ -57,13 +57,13 @@ def test_opening_many_files_increases_descriptor_limit(many: Path, few_descripto
     assert sum(float(file.get_tensor(file.keys()[0])[0]) for file in files) == sum(range(NUM_FILES))
 
 
-def test_files_above_soft_descriptor_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
+def test_more_files_than_soft_descriptor_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
     files = {str(path): tmp_path / path.name for path in many.iterdir()}
     assert len(download(files, settings=ps.config.Settings()).compared) == 0
     assert len(list(tmp_path.iterdir())) == NUM_FILES + 1
 
 
-def test_few_files_keep_descriptor_limit(many: Path, few_descriptors: int) -> None:
+def test_opening_few_files_keeps_descriptor_limit(many: Path, few_descriptors: int) -> None:
     ps.inspect(next(many.glob("*.safetensors")))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_descriptors
 

@@ -166,7 +166,7 @@ def test_system_error_mapping_keeps_penstock_errors(ours: PenstockError, tmp_pat
     assert caught.value is ours
 
 
-def test_missing_extra_in_user_module_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_error_from_user_module_propagates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lacks_an_extra.py").write_text(
         'from penstock.errors import MissingExtra\nraise MissingExtra("it needs scipy", hint="pip install scipy")\n'
     )
@@ -237,7 +237,7 @@ def test_builtin_handlers_never_catch_penstock_errors() -> None:
         ("__builtins__", errors.PenstockError, errors.PenstockError),
     ],
 )
-def test_class_named_by_peer_must_be_known(name: str, least: type, kind: type) -> None:
+def test_error_class_named_by_peer_must_be_known(name: str, least: type, kind: type) -> None:
     assert errors.class_named(name, least) is kind
 
 

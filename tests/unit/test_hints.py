@@ -174,7 +174,7 @@ def test_stall_hint_includes_model_name() -> None:
     assert "`penstock why 'big model'`" in str(error.hint)
 
 
-def test_average_error_names_operation(llama: Path) -> None:
+def test_average_of_one_source_error_names_operation(llama: Path) -> None:
     assert plan([llama, llama], operations="average").operation.name.endswith("average()")
     with pytest.raises(PenstockError, match="average of 1 sources"):
         plan([llama], operations="average")

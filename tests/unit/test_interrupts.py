@@ -127,7 +127,7 @@ def test_foreign_handlers_and_threads_are_unaffected() -> None:
     assert inside == [False]
 
 
-def test_handler_installed_inside_block_stays() -> None:
+def test_signal_handler_installed_inside_block_stays_installed() -> None:
     def handler(number: int, frame: object) -> None:
         pass
 

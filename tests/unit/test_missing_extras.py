@@ -84,7 +84,7 @@ def llama(tmp_path: Path) -> str:
     return "llama"
 
 
-def test_verbs_without_torch_raise_missing_extra(tmp_path: Path, llama: str) -> None:
+def test_api_functions_without_torch_raise_missing_extra(tmp_path: Path, llama: str) -> None:
     verbs = "cache.attach,cache.cache_parameters,join,cache.WeightCache,load,load_file,load_into,publisher,safe_open"
     verbs += ",modules.load_in_background,stream,subscriber"
     done = _run_without("torch", _VERBS, llama, verbs, cwd=tmp_path)

@@ -36,7 +36,7 @@ def names(value: Boot) -> list[tuple[str, str]]:
     return [(one.name, one.state) for one in value.phases]
 
 
-def test_process_without_phases_has_no_startup_record(record: BootRecord) -> None:
+def test_process_without_startup_phases_has_no_record(record: BootRecord) -> None:
     Phases("open").stop()
     assert record.snapshot() is None
 
@@ -92,7 +92,7 @@ def test_engine_error_is_recorded_as_failure() -> None:
 
 
 @pytest.mark.parametrize("error", [Cancelled("enough"), KeyboardInterrupt(), GeneratorExit()])
-def test_cancelled_journey_is_neither_failed_nor_ready(error: BaseException) -> None:
+def test_cancelled_operation_is_neither_failed_nor_ready(error: BaseException) -> None:
     with pytest.raises(type(error)), Phases("move", journey="load"):
         raise error
     assert (boot().state, names(boot())) == ("starting", [("move", "cancelled")])

@@ -41,7 +41,7 @@ def test_every_public_report_has_summary() -> None:
         assert report.summary is not Summarised.summary
 
 
-def test_journey_reports_have_documented_fields(directory: Path) -> None:
+def test_operation_reports_have_documented_fields(directory: Path) -> None:
     written = ps.manifest(directory)
     assert written.num_leaves == written.num_tensors == 30
     weights = ps.load(directory)

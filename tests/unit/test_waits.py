@@ -74,7 +74,7 @@ def test_leaving_outer_scope_cancels_inner_scope() -> None:
     assert inner.is_left
 
 
-def test_wait_in_left_scope_raises_immediately() -> None:
+def test_wait_in_exited_scope_raises_immediately() -> None:
     scope = waits.Scope()
     scope.leave()
     ours, theirs = socket.socketpair()

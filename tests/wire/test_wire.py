@@ -64,7 +64,7 @@ def test_frame_is_written_as_recorded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_recorded_frame_is_read_as_before(name: str) -> None:
+def test_recorded_frame_decodes_to_recorded_value(name: str) -> None:
     read = FRAMES[name].read(wire_of(FIXTURES[name]))
     assert msgspec.json.decode(msgspec.json.encode(read)) == FIXTURES[name]["value"]
 

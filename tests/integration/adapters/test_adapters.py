@@ -278,7 +278,7 @@ MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_adapter_moved_on_either_side_still_syncs(host: Host, mode: Any, move: Any) -> None:
+def test_adapter_syncs_after_memory_moves_on_either_side(host: Host, mode: Any, move: Any) -> None:
     trained, served = model_of_two(1), model_of_two(2)
     with (
         adapter_publisher("a", trained, base="b1", mode=mode) as publisher,
@@ -313,7 +313,7 @@ def test_adapter_is_merged_again_after_model_moves(host: Host, move: Any) -> Non
             move(trained)
 
 
-def test_cast_adapter_merges_but_cast_base_raises(host: Host) -> None:
+def test_casting_adapter_is_allowed_but_casting_base_raises(host: Host) -> None:
     trained = model(1)
     whole = {name: torch.zeros_like(one) for name, one in base_model().state_dict().items()}
     with merged_publisher("m", trained) as publisher, ps.subscriber("m", whole) as subscriber:
@@ -430,7 +430,7 @@ def test_scaled_adapter_model_is_rejected_immediately(host: Host) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_second_rank_rejects_unsynced_restart(host: Host, mode: Any) -> None:
+def test_publisher_restarted_with_different_adapter_rank_is_rejected(host: Host, mode: Any) -> None:
     with (
         adapter_subscriber("a", model(2), base="b1", mode=mode) as subscriber,
         plain_subscriber("a", base="b1", mode=mode) as other,

@@ -109,7 +109,7 @@ def test_restore_does_not_import_torch(homes: Homes) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_logged"), [("first", False), ("second", True)])
-def test_tuning_lost_through_path_change_is_logged(
+def test_kernel_tuning_lost_after_path_change_is_logged(
     homes: Homes, name: str, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = homes.enter("first")
@@ -240,7 +240,7 @@ def test_bundle_signature_is_checked_before_content(homes: Homes, monkeypatch: p
     assert homes.restore().is_found and "content" in parts
 
 
-def test_full_disk_skips_restore(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_is_skipped_if_disk_is_full(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     homes.enter("second")
     monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
@@ -269,7 +269,7 @@ def test_missing_hub_falls_back_to_storage(homes: Homes, caplog: pytest.LogCaptu
     assert "so this process reads from its fallback" in caplog.text
 
 
-def test_model_hub_is_not_writable(homes: Homes) -> None:
+def test_saving_bundle_to_hugging_face_hub_raises(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="hf:// is not an object store for writing"):
@@ -284,7 +284,7 @@ def test_directory_writable_by_others_is_refused(homes: Homes) -> None:
         homes.restore()
 
 
-def test_save_without_private_key_or_restore_raises(homes: Homes) -> None:
+def test_save_raises_without_private_key_or_compiled_code(homes: Homes) -> None:
     homes.enter("first")
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="no private key"):
@@ -458,7 +458,7 @@ def test_cache_serves_bundles_of_its_models(homes: Homes, hub: str) -> None:
     assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
 
 
-def test_command_restores_lists_and_saves(homes: Homes) -> None:
+def test_command_restores_lists_and_saves_bundles(homes: Homes) -> None:
     home = homes.enter("first")
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
     done = CliRunner().invoke(app, ["compile-cache", "restore", str(homes.model), *words])

@@ -325,7 +325,7 @@ def test_caching_request_without_offered_parameters_raises(monkeypatch: pytest.M
         assert keeper.models() == []
 
 
-def test_corruption_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_cache_without_engine_is_reported_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         ps.cache.cache_parameters(make_model(), "finished").close()

@@ -162,7 +162,7 @@ def test_attach_waits_for_cache_to_start(llama, wanted) -> None:
         assert_same(ps.cache.attach("llama", timeout_s=30.0, device="cpu"), wanted)
 
 
-def test_stopping_cache_waits_for_its_engine(keeper, wanted) -> None:
+def test_stopping_cache_waits_for_attached_engine(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGTERM)
     wait_until(lambda: attached.lease_state == "draining")

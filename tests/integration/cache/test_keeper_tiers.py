@@ -119,7 +119,7 @@ def test_fetch_promotes_demoted_model(models, wanted, tmp_path) -> None:
         assert tiers(keeper) == {"a": "host", "b": "disk"}
 
 
-def test_too_small_disk_tier_rereads_source(models, wanted, tmp_path) -> None:
+def test_model_is_reread_if_disk_tier_is_small(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
         for name, directory in models.items():
             keeper.keep(name, directory)
@@ -136,7 +136,7 @@ def test_too_small_disk_tier_rereads_source(models, wanted, tmp_path) -> None:
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
 
-def test_full_disk_tier_rereads_source(models, wanted, small_disk, caplog) -> None:
+def test_model_is_reread_if_disk_tier_is_full(models, wanted, small_disk, caplog) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # without a known limit
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
@@ -258,7 +258,7 @@ def test_demotion_without_limit_or_directory_raises(tmp_path) -> None:
         ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file").open()
 
 
-def test_keep_command_demotes_models_beyond_memory(models, wanted, tmp_path) -> None:
+def test_keep_command_demotes_models_above_memory_limit(models, wanted, tmp_path) -> None:
     uris = [str(models[name]) for name in ("a", "b")]
     bounds = ["--memory-bytes", str(BOUND), "--disk", str(tmp_path)]
     with KeeperProcess([*uris, *bounds]) as keeper:

@@ -157,7 +157,7 @@ def test_force_cannot_replace_source_or_object_store(small_checkpoint: Path, tmp
         ps.convert(small_checkpoint, "s3://bucket/out", replace=True)
 
 
-def test_unsupported_exchange_uses_two_renames(
+def test_two_renames_are_used_if_exchange_is_unsupported(
     small_checkpoint: Path,
     other: Path,
     tmp_path: Path,

@@ -56,7 +56,7 @@ def hub(tokens, tmp_path):
     assert "event=issued" in (tmp_path / "stderr").read_text()
 
 
-def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
+def test_status_and_why_commands_describe_fleet(hub, tokens, penstock: Run) -> None:
     asked = ["--hub", hub, "--token-file", str(tokens)]
     assert "no member has or fetches llama" in penstock("status", "llama", *asked).stdout
     with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:

@@ -76,7 +76,7 @@ def environ(s3: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environ")
-def test_initializer_copies_and_verifies_s3_pairs(
+def test_initializer_copies_and_verifies_s3_sources(
     s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     source = upload(s3, model, "llama")
@@ -100,7 +100,9 @@ def test_initializer_copies_and_verifies_s3_pairs(
 
 
 @pytest.mark.usefixtures("environ")
-def test_corrupt_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_corrupt_weights_never_reach_engine(
+    s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
     source = upload(s3, model, "damaged")
     shard = next(model.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -112,7 +114,7 @@ def test_corrupt_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path:
     assert not (tmp_path / "models").exists(), "the directory was new"
 
 
-def test_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> None:
+def test_all_repository_files_are_copied_from_one_commit(model: Path, tmp_path: Path) -> None:
     files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
     whole, single = tmp_path / "whole", tmp_path / "single"
     words = [sys.executable, "-m", "penstock", "storage-initializer"]
@@ -161,7 +163,7 @@ def test_hub_option_fetches_weights_from_members(
     assert small == SMALL_FILES
 
 
-def test_weights_and_small_files_have_one_commit(
+def test_weights_and_small_files_come_from_same_commit(
     runtime: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}

@@ -79,7 +79,7 @@ def test_failing_operation_config_raises_before_reading(gives: str, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_tokenizer_is_copied_without_foreign_weights(tmp_path: Path) -> None:
+def test_tokenizer_is_copied_but_unrelated_weights_are_not(tmp_path: Path) -> None:
     source = write(tmp_path / "source", json.dumps({"model_type": "own"}).encode())
     for name in BESIDE + NOT_COPIED:
         (source / name).write_bytes(name.encode())
@@ -211,7 +211,7 @@ def test_index_with_nan_or_bom_is_parsed(tmp_path: Path) -> None:
         (["left.safetensors", "right.safetensors"], "model.safetensors", "model.safetensors.index.json"),
     ],
 )
-def test_output_keeps_source_stem(names: list[str], single: str, index: str, tmp_path: Path) -> None:
+def test_output_file_name_has_stem_of_source(names: list[str], single: str, index: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for i, name in enumerate(names):
@@ -360,7 +360,7 @@ def test_report_lists_files_next_to_single_file(tmp_path: Path) -> None:
             assert (tmp_path / "http/diffusion_pytorch_model.safetensors").is_file()
 
 
-def test_directory_url_reports_unlisted_folders(tmp_path: Path) -> None:
+def test_report_names_http_directory_that_cannot_be_listed(tmp_path: Path) -> None:
     source = tmp_path / "adapter"
     (source / "1_Pooling").mkdir(parents=True)
     save_file({"a": torch.ones(4, 4)}, source / "model.safetensors")
@@ -373,7 +373,7 @@ def test_directory_url_reports_unlisted_folders(tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").is_file() and not (tmp_path / "out/1_Pooling").exists()
 
 
-def test_still_valid_file_metadata_is_copied(tmp_path: Path) -> None:
+def test_valid_file_metadata_is_copied(tmp_path: Path) -> None:
     source = tmp_path / "flux.safetensors"
     layers = json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})
     told = {

@@ -133,7 +133,7 @@ def output(directory: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(directory).items() if name != "penstock.job"}
 
 
-def test_killed_workers_repeat_only_their_tasks(source, expected, tmp_path):
+def test_only_tasks_of_killed_workers_are_repeated(source, expected, tmp_path):
     with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
         workers = WorkerSettings(num_workers=2, launcher=launcher)
         report = run(source, tmp_path / "out", SLOWER, workers=workers, progress=launcher.strike)

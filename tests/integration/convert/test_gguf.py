@@ -91,14 +91,14 @@ def test_quantised_blocks_are_not_copied_to_safetensors(model: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_merge_uses_values_of_quantised_models(tmp_path: Path) -> None:
+def test_merge_uses_dequantised_values_of_quantised_models(tmp_path: Path) -> None:
     models = [gguf_file.write(tmp_path / f"{seed}.gguf", seed=seed)[0] for seed in (0, 1)]
     merged = load_file(convert(models, tmp_path / "out", operations="average") / "model.safetensors")
     a, b = (values_of(path)["blk.0.attn_q.weight"].bfloat16().float() for path in models)
     assert torch.equal(merged["blk.0.attn_q.weight"], ((a + b) / 2).bfloat16())
 
 
-def test_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
+def test_gguf_copy_preserves_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
     out = convert(model, tmp_path / "out", to="gguf") / "model.gguf"
     assert_same(gguf_file.expected_tensors(out), gguf_file.expected_tensors(model))
     assert fields_of(out) == fields_of(model)
@@ -182,7 +182,7 @@ def _check(path: Path, source: Mapping[str, torch.Tensor], kind: str) -> None:
         ({"a": torch.full((2, 32), float("nan"))}, {"to": "gguf:Q8_0"}, r"Q8_0 cannot hold .*tensor 'a'"),
     ],
 )
-def test_unwritable_gguf_is_refused(
+def test_conversion_to_unsupported_gguf_is_refused(
     tensors: dict[str, torch.Tensor], options: dict[str, Any], fault: str, tmp_path: Path
 ) -> None:
     save_file(tensors, tmp_path / "model.safetensors")

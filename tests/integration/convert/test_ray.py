@@ -104,7 +104,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_dead_ray_node_repeats_only_its_tasks(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_only_tasks_of_dead_ray_node_are_repeated(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=24_000_000)
     convert_as(tmp_path / "source", tmp_path / "expected", workers=1, **TOLD)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "source"), str(tmp_path / "out"), json.dumps(TOLD)]

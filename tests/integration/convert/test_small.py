@@ -131,7 +131,7 @@ def test_small_conversion_runs_in_thread(llama: Path, tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
-def test_interrupted_thread_resumes_on_next_call(llama: Path, tmp_path: Path) -> None:
+def test_interrupted_conversion_in_thread_resumes_on_next_call(llama: Path, tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         if done >= 2:
             raise KeyboardInterrupt

@@ -126,7 +126,7 @@ def empty_like(directory: Path) -> dict[str, Any]:
     return state
 
 
-def test_dcp_checkpoint_loads_like_torch_reader(own: Path) -> None:
+def test_loaded_dcp_checkpoint_matches_torch_reader(own: Path) -> None:
     mine, theirs = odd_state(2), odd_state(2)
     dcp.load(mine, storage_reader=CheckpointReader(own))
     dcp.load(theirs, checkpoint_id=own)
@@ -174,7 +174,7 @@ def test_hugging_face_checkpoint_matches_torch_reader(llama: Path) -> None:
     assert not reader.reports[0].verified and "no manifest" in reader.reports[0].why
 
 
-def test_overlapping_state_is_refused(tmp_path: Path) -> None:
+def test_state_with_overlapping_tensors_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.full((48,), 3.0), "b": torch.ones(6)}, tmp_path / "m.safetensors")
     memory = torch.zeros(60)
     with pytest.raises(CheckpointException) as raised:
@@ -271,7 +271,7 @@ def test_truncated_checkpoint_error_names_file(llama: Path, dtype: torch.dtype, 
     assert error.mutated or not target.any()
 
 
-def test_digest_mismatch_keeps_target_with_different_dtype(llama: Path, tmp_path: Path) -> None:
+def test_digest_mismatch_leaves_target_requiring_cast_unchanged(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     penstock.manifest(place)
@@ -393,7 +393,7 @@ def load_damaged(rank: int, world_size: int, place: str) -> Any:
     return None
 
 
-def test_missing_shard_on_one_rank_fails_all(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_missing_shard_on_one_rank_fails_all_ranks(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
     place = tmp_path / "own"
     shutil.copytree(sharded[0], place)
     missing = place / "__3_0.distcp"
@@ -403,7 +403,7 @@ def test_missing_shard_on_one_rank_fails_all(sharded: tuple[str, str, Any], tmp_
     assert [outcome.value for outcome in outcomes] == [({1: ("NotFound", str(missing))}, 0.0)] * 2
 
 
-def test_own_format_faults_raise_before_writing(own: Path, tmp_path: Path) -> None:
+def test_corrupt_dcp_checkpoint_raises_before_writing(own: Path, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     def damaged() -> Path:
@@ -453,7 +453,7 @@ class Runs:
         return Path.touch, (Path(self.path),)
 
 
-def test_checkpoint_with_stored_code_is_rejected(tmp_path: Path) -> None:
+def test_checkpoint_with_pickled_code_is_rejected(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     state = {"weight": torch.ones(3), "hook": Runs(str(mark))}
     dcp.save(dict(state), checkpoint_id=tmp_path / "checkpoint")
@@ -466,7 +466,7 @@ def test_checkpoint_with_stored_code_is_rejected(tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def test_hugging_face_faults_raise_before_writing(llama: Path, tmp_path: Path) -> None:
+def test_corrupt_hugging_face_checkpoint_raises_before_writing(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     state = empty_like(llama)
     shutil.copytree(llama, place)

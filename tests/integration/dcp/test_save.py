@@ -187,7 +187,7 @@ def test_concurrent_saves_to_one_path_stay_separate(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_unstorable_state_is_refused_before_replacing(tmp_path: Path) -> None:
+def test_unsupported_state_is_refused_before_replacing_checkpoint(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(place))
     before = penstock.verify(place).revision
@@ -287,7 +287,7 @@ def test_save_keeps_unrelated_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_relative_path_is_not_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_is_not_read_as_repository_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter("run/step-0"))
     dcp.save({"w": torch.ones(2)}, checkpoint_id="other/step-1", storage_writer=CheckpointWriter(Path("run/step-2")))

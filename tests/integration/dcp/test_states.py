@@ -92,7 +92,7 @@ def test_background_save_captures_values_at_call(tmp_path: Path) -> None:
     assert loaded == {"seen": {1}, "steps": [1, [2]], "of": [1], "rates": {"lr": [0.1]}, "pair": ([1], 2)}
 
 
-def test_views_of_one_memory_are_saved_separately(tmp_path: Path) -> None:
+def test_views_of_shared_memory_are_saved_separately(tmp_path: Path) -> None:
     values = torch.arange(4.0).to(torch.complex64) * (1 + 2j)
     state = {"z": values, "conjugate": values.conj(), "imag": values.conj().imag, "one": torch.arange(4.0)[::2][:1]}
     for name, in_background in (("foreground", False), ("background", True)):
@@ -126,7 +126,7 @@ REFUSED_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", REFUSED_VALUES)
-def test_unsupported_objects_are_refused_by_name(tmp_path: Path, kind: str, in_background: bool) -> None:
+def test_unsupported_object_error_contains_its_name(tmp_path: Path, kind: str, in_background: bool) -> None:
     state = {"fine": torch.ones(2), "odd": REFUSED_VALUES[kind](torch.ones(3))}
     with pytest.raises(PlanError) as caught:
         save(state, tmp_path / "checkpoint", in_background=in_background)
@@ -238,7 +238,7 @@ def save_with_one_odd_rank(rank: int, world_size: int, place: str) -> Any:
     return None
 
 
-def test_invalid_state_on_one_rank_fails_all(tmp_path: Path) -> None:
+def test_invalid_state_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
     outcomes = run_ranks(save_with_one_odd_rank, 2, str(tmp_path / "checkpoint"), environ=ENVIRON)
     assert [outcome.value for outcome in outcomes] == [{1: ("PlanError", "odd1")}] * 2
     assert not (tmp_path / "checkpoint").exists()

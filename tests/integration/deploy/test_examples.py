@@ -61,7 +61,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
     return said
 
 
-def test_second_process_starts_from_first(environ: dict[str, str]) -> None:
+def test_second_process_receives_weights_from_first(environ: dict[str, str]) -> None:
     pytest.importorskip("starlette")
     command = [sys.executable, str(SERVES)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
@@ -82,7 +82,7 @@ def test_second_process_starts_from_first(environ: dict[str, str]) -> None:
         first.communicate()
 
 
-def test_engine_receives_versions_from_other_terminal(environ: dict[str, str]) -> None:
+def test_engine_receives_versions_from_trainer_process(environ: dict[str, str]) -> None:
     command = [sys.executable, str(SYNCS)]
     trainer = subprocess.Popen([*command, "train"], stdout=subprocess.DEVNULL, env=environ)
     alarm = threading.Timer(LAST_S, trainer.kill)

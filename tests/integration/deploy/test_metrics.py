@@ -223,7 +223,7 @@ def test_loads_are_counted_by_result_and_path(llama: Path, scrape: Scrape) -> No
     assert scrape.added("penstock_errors_total", journey="load", error="NotFound") == 1
 
 
-def test_running_and_cancelled_journeys_are_counted(llama: Path, scrape: Scrape) -> None:
+def test_running_and_cancelled_operations_are_counted(llama: Path, scrape: Scrape) -> None:
     with ps.stream(llama, settings=ps.ReadSettings(copy=True)) as stream:
         next(stream)
         assert scrape.added("penstock_journeys_running", journey="load") == 1
@@ -238,7 +238,7 @@ def test_running_and_cancelled_journeys_are_counted(llama: Path, scrape: Scrape)
     assert scrape.added("penstock_journeys_total", journey="load", result="ok") == 1
 
 
-def test_wrong_bytes_count_as_verification_failure(tmp_path: Path, scrape: Scrape) -> None:
+def test_corrupt_bytes_are_counted_as_verification_failure(tmp_path: Path, scrape: Scrape) -> None:
     write_llama(tmp_path / "llama", total_bytes=4 * MIB, shards=1)
     ps.manifest(tmp_path / "llama")
     weights = ps.load(tmp_path / "llama")
@@ -360,7 +360,7 @@ def test_stream_collected_during_scrape_is_counted(
     assert scrape.added("penstock_journeys_running", journey="load") == 0
 
 
-def test_scrape_succeeds_while_journeys_finish() -> None:
+def test_metrics_scrape_succeeds_while_operations_finish() -> None:
     class Living:
         def samples(self) -> Iterator[Sample]:
             yield "penstock_members", ("of a test",), 1

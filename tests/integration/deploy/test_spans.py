@@ -140,7 +140,7 @@ def test_conversion_span_records_operation_name(llama: Path, tmp_path: Path, spa
     assert attributes["penstock.uri"] == str(tmp_path / "out")
 
 
-def test_unobserved_process_imports_no_telemetry_libraries(llama: Path) -> None:
+def test_process_without_telemetry_imports_no_telemetry_libraries(llama: Path) -> None:
     imported = "{m.partition('.')[0] for m in sys.modules} & {'opentelemetry', 'prometheus_client'}"
     code = f"import sys, penstock as ps; ps.load(sys.argv[1]); sys.exit(len({imported}))"
     assert subprocess.run([sys.executable, "-c", code, str(llama)], check=False).returncode == 0

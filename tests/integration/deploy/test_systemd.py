@@ -55,7 +55,7 @@ EXAMPLE = variables(UNITS / "cache-example.env")
 
 
 @pytest.mark.parametrize(("unit", "environ"), [(HUB, {}), (CACHE, EXAMPLE)], ids=["hub", "cache"])
-def test_units_use_existing_commands_and_variables(unit: str, environ: dict[str, str]) -> None:
+def test_systemd_units_use_existing_commands_and_variables(unit: str, environ: dict[str, str]) -> None:
     _, name, *words = command_of(unit, environ)
     typer.main.get_command(app).commands[name].make_context(name, words)
     known = {name for name, _, _ in environment({})}

@@ -121,7 +121,7 @@ def check_fetched(report: dict[str, Any], wanted: str, holder: str | None, trans
         assert all(holder[:8] in path and transport in path for path in report["paths"]), report["paths"]
 
 
-def test_driver_imports_previous_release(drivers: dict[str, Driver]) -> None:
+def test_upgrade_test_driver_imports_previous_release(drivers: dict[str, Driver]) -> None:
     old, new = drivers["old"]("about"), drivers["new"]("about")
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents
@@ -138,7 +138,7 @@ def test_driver_imports_previous_release(drivers: dict[str, Driver]) -> None:
 @pytest.mark.parametrize("hub", NAMES)
 @pytest.mark.parametrize("holder", NAMES)
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_releases_fetch_from_each_other(
+def test_members_of_both_releases_fetch_from_each_other(
     fleet: Fleet, hubs: dict[str, str], model: Path, wanted: str, hub: str, holder: str, transport: str
 ) -> None:
     url, reader = hubs[hub], other(holder)
@@ -233,7 +233,7 @@ def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: st
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_other_release_takes_over_local_hub(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_process_of_other_release_takes_over_hub(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     def hosts(driver: Driver) -> bool:
         """Return whether a driver's process hosts the hub. The file that it locks has its process id."""
         return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"

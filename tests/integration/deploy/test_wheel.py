@@ -233,7 +233,7 @@ def test_wheel_contains_exactly_its_package_files(wheels: dict[str, Path], packa
     assert {name.partition("/")[0] for name in packed} == {module}
 
 
-def test_wheels_contain_assets_stubs_and_startup(wheels: dict[str, Path]) -> None:
+def test_wheels_contain_assets_stubs_and_startup_file(wheels: dict[str, Path]) -> None:
     core, hf = (set(zipfile.ZipFile(wheels[name]).namelist()) for name in ("penstock", "penstock-hf"))
     assert {"penstock/hub/assets/index.html", "penstock/__init__.pyi", "penstock/spi/__init__.pyi"} <= core
     assert "penstock_hf/startup/sitecustomize.py" in hf
@@ -267,7 +267,9 @@ def test_description_has_absolute_links_and_install_command(wheels: dict[str, Pa
     assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
 
 
-def test_descriptions_render_on_an_index(install: Callable[..., Environment], wheels: dict[str, Path]) -> None:
+def test_package_descriptions_render_on_package_index(
+    install: Callable[..., Environment], wheels: dict[str, Path]
+) -> None:
     tools = install("twine>=6")
     done = run(tools.path / "bin" / "twine", "check", "--strict", *wheels.values())
     assert done.returncode == 0 and done.stdout.count("PASSED") == len(PACKAGES), done.stdout
@@ -348,7 +350,7 @@ def test_core_has_extra_for_each_adapter(wheels: dict[str, Path]) -> None:
     assert [one for one in requires if one.startswith("torch") and "'convert'" in one]
 
 
-def test_all_packages_together_add_every_command(install: Callable[..., Environment], torch: Path) -> None:
+def test_installing_all_packages_provides_every_command(install: Callable[..., Environment], torch: Path) -> None:
     environment = install(*PACKAGES)
     # Its modules import those of other adapters, which are installed here.
     found = environment.probe("penstock-rl", torch=torch)

@@ -19,7 +19,7 @@ MINUTES = 20.0
 
 
 @pytest.mark.timeout(MINUTES * 60 + 60)
-def test_random_faults_violate_no_fetch_guarantee(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_fetch_guarantees_hold_under_random_faults(fork_server: ForkServer, tmp_path: Path) -> None:
     with World(fork_server) as world:
         until = time.monotonic() + MINUTES * 60
         outcomes = run(range(NUM_ROUNDS), SEED, world=world, places=PLACES, until=until, show=False, keep=tmp_path)

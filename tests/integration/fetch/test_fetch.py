@@ -133,7 +133,7 @@ def test_refusal_lists_alternative_holders(host: Host, small_checkpoint: Path, e
     assert_fetched(reader, expected_tensors)
 
 
-def test_rate_limit_covers_all_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_rate_limit_is_shared_by_all_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     cap = 8 << 20
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": cap, "max_readers": 8})
     assert_fetched(holder, expected_tensors)

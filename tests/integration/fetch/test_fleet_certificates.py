@@ -92,7 +92,7 @@ def test_server_certificate_must_match_member(
         assert any("the peer's certificate names" in fault for fault in report.faults), report.faults
 
 
-def test_plain_http_to_tls_hub_is_explained(hub: str) -> None:
+def test_plain_http_to_tls_hub_error_suggests_https(hub: str) -> None:
     with HubClient.connect(hub.replace("https://", "http://")) as client:
         begun = time.monotonic()
         with pytest.raises(ConfigError, match="speaks TLS") as caught:

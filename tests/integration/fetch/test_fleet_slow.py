@@ -55,7 +55,7 @@ def test_member_below_rate_floor_is_skipped(host: Host, small_checkpoint: Path, 
     assert "below the minimum" in alone["message"] and not alone["num_tensors"]
 
 
-def test_only_holder_must_meet_rate_floor(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_rate_floor_also_applies_to_sole_holder(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     capped = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
     assert_fetched(capped, expected_tensors)
     reader = host.start(join={"min_bytes_per_s": 50_000_000}, environ={"PENSTOCK_STALL_S": "3"}).wait_for("failed")
@@ -66,7 +66,7 @@ def test_only_holder_must_meet_rate_floor(host: Host, small_checkpoint: Path, ex
     assert report["storage_bytes"] == report["nbytes"], report["paths"]
 
 
-def test_dead_reader_frees_its_lease(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_lease_of_dead_reader_is_freed(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(
         {"penstock.peer.server.LEASE_TTL_S": 2.0},
         fallback=str(small_checkpoint),
@@ -120,7 +120,7 @@ def test_stopped_reader_resumes_without_delaying_others(host: Host, small_checkp
     assert_fetched(reader, expected_tensors)
 
 
-def test_lost_hub_falls_back_to_storage(
+def test_fetch_falls_back_to_storage_without_hub(
     host: Host, fork_server: ForkServer, small_checkpoint: Path, expected_tensors
 ) -> None:
     listen = f"unix://{host.directory}/outside.sock"

@@ -178,7 +178,7 @@ def test_invalid_protocol_version_is_refused(hub: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_hub_refuses_every_request_with_wrong_major(hub: str, operation: HubOperation, caplog) -> None:
+def test_hub_refuses_every_request_with_wrong_major_version(hub: str, operation: HubOperation, caplog) -> None:
     path = operation.path.replace("{member}", "m")
     with ControlConnection(over_unix(urlsplit(hub).path), "hub") as connection:
         code, raw = connection.request(
@@ -190,7 +190,7 @@ def test_hub_refuses_every_request_with_wrong_major(hub: str, operation: HubOper
     assert f"event=version path={path!r} protocol='3.0'" in caplog.text
 
 
-def test_refusal_from_newer_hub_is_raised(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protocol_mismatch_with_hub_raises_config_error(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.hub.client.PROTOCOL", "3.0")
     refused = pytest.raises(ConfigError, match=f"this caller speaks protocol 3.0, the hub speaks {PROTOCOL}")
     with refused:

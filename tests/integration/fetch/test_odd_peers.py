@@ -108,7 +108,7 @@ LIES: dict[str, Lie] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_inconsistent_chunk_list_blames_peer(lie: str) -> None:
+def test_inconsistent_chunk_list_error_blames_peer(lie: str) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -124,7 +124,7 @@ def test_inconsistent_chunk_list_blames_peer(lie: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"chunks": b"123"}, {"leaves": b"123"}, {"leaves": b""}])
-def test_inconsistent_event_log_blames_peer(change: dict[str, bytes]) -> None:
+def test_inconsistent_event_log_error_blames_peer(change: dict[str, bytes]) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -156,7 +156,7 @@ def test_inconsistent_event_log_blames_peer(change: dict[str, bytes]) -> None:
         assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_unreachable_memory_is_read_from_storage(
+def test_storage_is_read_if_peer_memory_is_unreachable(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like two GPUs that cannot reach each other, the driver reports it at the first read."""

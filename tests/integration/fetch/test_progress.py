@@ -75,7 +75,7 @@ def test_fetch_switches_from_stalled_holders_to_storage(host: Host, small_checkp
     assert report["storage_bytes"] == report["nbytes"] and report["faults"]
 
 
-def test_slow_holder_with_long_chunk_stays_source(host: Host, one_chunk: Path) -> None:
+def test_slow_sender_of_large_chunk_is_not_replaced(host: Host, one_chunk: Path) -> None:
     start_holders(host, one_chunk, 1, SLOW_BYTES_PER_S, constants=ONE_CHUNK)
     report = assert_fetched(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
     assert report["storage_bytes"] == 0 and not report["faults"]

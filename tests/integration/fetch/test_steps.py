@@ -23,7 +23,7 @@ class Mapped(HttpTransport):
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_first_mapped_read_exceeds_one_chunk(
+def test_first_read_of_mapped_memory_exceeds_one_chunk(
     is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))

@@ -55,7 +55,7 @@ def test_module_is_filled_in_place(host: Host, tied: tuple[Path, Tied], fallback
     assert_same(model.state_dict(), truth.state_dict())
 
 
-def test_fetch_rejects_overlapping_targets_and_records_writes(host: Host, tmp_path: Path) -> None:
+def test_fetch_rejects_overlapping_targets_and_notifies_autograd(host: Host, tmp_path: Path) -> None:
     save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
     memory, weight = torch.zeros(60), torch.zeros(48, requires_grad=True)
     loss = (weight * weight).sum()
@@ -219,7 +219,7 @@ def test_offered_tensors_are_fetched(host: Host) -> None:
             third.fetch({}, timeout_s=0.0)
 
 
-def test_fetched_bytes_ignore_file_boundaries(host: Host, tmp_path: Path) -> None:
+def test_fetched_bytes_do_not_depend_on_file_boundaries(host: Host, tmp_path: Path) -> None:
     torch.manual_seed(4)
     tensors = {f"t{i:02}": torch.randint(0, 9, (64 << 10,), dtype=torch.uint8) for i in range(12)}
     for name, count in (("one", 1), ("four", 4)):

@@ -65,7 +65,7 @@ def test_flipped_storage_bit_is_detected_by_reader(
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_storage_changed_during_fetch_delivers_no_tensor(
+def test_fetch_delivers_no_tensor_if_storage_changes(
     host: Host, small_checkpoint: Path, checkpoint_with_manifest: Path, tmp_path: Path, has_manifest: bool
 ) -> None:
     copy = tmp_path / "copy"

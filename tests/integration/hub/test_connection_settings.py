@@ -52,7 +52,7 @@ def variables(hub: str, token_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
 
 
-def test_verbs_read_hub_and_token_from_environment(variables: None, hub: str, tmp_path: Path) -> None:
+def test_api_functions_read_hub_and_token_from_environment(variables: None, hub: str, tmp_path: Path) -> None:
     weights = {"w": torch.arange(4096.0)}
     with (
         ps.join("m") as fleet,

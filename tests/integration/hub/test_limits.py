@@ -222,7 +222,7 @@ def test_unauthenticated_caller_receives_complete_response(serve, body: bytes) -
     assert b"www-authenticate: Bearer" in answer and b"--token-file" in answer
 
 
-def test_closed_connections_are_freed_without_collector(serve) -> None:
+def test_closed_connections_are_freed_without_garbage_collector(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0))
     gc.collect()
     gc.disable()
@@ -264,7 +264,7 @@ def test_another_user_cannot_use_hub_socket(tmp_path_factory) -> None:
         running.stop()
 
 
-def test_overloaded_hub_keeps_its_socket(tmp_path) -> None:
+def test_socket_of_overloaded_hub_is_not_replaced(tmp_path) -> None:
     path = tmp_path / "hub.sock"
     with contextlib.ExitStack() as stack:
         busy = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -122,7 +122,7 @@ def test_second_process_takes_over_local_hub(place, child, end) -> None:
         assert found[0][0] == 30
 
 
-def test_stopped_hub_process_is_replaced_and_rejoins(place, child, monkeypatch) -> None:
+def test_suspended_hub_process_is_replaced_and_rejoins_later(place, child, monkeypatch) -> None:
     monkeypatch.setattr(hub_client, "ATTEMPT_S", 2.0)
     with HubClient.connect(None) as a:
         hello(a)

@@ -35,7 +35,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_why_for_sync_lists_members_and_versions() -> None:
+def test_why_query_for_sync_lists_members_and_versions() -> None:
     sent, got = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
     with ps.publisher("policy", sent, mode="snapshot") as publisher, ps.subscriber("policy", got) as subscriber:
         publisher.publish(version=3)
@@ -54,13 +54,13 @@ def test_why_for_sync_lists_members_and_versions() -> None:
         assert ps.hub.why("policy", member=ids["subscriber"]).lines == (lines[1],)
 
 
-def test_why_for_unknown_name_returns_explanation() -> None:
+def test_why_query_for_unknown_name_returns_explanation() -> None:
     with ps.join("llama"):
         for answer in (str(ps.hub.why("lama")), run("why", "lama")):
             assert "no member has, fetches, publishes or receives lama" in answer
 
 
-def test_status_and_why_have_report_methods() -> None:
+def test_status_and_why_results_have_report_methods() -> None:
     with ps.join("llama") as fleet:
         fleet.offer({"w": torch.ones(4)})
         status, why = ps.hub.status(), ps.hub.why("llama")

@@ -50,7 +50,7 @@ def test_call_without_token_sends_no_header(hub: HuggingFaceServer, monkeypatch:
         assert sent[-1] == "Bearer secret"
 
 
-def test_block_token_is_sent_only_inside_block(hub: HuggingFaceServer) -> None:
+def test_token_is_sent_only_inside_with_block(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         with patched_libraries(storage_options={"token": "secret"}):
             assert load_file(download("org/private"))["weight"][-1] == 999
@@ -115,7 +115,7 @@ def test_error_cause_chain_has_no_cycle() -> None:
     assert [type(error) for error in chain] == [NotFound, OSError, NotFound, type(None)]
 
 
-def test_blocks_share_directory_per_commit(hub: HuggingFaceServer) -> None:
+def test_nested_with_blocks_share_directory_per_commit(hub: HuggingFaceServer) -> None:
     def load() -> Path:
         directory = Path(huggingface_hub.snapshot_download("org/open"))
         assert load_file(directory / "model.safetensors")["weight"][-1] == 999

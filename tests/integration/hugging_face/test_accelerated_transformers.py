@@ -103,7 +103,7 @@ def test_cached_files_are_not_downloaded_again(hub: HuggingFaceServer) -> None:
     assert hub.storage.num_bytes_sent == num_bytes
 
 
-def test_patches_are_undone_after_block(hub: HuggingFaceServer) -> None:
+def test_patches_are_undone_after_with_block(hub: HuggingFaceServer) -> None:
     stock = (huggingface_hub.hf_hub_download, transformers.modeling_utils.safe_open, load_file)
     with pytest.raises(RuntimeError, match="mine"), patched_libraries():
         assert huggingface_hub.hf_hub_download is not stock[0]
@@ -116,7 +116,7 @@ def test_patches_are_undone_after_block(hub: HuggingFaceServer) -> None:
     assert safetensors.safe_open is stock[1] and transformers.utils.hub.hf_hub_download is stock[0]
 
 
-def test_placeholder_file_is_invalid_outside_block(hub: HuggingFaceServer) -> None:
+def test_placeholder_file_is_invalid_outside_with_block(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
         assert os.path.getsize(path) < 4096
@@ -128,7 +128,7 @@ def test_placeholder_file_is_invalid_outside_block(hub: HuggingFaceServer) -> No
             safetensors.torch.load(data)
 
 
-def test_patched_blocks_in_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_patches_in_concurrent_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     # Load one at a time, because transformers sets torch's default dtype and its tying of weights for all threads.
     both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
 
@@ -186,7 +186,7 @@ def test_missing_shard_error_contains_file_name(models: dict[str, Path], hub: Hu
         AutoModelForCausalLM.from_pretrained("org/sharded", revision=commit)
 
 
-def test_revision_moved_during_load_is_not_mixed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_load_never_mixes_revisions_if_branch_moves(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         path = huggingface_hub.snapshot_download("org/one", allow_patterns=["*.safetensors"])
         hub.commit("org/one", files_of(models["org/tied"]))

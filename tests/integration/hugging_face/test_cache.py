@@ -150,7 +150,7 @@ def test_content_differing_from_hub_is_not_cached(
     assert not [path for path in Path(constants.HF_HUB_CACHE).rglob("*") if "incomplete" in path.name]
 
 
-def test_uncompared_content_is_not_cached(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_without_digest_check_is_not_cached(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first range arrives later than `stall_s`, so no digest can be checked.
     monkeypatch.setattr(file_digest, "_MAX_AHEAD_BYTES", 1)
     content = bytes(20 * MIB)

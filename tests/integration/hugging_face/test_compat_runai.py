@@ -197,7 +197,9 @@ class TestFileStreamer:
         return str(tmp_path / "raw"), raw
 
     @pytest.mark.parametrize("memory_limit", [None, 1, 200_000, -1])
-    def test_ranges_are_streamed(self, data: tuple[str, np.ndarray[Any, Any]], memory_limit: int | None) -> None:
+    def test_requested_byte_ranges_are_streamed(
+        self, data: tuple[str, np.ndarray[Any, Any]], memory_limit: int | None
+    ) -> None:
         path, raw = data
         requests = [
             FileChunks.contiguous(7, path, 100, [10, 0, 100_000, 1]),

@@ -54,7 +54,7 @@ def test_original_streamer_test_suite_passes(tmp_path: Path) -> None:
     assert f"{PASSED} passed, {len(ABOUT_THE_RING)} deselected" in done.stdout, done.stdout[-4000:] + done.stderr
 
 
-def test_unowned_tensor_is_overwritten_by_next(tmp_path: Path) -> None:
+def test_streamed_tensor_with_owned_false_is_overwritten(tmp_path: Path) -> None:
     true = {f"w{i}": torch.full((256,), float(i)) for i in range(4)}
     save_file(true, tmp_path / "model.safetensors")
     seen, addresses, lent = {}, set(), []
@@ -69,7 +69,7 @@ def test_unowned_tensor_is_overwritten_by_next(tmp_path: Path) -> None:
     assert torch.equal(lent[0], lent[-1])
 
 
-def test_unowned_ranges_reuse_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_ranges_with_owned_false_reuse_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNAI_STREAMER_MEMORY_LIMIT", "2000")
     data = bytes(i % 251 for i in range(10_000))
     (tmp_path / "data").write_bytes(data)
@@ -88,7 +88,7 @@ def test_unowned_ranges_reuse_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(addresses) <= 3
 
 
-def test_errors_contain_words_from_both_libraries(tmp_path: Path) -> None:
+def test_streamer_errors_contain_both_libraries_wording(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100)}, path)
     whole = path.read_bytes()

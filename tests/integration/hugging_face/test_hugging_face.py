@@ -137,7 +137,7 @@ def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
     assert_same(load(hub, uri), TENSORS)
 
 
-def test_hub_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
+def test_glob_matches_hub_files_like_local_files(hub: HuggingFaceServer) -> None:
     # Repositories have a second copy of the weights in a subdirectory.
     hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
 
@@ -278,7 +278,7 @@ def test_cached_listing_requires_same_token(hub: HuggingFaceServer, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["../../model.safetensors", "/etc/model.safetensors", "a//b", "./a", ""])
-def test_names_outside_repository_are_refused(hub: HuggingFaceServer, name: str) -> None:
+def test_file_names_outside_repository_are_refused(hub: HuggingFaceServer, name: str) -> None:
     hub.commit("org/tiny", {name: b"x"})
     with pytest.raises(FormatError, match="which no repository can have"):
         load(hub, "hf://org/tiny")

@@ -84,7 +84,7 @@ def test_storage_is_read_once_by_concurrent_starts(
     assert 0 <= server.num_bytes_sent - told <= 16 * count  # a byte for each object that is opened
 
 
-def test_opening_reads_exactly_the_stated_header(tmp_path: Path) -> None:
+def test_opening_file_reads_exactly_its_header(tmp_path: Path) -> None:
     short, long = tmp_path / "short", tmp_path / "long"
     write_llama(short, total_bytes=4 << 20, shards=1)
     long.mkdir()

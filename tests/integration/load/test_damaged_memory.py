@@ -92,7 +92,7 @@ def test_cache_reloads_corrupt_model_and_serves_others(runtime, large, small, fo
         engine.close()
 
 
-def test_cache_exits_when_corrupt_model_cannot_reload(runtime, large, tmp_path, fork_server: ForkServer) -> None:
+def test_cache_exits_if_corrupt_model_cannot_be_reloaded(runtime, large, tmp_path, fork_server: ForkServer) -> None:
     source = tmp_path / "model"
     shutil.copytree(large, source)
     with KeeperProcess([str(source)], fork_server=fork_server) as keeper:

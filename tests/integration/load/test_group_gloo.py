@@ -128,7 +128,7 @@ def assert_all_raised(outcomes: list[Outcome], *, within_s: float = BOUND_S) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_load_all_tensors_reading_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_all_tensors_from_one_read(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -152,14 +152,14 @@ def test_each_rank_receives_its_slices(checkpoint: Path, dim: int) -> None:
     assert sum(outcome.value[1] for outcome in outcomes) <= 1.3 * tensor_bytes(checkpoint)
 
 
-def test_group_loads_repeatedly_and_by_name(checkpoint: Path) -> None:
+def test_group_can_load_repeatedly_and_by_tensor_name(checkpoint: Path) -> None:
     outcomes = run(twice, 2, [str(checkpoint)] * 2)
     wanted = all_bits(by_safetensors(checkpoint))
     some = {name: value for name, value in wanted.items() if ".layers.1." in name}
     assert [outcome.value for outcome in outcomes] == [(wanted, some)] * 2
 
 
-def test_truncated_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_file_on_one_rank_fails_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     last = sorted(broken.glob("*.safetensors"))[-1]
@@ -169,21 +169,21 @@ def test_truncated_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) 
     assert last.name in str(outcomes[1].value)
 
 
-def test_missing_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_file_on_one_rank_fails_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     sorted(broken.glob("*.safetensors"))[-1].unlink()
     assert_all_raised(run(everything, 3, [str(checkpoint), str(broken), str(checkpoint)], {}))
 
 
-def test_group_loads_after_failed_load(checkpoint: Path, tmp_path: Path) -> None:
+def test_group_can_load_after_failed_load(checkpoint: Path, tmp_path: Path) -> None:
     directories = [str(checkpoint), str(tmp_path / "absent")]
     outcomes = run(after_failure, 2, directories, str(checkpoint))
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value for outcome in outcomes] == [wanted] * 2, outcomes
 
 
-def test_failed_read_on_one_rank_fails_all(checkpoint: Path) -> None:
+def test_failed_read_on_one_rank_fails_all_ranks(checkpoint: Path) -> None:
     outcomes = run(reading_fails, 3, [str(checkpoint)] * 3, 1)
     assert_all_raised(outcomes)
     assert "the disk is gone" in str(outcomes[1].value)

@@ -110,7 +110,7 @@ def test_closed_load_never_overwrites_next_load(
         assert all(bool((tensor == 2).all()) for tensor in model.state_dict().values())
 
 
-def test_close_in_progress_callback_aborts_load(ones: Path) -> None:
+def test_closing_from_progress_callback_aborts_load(ones: Path) -> None:
     model = layers(0.0)
     started = threading.Event()
 
@@ -153,7 +153,7 @@ def test_copy_of_loading_module_stays_tied(tied: Path, how: str) -> None:
         assert torch.equal(made.head.weight, parameter)
 
 
-def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
+def test_saved_parameters_load_with_weights_only_option(tied: Path) -> None:
     model = Tied()
     with SlowServer(tied) as server, ps.modules.load_in_background(model, server.url + "/"):
         file = io.BytesIO()
@@ -165,7 +165,7 @@ def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
         assert type(model.head.weight) is torch.nn.Parameter
 
 
-def test_assigned_and_deleted_parameters_stay_changed(ones: Path) -> None:
+def test_parameters_replaced_during_load_are_not_overwritten(ones: Path) -> None:
     model = layers(0.0)
     mine = torch.nn.Parameter(torch.zeros(7, WIDTH))
     with SlowServer(ones) as server, ps.modules.load_in_background(model, server.url + "/") as loading:

@@ -49,7 +49,7 @@ def test_network_volume_is_detected(mounted: tuple[NetworkVolume, Path], directo
 
 
 @pytest.mark.parametrize("order", ["keys", "offset_keys"])
-def test_single_tensor_reads_cover_each_byte_once(
+def test_reading_tensors_singly_reads_each_byte_once(
     mounted: tuple[NetworkVolume, Path], directory: Path, order: str
 ) -> None:
     volume, path = mounted
@@ -77,7 +77,7 @@ def test_numpy_arrays_match_local_file(mounted: tuple[NetworkVolume, Path], dire
     assert are_equal({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
 
 
-def test_declared_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+def test_reading_in_declared_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     volume, path = mounted
     with safe_open(path) as file:
         order = sorted(file.keys(), key=lambda name: (int(name.split(".")[1]), name))

@@ -225,7 +225,7 @@ def test_conversion_of_overwritten_file_is_consistent(writer: Writer, tmp_path: 
         writer.wait()
 
 
-def test_write_with_restored_time_is_detected(tmp_path: Path) -> None:
+def test_write_with_restored_modification_time_is_detected(tmp_path: Path) -> None:
     """The file has the same size and modification time, as after rsync --inplace."""
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.zeros(4 * MIB, dtype=torch.uint8)}, path)

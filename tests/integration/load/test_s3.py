@@ -253,7 +253,7 @@ def test_unsigned_reads_use_url_without_signature(server: S3Server, options: dic
     assert origin.url().geturl() == f"{server.endpoint}/weights/some%20key.bin"
 
 
-def test_request_payer_is_read_through_obstore(server: S3Server, options: dict[str, str]) -> None:
+def test_requester_pays_bucket_is_read_through_obstore(server: S3Server, options: dict[str, str]) -> None:
     uri = put(server, "payer.bin", b"0123456789")
     source = open_object(uri, settings=SETTINGS, storage_options=options | {"request_payer": "true"})
     assert isinstance(source, StoreSource)

@@ -337,7 +337,7 @@ def ends_on_a_changed_file(rank: int, world_size: int, directory: str, victim: i
         (ends_on_a_changed_file, 1, "SourceChanged"),
     ],
 )
-def test_failure_on_one_rank_fails_all(directory: Path, body: Any, victim: int, error: str) -> None:
+def test_failure_on_one_rank_fails_all_ranks(directory: Path, body: Any, victim: int, error: str) -> None:
     errors = raised(run(body, 2, str(directory), victim))
     assert errors[victim] == error
     assert errors[1 - victim] == "PeerLost"

@@ -110,7 +110,7 @@ def no_threads_stay() -> Iterator[None]:
 
 
 @torch.no_grad()
-def test_first_output_precedes_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_model_output_is_ready_before_last_byte_arrives(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         assert torch.equal(model(x), true(x))

@@ -54,7 +54,7 @@ def test_killed_receiver_is_reported_immediately(host: Host) -> None:
     assert set(zero["committed"]) == members(subscribers[:1])
 
 
-def test_stopped_receiver_is_late_then_recovers(host: Host) -> None:
+def test_stopped_receiver_is_reported_late_then_recovers(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **short_stall(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # a live subscriber without requests
@@ -148,7 +148,7 @@ def test_interrupted_direct_update_stays_dirty_until_next(host: Host) -> None:
         assert all(torch.equal(mine[name], one) for name, one in whole(task, 2).items())
 
 
-def test_late_receiver_reads_version_from_another(host: Host) -> None:
+def test_late_receiver_reads_version_from_another_receiver(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     first = host.start_ranks("subscriber", 2, dim=1)
     publishers[0].call("subscribers 2")

@@ -187,7 +187,7 @@ class Adds(torch.nn.Module):
             named[name].data[:2].copy_((tensor + 1)[:2])
 
 
-def test_parameter_unfilled_by_computing_loader_raises() -> None:
+def test_parameter_that_loader_leaves_unfilled_raises() -> None:
     # The loader may fill the remaining elements of `w`, but nothing can fill `v`.
     with pytest.raises(ps.PlanError, match=r"do not fill all parameters:\s+v: 3 of 3 elements; blame") as caught:
         sync({"w": torch.ones(4)}, Adds())

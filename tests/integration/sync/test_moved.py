@@ -123,7 +123,7 @@ def test_publisher_sends_parameters_after_they_move(stack: ExitStack, move: Call
 
 @pytest.mark.parametrize("move", [assign_data, share_memory, replace_layer], ids=lambda move: move.__name__)
 @pytest.mark.parametrize("side", ["publisher", "subscriber"])
-def test_live_version_serves_moved_parameters(stack: ExitStack, move: Callable[..., None], side: str) -> None:
+def test_live_versions_sync_after_parameters_move(stack: ExitStack, move: Callable[..., None], side: str) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained))
     subscriber = stack.enter_context(ps.subscriber("moved", served))
@@ -323,7 +323,7 @@ def test_target_moved_by_hook_is_refused(stack: ExitStack, mode: str) -> None:
     assert resumed == [1, 1]
 
 
-def test_moved_allocate_function_target_is_updated(stack: ExitStack) -> None:
+def test_update_succeeds_after_allocated_target_tensors_move(stack: ExitStack) -> None:
     trained = {"w": torch.ones(64), "v": torch.ones(3, 5)}
     made: list[dict[str, torch.Tensor]] = []
 
@@ -391,7 +391,7 @@ def test_swapped_tensors_receive_correct_values(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("transforms", [None, "fp8-block128"])
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_shards_moved_on_ranks_still_sync(stack: ExitStack, mode: str, transforms: str | None) -> None:
+def test_shards_moved_in_rank_memory_still_sync(stack: ExitStack, mode: str, transforms: str | None) -> None:
     # Blocks of 128 rows cross the edge between the ranks, so they exchange elements.
     values = torch.randn(300, 256)
     held = [halves({"a.weight": values, "b.weight": -values}, rank) for rank in range(2)]

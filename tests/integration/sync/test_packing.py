@@ -24,7 +24,7 @@ def over(transport: str, **task: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("pack_bytes", [LEAST_PACK_BYTES, "64M", 0])
-def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pack_bytes: int | str) -> None:
+def test_column_slices_arrive_with_and_without_packing(host: Host, transport: str, pack_bytes: int | str) -> None:
     publishers = host.start_ranks("publisher", 2, options={"pack_bytes": pack_bytes}, **over(transport))
     subscribers = host.start_ranks("subscriber", 2, dim=1, **over(transport))
     publishers[0].call("subscribers 2")
@@ -37,7 +37,7 @@ def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pac
             assert any(expected in line for line in result["why"]), result["why"]
 
 
-def test_format_codes_and_scales_arrive_packed(host: Host) -> None:
+def test_quantised_codes_and_scales_arrive_packed(host: Host) -> None:
     offered = {"transforms": {"fp8-block128": ["*"]}, "pack_bytes": "8M"}
     publishers = host.start_ranks("publisher", 2, mode="snapshot", options=offered, **over("http"))
     subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))

@@ -189,7 +189,7 @@ def test_mismatched_update_keeps_live_version_served(host: Host) -> None:
         assert subscriber.release() > 0
 
 
-def test_plan_is_requested_from_second_planner(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_requested_elsewhere_after_planner_dies(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = Membership.ask
 

@@ -120,7 +120,7 @@ def test_first_publish_succeeds_in_any_rank_order(stack: ExitStack, order: tuple
 
 
 @pytest.mark.parametrize(("former", "order"), [*zip([1, 3, 4, 2, 2], orders(2)[::2] + orders(3, 2), strict=True)])
-def test_restarted_ranks_continue_numbering(stack: ExitStack, order: tuple[Step, ...], former: int) -> None:
+def test_restarted_ranks_continue_version_numbering(stack: ExitStack, order: tuple[Step, ...], former: int) -> None:
     with ExitStack() as first:
         old = Trainer(first, former, 1.0)
         old.run(tuple(("start", rank) for rank in range(former)), 0)
@@ -148,7 +148,7 @@ def test_all_ranks_reject_already_published_version(stack: ExitStack) -> None:
             publisher.publish(3)
 
 
-def test_restarted_rank_continues_numbering(stack: ExitStack) -> None:
+def test_restarted_rank_continues_version_numbering(stack: ExitStack) -> None:
     trainer = Trainer(stack, 2, 1.0)
     trainer.run((("start", 0), ("publish", 0), ("start", 1), ("publish", 1)), 1)
     assert trainer.latest() == [-1, -1]

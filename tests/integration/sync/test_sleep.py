@@ -193,7 +193,7 @@ def test_stored_version_is_restored_but_not_served(fleet: Fleet) -> None:
         peer.update(timeout_s=0.5)
 
 
-def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
+def test_weights_restored_by_engine_are_verified(fleet: Fleet) -> None:
     saved = {name: one.detach().clone() for name, one in fleet.model.named_parameters()}
 
     def poison() -> None:
@@ -224,7 +224,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     fleet.assert_serves(1)
 
 
-def test_release_before_first_version_requires_engine(hub: None) -> None:
+def test_releasing_freed_weights_before_first_version_raises(hub: None) -> None:
     with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
         with pytest.raises(ConfigError, match="before the first version"):
             engine.release()

@@ -95,7 +95,7 @@ def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
     assert_has_version(slow, slow.call("update"), 1)
 
 
-def test_stalled_subscriber_withdraws_version(host: Host) -> None:
+def test_stalled_subscriber_causes_withdrawal_of_version(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, terms={"timeout_s": 1.0, "stragglers": "withdraw"})
     subscribers = host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)[0]
@@ -111,7 +111,7 @@ def test_stalled_subscriber_withdraws_version(host: Host) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) -> None:
+def test_losing_rank_0_before_decision_withdraws_version(host: Host, number: int) -> None:
     """Prepared subscribers withdraw the version at the hub, and the next trainer continues."""
     first = host.start_ranks("subscriber", 1, **short_stall(4.0))  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(4.0))
@@ -138,7 +138,7 @@ def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) 
     assert zero["outcome"] == "committed"
 
 
-def test_withdrawn_version_is_raised_once(host: Host) -> None:
+def test_withdrawn_version_raises_error_once(host: Host) -> None:
     """The hub still lists the dead rank 0 with the version, and the planning subscriber does not know the
     withdrawal."""
     hub = host.start_rank("subscriber", name="other")
@@ -160,7 +160,7 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     assert_keeps_version(subscriber, 1)
 
 
-def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
+def test_subscriber_joining_before_commit_receives_version(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"timeout_s": 30.0, "stragglers": "withdraw"})
     first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))
     publishers[0].call("subscribers 2")
@@ -251,7 +251,7 @@ def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest
     assert (shown[zero].decision.version, shown[zero].decision.outcome) == (1, "committed")
 
 
-def test_check_receives_staged_weights_and_trainer_values() -> None:
+def test_check_hook_receives_staged_weights_and_trainer_values() -> None:
     torch.manual_seed(0)
 
     class Model(torch.nn.Module):
@@ -365,7 +365,7 @@ def test_pinned_version_is_not_replaced_until_released() -> None:
             assert (updating.result().version, late.result()) == (4, 4)
 
 
-def test_staged_version_keeps_live_version_served() -> None:
+def test_live_version_is_served_while_next_is_staged() -> None:
     trained, first, second = ({"w": torch.full((64,), float(i))} for i in (1, 0, 0))
     with ps.subscriber("served", first) as holder:
         with ps.publisher("served", trained, mode="snapshot") as publisher:

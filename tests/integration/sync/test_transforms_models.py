@@ -101,7 +101,7 @@ def test_codes_and_scales_reach_loader_parameters(stack: ExitStack, mode: str, a
             assert_same(model, wanted)
 
 
-def test_receiver_serves_received_format(stack: ExitStack) -> None:
+def test_receiver_serves_weights_in_received_format(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [checkpoint(3)], mode="snapshot", transforms=TAG, keep_plain=False)
     pub.publish(1)
     first, second = Served(0), Served(0)

@@ -73,7 +73,7 @@ def holder(request):
         yield child
 
 
-def test_second_process_reads_and_maps_once(reader, holder) -> None:
+def test_second_process_reads_and_maps_memory_once(reader, holder) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     new = holder.fence(2)
     rows = [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]
@@ -107,7 +107,7 @@ def test_premapped_memory_is_not_mapped_by_read(reader, holder) -> None:
     assert reader.driver.num_opened == 1
 
 
-def test_mapped_read_does_not_await_other_mapping(reader, holder, monkeypatch) -> None:
+def test_mapped_memory_read_does_not_await_other_mapping(reader, holder, monkeypatch) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     is_mapping, may_end = threading.Event(), threading.Event()
 
@@ -225,7 +225,7 @@ def test_descriptor_beyond_memory_is_refused(reader, holder, is_mapped: bool) ->
     assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
-def test_copies_queued_before_refusal_keep_memory(reader, holder, monkeypatch) -> None:
+def test_memory_of_queued_copies_outlives_later_failure(reader, holder, monkeypatch) -> None:
     queue = reader.driver.copy
 
     def refuse(*columns) -> None:

@@ -120,7 +120,7 @@ def test_killed_peer_raises_peer_lost() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "under way"])
-def test_stopped_peer_stalls_without_later_writes(when: str) -> None:
+def test_read_from_stopped_peer_stalls_without_later_writes(when: str) -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, buffer):
         if when == "before":
             stop(process)
@@ -243,7 +243,7 @@ def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
         assert here == b"\xaa" * 100_000
 
 
-def test_local_link_stops_compressing_after_measurement() -> None:
+def test_compression_stops_on_local_link_after_measurement() -> None:
     """Set the rate, because a busy machine may be slower than the codec."""
     with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
         there[:] = sample(NBYTES)  # no codec makes this smaller

@@ -131,7 +131,7 @@ def test_killed_peer_raises_peer_lost(slow) -> None:
 
 
 @needs_nixl
-def test_stopped_peer_stalls_without_later_writes(slow, monkeypatch) -> None:
+def test_read_from_stopped_peer_stalls_without_later_writes(slow, monkeypatch) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, buffer):
         monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)

@@ -58,7 +58,7 @@ def test_failed_load_still_waits_for_kernels(fake_digester: type[Digester]) -> N
     assert len(fake_digester.ready) == 1
 
 
-def test_failed_kernels_are_logged_and_load_continues(
+def test_kernel_failure_is_logged_and_load_continues(
     fake_digester: type[Digester], caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_digester.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
@@ -74,7 +74,7 @@ def test_loading_to_host_prepares_no_kernels(fake_digester: type[Digester]) -> N
 
 
 @pytest.mark.parametrize("saver", [True, False])
-def test_sglang_prepares_kernels_where_memory_is_releasable(
+def test_sglang_prepares_kernels_if_memory_can_be_released(
     fake_digester: type[Digester], monkeypatch: pytest.MonkeyPatch, saver: bool
 ) -> None:
     context = ModuleType("sglang.srt.runtime_context")

@@ -72,7 +72,7 @@ def test_cache_salt_differs_per_version_and_client() -> None:
     assert salt_of(salt_of("a", "1"), "2") == salt_of("a", "2")
 
 
-def test_requests_use_newest_version_until_computed() -> None:
+def test_request_keeps_weight_version_once_computed() -> None:
     core = make_core("penstock")
     waiting, running, late = asked(core, "a"), asked(core, None), asked(core, None)
     core.add_request(waiting)

@@ -196,7 +196,7 @@ def test_started_cache_serves_until_block_exits(member: Member) -> None:
         cache.start(cache.tiers, cache.member)
 
 
-def test_interrupted_leave_is_completed_by_next(cache: WeightCache, member: Member) -> None:
+def test_interrupted_leave_is_completed_by_next_call(cache: WeightCache, member: Member) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -316,7 +316,7 @@ def test_corruption_during_drop_starts_no_reload(cache: WeightCache, member: Mem
     assert source.num_fetches == 1 and weights.damage is not None
 
 
-def test_leave_cancels_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
+def test_leaving_fleet_cancels_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
     source.may_send.clear()
     damage(member)
     (resident,) = cache.models()

@@ -118,7 +118,7 @@ def test_load_dry_run_reads_no_weights(llama: Path, penstock: Penstock) -> None:
     assert "read 0: file 0" in penstock("load", llama, "--dry-run")[0]
 
 
-def test_verify_passes_after_manifest(llama: Path, penstock: Penstock) -> None:
+def test_verify_command_passes_after_manifest_is_written(llama: Path, penstock: Penstock) -> None:
     facts = json.loads(penstock("manifest", llama, "--format", "json")[0])
     assert facts["written"] == [f"{llama}/penstock.manifest"]
     assert facts["revision"].startswith("w1-")

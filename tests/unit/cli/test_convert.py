@@ -43,7 +43,7 @@ def report(**more: Any) -> ConvertReport:
     return ConvertReport(**told | more)
 
 
-def test_report_omits_moved_tasks_without_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_omits_reassigned_tasks_if_no_worker_failed(capsys: pytest.CaptureFixture[str]) -> None:
     healthy = WorkerStats(worker="0", device="cpu")
     told = {"num_tasks": 9, "num_stolen": 2, "num_twice": 1, "fetched_bytes": 4_000_000, "workers": (healthy,)}
     write_report(report(**told), OutputFormat.human)
@@ -124,7 +124,7 @@ def test_convert_dry_run_uses_measured_rates(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_dry_run_into_cache_has_one_file(tmp_path: Path, capsys) -> None:
+def test_dry_run_into_cache_predicts_one_file(tmp_path: Path, capsys) -> None:
     write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
     for into, is_one in ("cache:made", True), (str(tmp_path / "out"), False):
         with pytest.raises(SystemExit) as caught:

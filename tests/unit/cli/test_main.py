@@ -112,7 +112,7 @@ def test_installed_penstock_command_runs() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["version", "--format", "json"], ["load", "--help"]])
-def test_full_stdout_is_reported_in_one_line(arguments: list[str], unbuffered: str) -> None:
+def test_stdout_write_error_is_reported_in_one_line(arguments: list[str], unbuffered: str) -> None:
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "penstock.cli.main", *arguments]

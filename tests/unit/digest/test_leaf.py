@@ -39,7 +39,7 @@ def test_each_leaf_digest_matches_xxh3(nbytes: int) -> None:
     assert out.tolist() == [xxhash.xxh3_64_intdigest(data[i : i + 16], seed=0) for i in range(0, nbytes, 16)]
 
 
-def test_digests_of_empty_and_zeros_match_constants() -> None:
+def test_digests_of_empty_and_zero_bytes_match_constants() -> None:
     # The first is the published test value of XXH3-64. The second must not change with an upgrade.
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
     out = np.zeros(1, np.uint64)
@@ -47,7 +47,7 @@ def test_digests_of_empty_and_zeros_match_constants() -> None:
     assert out.tolist() == [0x2D64C035E85FB928]
 
 
-def test_num_leaves_rounds_up() -> None:
+def test_number_of_leaves_is_rounded_up() -> None:
     assert leaf.num_leaves(np.array([0, 1, 16, 17, 2**62], np.int64), 16).tolist() == [0, 1, 1, 2, 2**58]
 
 
@@ -101,7 +101,7 @@ def test_small_tables_match_recorded_revisions(num_rows: int) -> None:
     assert leaf.revision(table, 16, LEAVES[: 2 * num_rows]).startswith("w1-")
 
 
-def test_headers_revision_ignores_order() -> None:
+def test_headers_revision_ignores_header_order() -> None:
     assert leaf.headers_revision([b"1", b"2"]) == leaf.headers_revision([b"2", b"1"])
     assert leaf.headers_revision([b"1", b"2"]) != leaf.headers_revision([b"1"])
     assert leaf.headers_revision([]).startswith("h1-")

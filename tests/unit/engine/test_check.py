@@ -47,7 +47,7 @@ def checker(body: bytearray) -> TensorChecker:
     return TensorChecker(found)
 
 
-def test_correct_leaves_verify_in_any_batches(body: bytearray) -> None:
+def test_correct_leaves_pass_verification_in_any_batches(body: bytearray) -> None:
     held, view = checker(body), memoryview(body)
     held.check(0, 0, view[:25], uri="f")
     held.check(0, 10, view[10:20], uri="f")
@@ -137,7 +137,7 @@ def checker_of(place: Place, monkeypatch: pytest.MonkeyPatch, most: int) -> Cuda
     return CudaChecker(PLAN, cast("CudaPlace", place))
 
 
-def test_complete_slab_leaves_are_planned_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_of_complete_slabs_is_planned_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held = checker_of(Place(3, has_all=True), monkeypatch, DEFAULT_TUNING.slab_blocks)
     pending = held.prepare()
     assert pending is not None and pending.done()

@@ -107,7 +107,7 @@ def test_received_bytes_count_as_progress() -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled", "failed"])
-def test_closed_run_is_freed_without_collector(how: str) -> None:
+def test_closed_run_is_freed_without_garbage_collector(how: str) -> None:
     gc.disable()
     try:
         run = Run(10, trace=Trace(enabled=False), stall_s=30.0)

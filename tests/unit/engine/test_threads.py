@@ -76,7 +76,7 @@ def test_join_returns_after_call_completes(kept: KeptThreads) -> None:
     assert log == ["work"]
 
 
-def test_reused_thread_is_renamed_and_holds_nothing(kept: KeptThreads) -> None:
+def test_reused_thread_is_renamed_and_holds_no_references(kept: KeptThreads) -> None:
     class Weights:
         pass
 

@@ -338,7 +338,7 @@ def test_storage_replaces_failed_holder(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_error_names_failed_only_source(how: str) -> None:
+def test_error_names_sole_source_after_it_fails(how: str) -> None:
     fetch = Fetch({"A": how}, stall_s=0.3)
     with pytest.raises(SourceError) as raised:
         fetch.finish()
@@ -467,7 +467,7 @@ def test_recovered_hub_is_used_again() -> None:
     fetch.assert_complete()
 
 
-def test_missing_hub_delays_storage_half_the_deadline() -> None:
+def test_storage_read_without_hub_starts_after_half_deadline() -> None:
     weights = make_weights()
     storage = Storage(weights)
     fetch = Fetch({}, storage=storage, weights=weights, stall_s=0.6)

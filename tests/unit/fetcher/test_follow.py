@@ -179,7 +179,7 @@ def test_failed_parent_is_replaced_in_report(fetch: Assignment, weights: LocalWe
     assert parents(weights) == ("G", "Q")
 
 
-def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None:
+def test_full_parent_is_retried_before_next_hub_request(weights: LocalWeights) -> None:
     has_again, made = threading.Event(), list[str]()
 
     def make_reader(upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
@@ -216,7 +216,7 @@ def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_reply_without_placement_changes_no_rank(
+def test_reply_without_placement_changes_no_upstream_rank(
     fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
 ) -> None:
     fetch.follow(reply_of(*orders))
@@ -230,7 +230,7 @@ def test_reply_without_placement_changes_no_rank(
     assert readers(fetch)["X"].ranks == (0,)
 
 
-def test_newest_reply_sets_ranks_until_placement(fetch: Assignment, weights: LocalWeights) -> None:
+def test_newest_reply_sets_upstream_ranks_until_placement(fetch: Assignment, weights: LocalWeights) -> None:
     fetch.follow(reply_of("XY", is_placed=False))
     fetch.follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
@@ -250,7 +250,7 @@ def asked(fetch: Assignment) -> set[str]:
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
 
 
-def test_chunk_news_are_requested_from_each_parent(fetch: Assignment) -> None:
+def test_chunk_updates_are_requested_from_each_parent(fetch: Assignment) -> None:
     fetch.follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}

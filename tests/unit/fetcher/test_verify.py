@@ -42,7 +42,7 @@ def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
     assert len(next_batch(waiting, 1)) == 2
 
 
-def test_correct_chunks_are_accepted_next_to_wrong() -> None:
+def test_correct_chunks_are_accepted_next_to_wrong_chunks() -> None:
     holding = make()
     right = holding.digest(np.array([0, 3]))
     other = holding.digest(np.array([5, 6]))

@@ -36,7 +36,7 @@ def back(frame: memoryview, nbytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("width", "ratio"), [(2, 1.45), (4, 1.18)])
 @pytest.mark.parametrize("nbytes", [BLOCK_BYTES, BLOCK_BYTES - 4097, 65_539])
-def test_weights_of_any_width_shrink(width: int, ratio: float, nbytes: int) -> None:
+def test_weights_of_any_element_width_are_compressed(width: int, ratio: float, nbytes: int) -> None:
     block = weights(width, nbytes)
     frame = frame_of(block)
     assert nbytes / len(frame) > ratio

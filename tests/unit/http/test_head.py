@@ -16,7 +16,7 @@ ANSWER = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\nETag:  "a" \r\nV
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_response_is_parsed_from_any_pieces(piece: int) -> None:
+def test_response_is_parsed_from_arbitrary_fragments(piece: int) -> None:
     parser, behind, at = MessageParser(is_request=False), None, 0
     while behind is None:
         behind = parser.feed_head(ANSWER[at : at + piece])
@@ -28,7 +28,7 @@ def test_response_is_parsed_from_any_pieces(piece: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_request_is_parsed_from_any_pieces(piece: int) -> None:
+def test_request_is_parsed_from_arbitrary_fragments(piece: int) -> None:
     data = b"POST /v1/x?a=b%20c HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nUpgrade: h2c\r\n"
     data += b"Connection: upgrade\r\n\r\nabcGET"
     parser, behind, at = MessageParser(is_request=True), None, 0
@@ -189,7 +189,7 @@ def test_response_heads_share_one_deadline() -> None:
     theirs.close()
 
 
-def test_closed_and_truncated_connections_raise_differently() -> None:
+def test_closed_and_truncated_connections_raise_different_errors() -> None:
     for said, error in ((b"", ConnectionResetError), (b"HTTP/1.1 200", ConnectionAbortedError)):
         connection, theirs = connected()
         theirs.sendall(said)

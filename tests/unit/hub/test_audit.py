@@ -78,7 +78,7 @@ def test_unwritable_audit_file_raises_config_error(tmp_path: Path) -> None:
         audit.audit_handler(tmp_path / "none" / "audit.log")
 
 
-def test_audit_rate_recovers_and_forgets_callers() -> None:
+def test_audit_rate_limit_recovers_and_tracks_few_callers() -> None:
     now = 0.0
     limit = RateLimit(2.0, 4.0, clock=lambda: now)
     assert [limit.allow("a") for _ in range(6)] == [True] * 4 + [False] * 2

@@ -74,7 +74,7 @@ def test_single_reader_receives_claim_immediately(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
-def test_storage_is_read_once_by_all_members(bench, hub, count) -> None:
+def test_members_read_storage_once_in_total(bench, hub, count) -> None:
     members = [f"m{i}" for i in range(count)]
     bench.join(hub, *members)
     read = fill(bench, [hub], members)
@@ -287,7 +287,7 @@ def test_stalled_reader_loses_its_claim(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state(given)).ranges[0][0] == 0
 
 
-def test_slow_claim_is_not_reassigned_for_hour(bench, hub) -> None:
+def test_slow_claim_is_not_reassigned_for_one_hour(bench, hub) -> None:
     bench.join(hub, "a")
     bench.claim(hub, "a", key_state())
     for minute in range(60):
@@ -457,7 +457,7 @@ def test_unproven_complaints_move_only_complainers(bench, hub) -> None:
     assert bench.claim(hub, "a", key_state()).ranges
 
 
-def test_proof_from_older_release_is_a_complaint(bench, hub) -> None:
+def test_older_release_complaint_with_proof_counts_as_unproven(bench, hub) -> None:
     bench.join(hub, "w", "v", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     proof = Proof(epoch=7, signature=b"s", leaf_bytes=1, spans=b"", at=b"", said=b"", table=b"t" * 4096, leaves=b"")
@@ -614,7 +614,7 @@ def test_unknown_member_is_asked_to_register(bench, hub) -> None:
             ask()
 
 
-def test_why_lists_key_differences_and_complainers(bench, hub) -> None:
+def test_why_query_lists_key_differences_and_complainers(bench, hub) -> None:
     other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
     bench.join(hub, "w", "v", "q", "a")
     bench.beat(hub, "w", key_state(WHOLE))
@@ -639,7 +639,7 @@ def test_why_lists_key_differences_and_complainers(bench, hub) -> None:
     assert sum("the identities differ" in line for line in asked) == 3
 
 
-def test_why_limits_its_number_of_lines(bench, hub, monkeypatch) -> None:
+def test_why_query_limits_its_number_of_lines(bench, hub, monkeypatch) -> None:
     members = [f"m{i}" for i in range(60)]
     bench.join(hub, "w", *members)
     bench.beat(hub, "w", key_state(WHOLE))

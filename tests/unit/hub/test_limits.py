@@ -172,7 +172,7 @@ def test_large_heartbeats_count_against_caller_limit(bench) -> None:
     join(hub, "q", OTHER_CALLER)
 
 
-def test_claims_for_fake_models_spare_others(bench) -> None:
+def test_claims_for_fake_models_do_not_affect_others(bench) -> None:
     hub = bench.hub(tables_bytes=100_000)
     join(hub, "f", FLOODING_CALLER)
     join(hub, "q", OTHER_CALLER)

@@ -58,7 +58,7 @@ def test_departed_or_silent_member_is_not_listed(bench) -> None:
     assert request_sync(hub, "c").members == ()
 
 
-def test_sync_grant_is_rejected_for_other_sync(bench) -> None:
+def test_sync_grant_is_rejected_for_different_sync_name(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a")
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))

@@ -44,7 +44,7 @@ def parents(reply: UpstreamsReply) -> list[str]:
     return [reply.upstreams[order[0]].member for order in reply.orders]
 
 
-def test_large_fleet_receives_one_order_per_tree(hub: Directory) -> None:
+def test_large_fleet_receives_one_member_order_per_tree(hub: Directory) -> None:
     two = 0
     for member in MEMBERS:
         reply = request_upstreams(hub, member)
@@ -197,7 +197,7 @@ def test_members_starting_together_retry_soon(bench: HubBench) -> None:
     assert any(request_upstreams(hub, "a").ask_again_s > 0.7 for _ in range(100))
 
 
-def test_why_lists_chunks_from_each_parent(hub: Directory) -> None:
+def test_why_query_lists_chunks_from_each_parent(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(request_upstreams(hub, m)))) == NUM_TREES)
     even, odd = parents(request_upstreams(hub, member))
     lines = hub.why(WhyRequest(model="llama", member=member)).lines

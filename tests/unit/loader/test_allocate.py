@@ -81,7 +81,7 @@ def test_memory_is_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -
     assert loading.place.allocated_by == [threading.current_thread().name]
 
 
-def test_tensors_are_created_once_load_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_created_after_load_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Load(monkeypatch)
     load._gather(loading.session, None)
     assert loading.steps == ["prepare", "allocate", "under way", "views", "all bytes"]

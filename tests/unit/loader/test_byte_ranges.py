@@ -35,7 +35,7 @@ class Piece:
 
 
 @given(RANGES)
-def test_byte_blocks_match_list_lookup(ranges: list[tuple[int, int]]) -> None:
+def test_byte_block_lookup_matches_list_search(ranges: list[tuple[int, int]]) -> None:
     blocks, pieces = ByteBlocks[Piece](), list[Piece]()
     for start, stop in ranges:
         if all(stop <= piece.start or piece.stop <= start for piece in pieces):

@@ -137,7 +137,7 @@ def test_overlapping_targets_raise_before_writing(tmp_path: Path) -> None:
         assert not raised.value.mutated and not memory.any()
 
 
-def test_overlapping_target_without_source_is_accepted(tmp_path: Path) -> None:
+def test_overlapping_target_without_source_tensor_is_accepted(tmp_path: Path) -> None:
     save_file({"fused": torch.ones(9, 4)}, tmp_path / "m.safetensors")
     fused = torch.zeros(9, 4)
     penstock.load_into({"fused": fused, "first": fused[:3]}, tmp_path, strict=False)
@@ -319,7 +319,7 @@ def test_two_tensors_for_one_target_raise(path: Path) -> None:
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
 
 
-def test_meta_target_error_suggests_to_empty(path: Path) -> None:
+def test_meta_target_error_suggests_to_empty_method(path: Path) -> None:
     with torch.device("meta"):
         model = Model()
     with pytest.raises(penstock.PlanError, match="to_empty"):
@@ -379,7 +379,7 @@ def test_failed_source_reports_whether_target_is_mutated(
     assert caught.value.mutated == (after > 0) == any(bool(tensor.any()) for tensor in targets.values())
 
 
-def test_target_is_freed_without_collector(path: Path) -> None:
+def test_target_is_freed_without_garbage_collector(path: Path) -> None:
     gc.collect()
     gc.disable()
     try:

@@ -156,7 +156,7 @@ def test_unknown_tensor_name_raises_plan_error(sharded: Path) -> None:
 
 @pytest.mark.parametrize("name", ["experts", "wide", "tall", "line", "four", "tiny"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_slices_select_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
+def test_tensor_is_sliced_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
     whole = load_file(stacked)[name]
     for dim in range(whole.dim()):
         for rank in range(num_parts):
@@ -223,7 +223,7 @@ def big(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("verify", [True, False])
-def test_dropped_weights_unmap_file_without_collector(big: Path, verify: bool) -> None:
+def test_dropped_weights_unmap_file_without_garbage_collector(big: Path, verify: bool) -> None:
     if verify:
         digest(big)
     weights = penstock.load(big)
@@ -239,7 +239,7 @@ def test_dropped_weights_unmap_file_without_collector(big: Path, verify: bool) -
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [False, True])
-def test_copies_are_freed_without_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_freed_without_garbage_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engine.place import HostPlace
 
     made: list[weakref.ref[Any]] = []

@@ -396,7 +396,7 @@ def test_last_verification_batch_is_small(make: Make, monkeypatch: pytest.Monkey
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
-def test_run_reports_underway_after_one_eighth(make: Make) -> None:
+def test_run_is_under_way_after_one_eighth(make: Make) -> None:
     bench, seen = make(*[CHUNK] * 64), list[int]()
     bench.source.open.clear()
     run = bench.start(num_threads=1)
@@ -407,7 +407,7 @@ def test_run_reports_underway_after_one_eighth(make: Make) -> None:
     assert seen == [8 * CHUNK] and run.is_under_way()
 
 
-def test_empty_run_reports_under_way(make: Make) -> None:
+def test_empty_run_is_under_way_immediately(make: Make) -> None:
     assert make().start().is_under_way()
 
 
@@ -464,7 +464,7 @@ def test_trace_contains_every_step(make: Make) -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled", "failed"])
-def test_closed_run_is_freed_without_collector(how: str) -> None:
+def test_closed_run_is_freed_without_garbage_collector(how: str) -> None:
     gc.disable()
     try:
         bench = Bench(*[CHUNK] * 8)

@@ -121,7 +121,7 @@ def test_closed_listener_thread_exits_despite_descriptor_reuse() -> None:
             os.close(descriptor)
 
 
-def test_accepted_connection_disables_delayed_sends() -> None:
+def test_accepted_connection_disables_nagle_algorithm() -> None:
     # Like the hub's listener, its protocol is 0, so that asyncio would not disable Nagle's algorithm.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.bind(("127.0.0.1", 0))

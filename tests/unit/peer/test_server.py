@@ -129,7 +129,7 @@ def test_same_token_does_not_displace_lease(server: PeerServer, holding: LocalWe
         reader.close()
 
 
-def test_displaced_silent_reader_loses_lease(
+def test_displaced_silent_reader_loses_its_lease(
     server: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grants = {"a": b"good-1", "b": b"good-1", "c": b"good-2"}
@@ -211,7 +211,7 @@ def test_lease_is_released_over_open_connection(
     assert server.num_readers(holding.key) == 0 and len(opened) == 1
 
 
-def test_closed_and_silent_servers_raise_differently(tmp_path: Path, holding: LocalWeights) -> None:
+def test_closed_and_silent_servers_raise_different_errors(tmp_path: Path, holding: LocalWeights) -> None:
     gone = PeerServer.start(member_socket(tmp_path), allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):

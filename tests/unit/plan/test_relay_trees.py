@@ -136,7 +136,7 @@ def test_member_order_does_not_change_trees(fleet: list[Node], chance: random.Ra
 
 @given(st.integers(2, 150), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_single_member_hosts_send_one_copy(count: int, holders: int, links: int, seed: int) -> None:
+def test_hosts_with_one_member_send_one_copy(count: int, holders: int, links: int, seed: int) -> None:
     fleet = hosts(count, holders=min(holders, count - 1), links=links, seed=seed)
     made = in_trees(fleet)
     assert len(made.trees) == NUM_TREES

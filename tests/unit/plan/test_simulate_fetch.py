@@ -50,7 +50,7 @@ def near(value: float, copies: float = 1.0) -> object:
     return pytest.approx(value, abs=copies * NBYTES / 50e9 / 500)
 
 
-def test_single_receiver_is_predicted_one_copy_time() -> None:
+def test_single_receiver_prediction_equals_one_copy_time() -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(2), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50))
     assert found.limit_s == pytest.approx(1.0)

@@ -83,7 +83,7 @@ def test_two_sources_saturate_one_receiver_link() -> None:
     assert simulate_sync(plan(2, 1), CLUSTER, FREE).predicted_s == near(NBYTES / 50e9)
 
 
-def test_four_to_four_matches_one_to_one() -> None:
+def test_four_to_four_time_matches_one_to_one() -> None:
     assert simulate_sync(plan(4, 4), CLUSTER, FREE).predicted_s == pytest.approx(NBYTES / 50e9, rel=0.1)
 
 

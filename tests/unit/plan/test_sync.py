@@ -201,7 +201,7 @@ def test_replicas_send_equal_bytes_over_few_links(num_holders: int, num_takers: 
     assert (links > 0).sum() <= num_holders + num_takers - 1
 
 
-def test_source_busy_elsewhere_sends_fewer_bytes() -> None:
+def test_source_of_unique_tensors_sends_fewer_shared_bytes() -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(64)]
     own = [whole(f"layers.{i}.own", (16,)) for i in range(32)]
     plan = plan_sync([layout("t0", rows + own), layout("t1", rows), layout("t2", rows)], [layout("e", rows + own)])

@@ -284,7 +284,7 @@ def test_tmpfs_file_is_read(body: bytes) -> None:
         source.close()
 
 
-def test_empty_file_and_empty_request_are_read(tmp_path: Path, source: FileSource) -> None:
+def test_empty_file_and_empty_range_are_read(tmp_path: Path, source: FileSource) -> None:
     (tmp_path / "empty").touch()
     empty = FileSource.open(str(tmp_path / "empty"))
     empty.readv(0, [])
@@ -321,7 +321,7 @@ def test_in_place_modification_raises_source_changed(source: FileSource, path: s
         source.check_unchanged()
 
 
-def test_replaced_file_is_read_and_reported(source: FileSource, path: str, body: bytes) -> None:
+def test_replaced_open_file_is_read_but_reported_changed(source: FileSource, path: str, body: bytes) -> None:
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
     buffer = aligned(MIB)

@@ -264,7 +264,7 @@ def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pyte
         MappedFile.open(path).view(0, 1)
 
 
-def test_view_maps_where_full_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_is_mapped_if_mapping_whole_file_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mapped.Mapping.map
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:

@@ -42,7 +42,7 @@ def test_every_vote_combination_returns_documented_decision() -> None:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
 
-def test_last_report_replaces_all_but_refusal() -> None:
+def test_last_report_replaces_any_report_except_refusal() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
     assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
     ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")

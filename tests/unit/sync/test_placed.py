@@ -88,7 +88,7 @@ def test_parameter_moved_to_next_module_is_detected() -> None:
 
 
 @torch.no_grad()
-def test_changed_values_are_not_reported_moved() -> None:
+def test_changed_values_are_not_reported_as_moved() -> None:
     module = model()
     placed = Placed(module)
     for tensor in module.state_dict().values():

@@ -211,7 +211,9 @@ def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     assert "not published yet" in request_part(planner, layout("s0"), 4).why
 
 
-def test_past_version_is_planned_from_receivers(planner: Planner, group: Group, version_status: VersionStatus) -> None:
+def test_withdrawn_version_is_planned_from_its_receivers(
+    planner: Planner, group: Group, version_status: VersionStatus
+) -> None:
     version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
         request_part(planner, layout("s0"))

@@ -58,7 +58,7 @@ def test_index_names_shard_of_every_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hidden", [128, 288, 512])
-def test_transformers_loads_llama_without_fp8(tmp_path: Path, hidden: int) -> None:
+def test_transformers_loads_generated_llama_without_fp8(tmp_path: Path, hidden: int) -> None:
     transformers = pytest.importorskip("transformers")
     tensors = read(write_llama(tmp_path, hidden=hidden, vocab=512, fp8=False))
     model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

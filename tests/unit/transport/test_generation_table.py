@@ -130,7 +130,7 @@ def test_readers_cannot_write_generation_table(endpoint, page) -> None:
         os.close(received)
 
 
-def test_closing_readers_keeps_owner_alive(endpoint, page) -> None:
+def test_owner_is_alive_after_readers_close(endpoint, page) -> None:
     peers = [PeerGenerationTable.open(described(page), endpoint.address(0)) for _ in range(20)]
     for _ in range(3):
         assert all(peer.is_alive() for peer in peers)

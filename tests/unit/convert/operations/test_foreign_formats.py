@@ -130,7 +130,7 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("situation", OTHER_SHAPES)
-def test_unknown_shape_codes_are_copied_or_rejected(situation):
+def test_codes_with_unknown_shape_are_copied_or_rejected(situation):
     parts, config = OTHER_SHAPES[situation]
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:
@@ -156,7 +156,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("writer", FOREIGN)
-def test_unknown_writer_codes_are_copied_or_rejected(writer):
+def test_codes_from_unknown_writer_are_copied_or_rejected(writer):
     parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:

@@ -32,7 +32,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_block_format_matches_unsliced_tensor_result(tag, dtype):
+def test_sliced_block_quantisation_matches_unsliced_tensor(tag, dtype):
     given, form = weights(dtype), format_of(tag)
     found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
@@ -76,7 +76,7 @@ def test_stacked_experts_have_separate_blocks():
         assert recipe.outputs[i].byte_range(0, 2)[1] == found[0][i].nbytes
 
 
-def test_only_and_keep_match_full_names():
+def test_only_and_keep_options_match_full_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
     assert "a.weight_scale" in outputs_of(StoreOperation("mxfp8", keep=("b.*",)), given)
     assert (
@@ -93,7 +93,7 @@ def test_only_and_keep_match_full_names():
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("to", [DType.BF16, DType.F32])
-def test_dequantise_reads_every_own_format(tag, to):
+def test_dequantise_reads_every_format_that_penstock_writes(tag, to):
     given, form = weights(), format_of(tag)
     stored = outputs_of(StoreOperation(tag), given)
     found = check_rows(Dequantise(to), stored)
@@ -132,7 +132,7 @@ def test_foreign_fp8_is_dequantised_with_any_scales(name, shape, block, dtype):
     assert torch.equal(found["a.weight"], CODES.float() * factor)
 
 
-def test_stacked_experts_are_dequantised_by_leading_dim():
+def test_stacked_expert_scales_apply_along_leading_dim():
     codes = torch.stack([CODES, CODES, CODES])
     for shape in ((3, 2, 3), (3, 1, 1), (3,), (3, 256, 1), (3, 256)):
         scales = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
@@ -202,13 +202,13 @@ def test_compressed_tensors_integers_are_read_when_declared():
     assert torch.equal(found["a.weight"], codes.float() * given["a.weight_scale"])
 
 
-def test_fp8_without_scales_dequantises_to_codes():
+def test_fp8_without_scales_dequantises_to_unscaled_values():
     found = check_rows(Dequantise("F32"), {"a.weight": CODES, "b": torch.ones(3)})
     assert torch.equal(found["a.weight"], CODES.float()) and torch.equal(found["b"], torch.ones(3))
 
 
 @pytest.mark.parametrize("tag", ["cast:F32", "cast:F16", "cast:F8_E5M2"])
-def test_cast_keeps_codes_and_their_scales(tag):
+def test_cast_leaves_quantised_codes_and_scales_unchanged(tag):
     parts = {
         "a.weight": CODES,
         "a.weight_scale_inv": torch.rand(2, 3).bfloat16(),
@@ -244,7 +244,7 @@ def test_mixed_quantisation_error_names_tensor():
     assert raised.value.tensor == "a.weight" and "dequantise" in str(raised.value)
 
 
-def test_chained_formats_read_source_once():
+def test_chained_format_operations_read_source_once():
     given = {"a.weight": values((260, 300), torch.bfloat16, 4)}
     stored = outputs_of(StoreOperation("fp8-block128"), given)
     chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), StoreOperation("fp8-channel")))

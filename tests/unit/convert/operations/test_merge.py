@@ -65,7 +65,7 @@ def test_weighted_sum_accumulates_in_fp32(weights, normalize, dtype):
     assert are_equal(found["steps"], given_[0]["steps"])  # what does not float is the first source's
 
 
-def test_missing_weights_mean_average():
+def test_merge_without_weights_option_averages_sources():
     given_ = sources(3, torch.float32, **LONG)
     wanted = sum(one["w"].double() for one in given_) / 3
     assert torch.allclose(check_rows(Linear(), *given_)["w"].double(), wanted, atol=1e-6)
@@ -129,7 +129,7 @@ def ties(base: torch.Tensor, models: list[torch.Tensor], density: float, weights
     shape=st.sampled_from([(40, 23), (7, 5, 3), (100,), (1,)]),
     coarse=st.booleans(),
 )
-def test_ties_trims_votes_and_averages(density, weights, scale, shape, coarse):
+def test_ties_merge_trims_votes_and_averages(density, weights, scale, shape, coarse):
     chance = torch.Generator().manual_seed(3)
     base, *models = (torch.randn(shape, generator=chance) for _ in range(1 + len(weights)))
     if coarse:  # many changes of one size, many votes that end in a tie
@@ -138,7 +138,7 @@ def test_ties_trims_votes_and_averages(density, weights, scale, shape, coarse):
     assert torch.allclose(found.double(), ties(base, models, density, weights, scale), atol=1e-5)
 
 
-def test_ties_over_several_blocks_is_consistent():
+def test_ties_merge_is_consistent_across_blocks():
     given_ = sources(3, torch.bfloat16, **LONG)
     found = outputs_of(Ties(0.1), *given_)["w"]
     base, *models = (one["w"] for one in given_)
@@ -181,7 +181,7 @@ def test_out_of_range_settings_are_rejected():
         Linear((1.0, -1.0)).recipes([table_of(one) for one in sources(2)])
 
 
-def test_merge_and_store_match_for_any_slicing():
+def test_merge_then_store_is_identical_for_any_slicing():
     tensors = [{"model.layers.0.mlp.up_proj.weight": torch.randn(700, 500), "b": torch.randn(7)} for _ in range(3)]
     for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
         chained = operation_of([{"op": "ties", "density": 0.4}, words])

@@ -285,7 +285,7 @@ def test_fused_expert_bias_is_split():
 @pytest.mark.parametrize(
     "parts", [("qweight", "qzeros"), ("weight", "weight.absmax"), ("weight_packed", "weight_shape")]
 )
-def test_codes_with_different_rows_require_rule(parts):
+def test_resharding_packed_codes_requires_a_rule(parts):
     given = {f"m.q_proj.{part}": torch.zeros(8, 8, dtype=torch.int32) for part in parts}
     with pytest.raises(PlanError, match="no rule for splitting"):
         Reshard(2, heads=HEADS).recipes([table_of(given)])

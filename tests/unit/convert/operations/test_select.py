@@ -45,7 +45,7 @@ def test_config_lists_unquantised_modules(tag: str) -> None:
     assert said.get("scale_fmt") == ("ue8m0" if "e8m0" in tag else None)
 
 
-def test_cast_has_no_quantization_config() -> None:
+def test_config_of_cast_model_has_no_quantization_config() -> None:
     form = format_of("cast:F16")
     with pytest.raises(PlanError, match="needs no quantization_config"):
         quantization_config(form, select(form, MODEL))

@@ -91,7 +91,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("situation", STORED)
-def test_function_of_quantised_tensor_requires_raw(situation, monkeypatch):
+def test_function_on_quantised_tensor_requires_raw_option(situation, monkeypatch):
     given = STORED[situation] | {"norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match=r"put `dequantise` before.*halved.names.*halved.raw = True") as refused:
         outputs_of(function_of(here("halved")), given)
@@ -122,7 +122,7 @@ def test_undeclared_function_output_is_refused(name, said):
     assert caught.value.tensor in TENSORS and not caught.value.mutated
 
 
-def test_non_operation_raises_config_error():
+def test_invalid_user_function_raises_config_error():
     for where, said in (
         ("no.such.module:f", "No module named"),
         (here("absent"), "has no absent"),

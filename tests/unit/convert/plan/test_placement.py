@@ -168,7 +168,7 @@ def test_workers_on_host_share_reserved_tasks():
     assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
 
 
-def test_tasks_cached_twice_run_at_first_worker():
+def test_tasks_cached_on_two_hosts_are_not_stolen():
     placement = Placement([10] * 8)
     placement.join("a", 0.0, holds=range(8), at="host 1")
     placement.join("b", 0.0, holds=range(4, 8), at="host 2")
@@ -228,7 +228,7 @@ def test_resumed_job_runs_only_remaining_tasks():
     assert placement.num_left == 2
 
 
-def test_worker_joins_once_with_limited_queue():
+def test_worker_queue_is_limited_and_rejoining_raises():
     placement = Placement([1] * 100)
     placement.join("a", 0.0)
     assert len(placement.next("a", 0.0).tasks) == DEPTH

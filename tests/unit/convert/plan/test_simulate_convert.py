@@ -91,7 +91,7 @@ def test_tasks_of_dead_worker_are_repeated() -> None:
         run(400, msgspec.structs.replace(one, gpus_per_node=1, failures_per_gpu_hour=1e5), seed=2)
 
 
-def test_empty_job_is_predicted_zero_seconds() -> None:
+def test_empty_job_is_predicted_to_take_zero_seconds() -> None:
     found = run(0, cluster(2))
     assert (found.predicted_s, found.moved_bytes, found.links) == (0.0, 0, ())
     with pytest.raises(PlanError, match="in_bytes has 2 tasks, but out_bytes has 1"):

@@ -76,7 +76,7 @@ def test_staged_copy_with_few_buffers_is_complete(num_buffers: int) -> None:
     assert len(device.freed) <= num_buffers
 
 
-def test_staged_pieces_are_ordered_whole_steps() -> None:
+def test_staged_copy_reads_consecutive_pieces_of_step_size() -> None:
     memory, asked = np.zeros(10_000, np.uint8), list[tuple[int, int]]()
     with copies(Device(), 2) as staged:
         staged.fill(memory.ctypes.data, 10_000, lambda at, into: asked.append((at, into.nbytes)), step=3000)

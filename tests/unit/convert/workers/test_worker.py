@@ -172,7 +172,7 @@ def test_corrupt_byte_in_staged_piece_raises(stack, tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(("leaf_bytes", "is_copy"), [(0, True), (LEAF_BYTES, True), (4096, False)])
-def test_copied_tensors_use_few_leaves_of_memory(stack, tmp_path, monkeypatch, leaf_bytes, is_copy) -> None:
+def test_copy_operation_buffers_only_few_leaves(stack, tmp_path, monkeypatch, leaf_bytes, is_copy) -> None:
     source = tmp_path / "source"
     source.mkdir()
     made = {

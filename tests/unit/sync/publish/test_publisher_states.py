@@ -119,7 +119,7 @@ def test_opened_publisher_owns_sync_name(hub: Hub) -> None:
     assert listed(publisher, hub) == (-1, "idle")
 
 
-def test_opening_next_to_live_publisher_raises(hub: Hub) -> None:
+def test_second_publisher_next_to_live_publisher_raises(hub: Hub) -> None:
     first = Rank(hub).open()
     rank = Rank(hub, "p1")
     first_beats = iter(range(100))
@@ -136,7 +136,7 @@ def test_opening_after_dead_publisher_succeeds(hub: Hub) -> None:
     assert Rank(hub, "p1").open().state is S.IDLE
 
 
-def test_opening_next_to_silent_publisher_stalls(hub: Hub) -> None:
+def test_second_publisher_next_to_silent_publisher_stalls(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
@@ -167,7 +167,7 @@ def test_published_snapshot_is_served(hub: Hub) -> None:
         assert listed(publisher, hub) == (version, "open")
 
 
-def test_publishing_used_version_keeps_state(hub: Hub) -> None:
+def test_publishing_same_version_again_raises_and_keeps_state(hub: Hub) -> None:
     publisher = Rank(hub).open()
     publisher.publish(3)
     with pytest.raises(ConfigError, match="not above 3"):
@@ -187,7 +187,7 @@ def test_failed_snapshot_copy_is_not_served(hub: Hub) -> None:
     assert publisher.state is S.SERVING
 
 
-def test_moved_parameters_withdraw_previous_version(hub: Hub) -> None:
+def test_moving_parameters_withdraws_previous_version(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -218,7 +218,7 @@ def test_live_publish_waits_for_subscriber(hub: Hub, pool: ThreadPoolExecutor) -
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_dead_live_subscriber_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_dead_subscriber_in_live_mode_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=60.0).open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1)
     wait_for(publisher, S.WAITING)
@@ -227,7 +227,7 @@ def test_dead_live_subscriber_is_reported(hub: Hub, pool: ThreadPoolExecutor) ->
     assert publisher.state is S.IDLE
 
 
-def test_stalled_live_subscriber_is_reported_late(hub: Hub) -> None:
+def test_stalled_subscriber_in_live_mode_is_reported_late(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=0.1).open(), MemorySubscriber(hub, "s0")
     assert publisher.publish(1).late == (subscriber.member.id,)
     assert publisher.state is S.IDLE
@@ -290,7 +290,7 @@ def test_stalled_subscriber_is_excluded_from_commit(hub: Hub) -> None:
     wait_for(publisher, S.SERVING)
 
 
-def test_stalled_subscriber_withdraws_the_version(hub: Hub) -> None:
+def test_version_is_withdrawn_after_subscriber_stalls(hub: Hub) -> None:
     publisher = Rank(hub).open()
     subscribers = [MemorySubscriber(hub, name) for name in ("s0", "s1")]
     publisher.publish(1, commit="all", timeout_s=0.2, stragglers="withdraw")
@@ -300,7 +300,7 @@ def test_stalled_subscriber_withdraws_the_version(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
+def test_version_is_withdrawn_after_subscriber_dies(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all", timeout_s=60.0)
     subscriber.member.die()
@@ -355,7 +355,7 @@ def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> 
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("prepared", S.IDLE), ("refused", S.WITHDRAWN)])
-def test_live_two_phase_state_follows_reports(
+def test_subscriber_report_decides_two_phase_live_version(
     hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState
 ) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
@@ -497,7 +497,7 @@ def test_close_while_awaiting_subscribers_raises_cancelled(hub: Hub, pool: Threa
     assert publisher.state is S.CLOSED
 
 
-def test_close_while_deciding_withdraws_version(hub: Hub) -> None:
+def test_closing_publisher_before_decision_withdraws_version(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all", timeout_s=60.0)
     publisher.close()

@@ -210,7 +210,7 @@ def test_refused_exchange_keeps_previous_version(driver: FakeCuda, stack: ExitSt
     served.check(task, 3)
 
 
-def test_target_that_lost_memory_raises(
+def test_update_of_target_with_freed_memory_raises(
     driver: FakeCuda, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, worker = trainer(stack, tmp_path)
@@ -239,7 +239,7 @@ def test_target_that_lost_memory_raises(
     assert caught.value.mutated
 
 
-def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_plan_copies_current_staging_memory(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy with plan B, exchange with plan A, and copy with plan B again from the current staging memory."""
     size = 8 * ALIGN_BYTES
     arena = Arena.allocate(size, is_remappable=True)
@@ -263,7 +263,7 @@ def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypa
             assert served.memories[0].owner.bytes_at(0, size).unique().tolist() == [value]
 
 
-def test_released_memory_is_freed_without_collector(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_released_memory_is_freed_without_garbage_collector(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     """Another process waits for the memory, so freeing it must not depend on Python's cycle collector."""
     _, worker = trainer(stack, tmp_path)
     engine = stack.enter_context(

@@ -131,7 +131,7 @@ def test_subscriber_state_follows_listed_transitions(before: SubscriberState, af
         assert (states.now, states.at_rest) == (before, rest)
 
 
-def test_released_target_never_becomes_dirty() -> None:
+def test_failed_restore_never_marks_released_target_dirty() -> None:
     states = at(*LIVE_PATH, S.RELEASED, S.RECEIVING, S.FLIPPING, S.WRITING)
     assert (states.version, states.damaged) == (-1, S.RELEASED)
     with pytest.raises(InvalidTransition):
@@ -298,7 +298,7 @@ FAILURES = [(lose_sources, PeerLost), (stall, SourceStalled), (send_wrong_bytes,
 
 @MODES
 @pytest.mark.parametrize(("fail", "kind"), FAILURES)
-def test_lost_only_source_fails_update(
+def test_losing_the_sole_source_fails_update(
     sync: MemorySync, holder: MemoryHolder, mode: str, fail: Callable[[MemoryHolder], None], kind: type[PenstockError]
 ) -> None:
     """The previous version stays live, or a direct update that wrote bytes is dirty until an update succeeds."""
@@ -325,7 +325,7 @@ def test_lost_only_source_fails_update(
         assert_live(sync, subscriber, 2)
 
 
-def test_corrupt_bytes_in_target_make_it_dirty(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_corrupt_received_bytes_mark_target_dirty(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber("direct") as subscriber:
         holder.spoils = True
         with pytest.raises(IntegrityError) as caught:
@@ -340,7 +340,7 @@ def test_corrupt_bytes_in_target_make_it_dirty(sync: MemorySync, holder: MemoryH
 
 
 @MODES
-def test_source_lost_before_pause_keeps_engine_running(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_engine_keeps_running_if_source_dies_before_pause(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -418,7 +418,9 @@ def test_fenced_version_is_replaced_by_next(sync: MemorySync, holder: MemoryHold
 
 @MODES
 @pytest.mark.parametrize("step", ["part", "map", "before_read", "before_pause", "digests"])
-def test_version_withdrawn_at_step_keeps_previous(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
+def test_withdrawal_during_update_keeps_previous_version(
+    sync: MemorySync, holder: MemoryHolder, mode: str, step: str
+) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -459,7 +461,7 @@ def test_update_without_publisher_times_out(sync: MemorySync, mode: str) -> None
         assert subscriber.prepare(timeout_s=0.02) is False
 
 
-def test_update_to_past_version_times_out(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_update_to_withdrawn_version_times_out(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         holder.withdraw()
         with pytest.raises(StaleDescriptor):
@@ -530,7 +532,7 @@ def test_hook_error_after_flip_keeps_version_live(sync: MemorySync, holder: Memo
 
 
 @pytest.mark.parametrize("error", [PeerLost("a device", mutated=True), KeyboardInterrupt()])
-def test_failed_copy_makes_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
+def test_failed_copy_marks_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
     def broken(staged: object) -> None:
         raise error
 
@@ -548,7 +550,7 @@ def test_failed_copy_makes_target_dirty(sync: MemorySync, holder: MemoryHolder, 
         assert_live(sync, subscriber, 2)
 
 
-def test_interrupted_direct_update_makes_target_dirty(
+def test_interrupted_direct_update_marks_target_dirty(
     sync: MemorySync, holder: MemoryHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupt the update after the reads have written to the target."""
@@ -658,7 +660,7 @@ def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHo
 
 
 @MODES
-def test_wrong_stored_version_keeps_weights_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_weights_stay_released_if_stored_version_is_wrong(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)
@@ -669,7 +671,7 @@ def test_wrong_stored_version_keeps_weights_released(sync: MemorySync, holder: M
         assert (state(subscriber), subscriber.version) == (S.RELEASED, -1)
 
 
-def test_bytes_restored_by_engine_are_verified(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_corrupt_bytes_restored_by_engine_are_detected(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         subscriber.release(free=False, returns=True)

@@ -93,7 +93,7 @@ def test_recording_fills_model_like_its_loader(place: Place) -> None:
     assert mine.head.weight is mine.embed.weight
 
 
-def test_recorded_wants_list_slices_of_rank() -> None:
+def test_recording_lists_slices_that_rank_needs() -> None:
     recording = record(Toy(Place(tp_rank=1, tp=2, ep_rank=1, ep=2)), table_of(checkpoint()))
     wants = {want.name: want.boxes for want in recording.wants()}
     assert wants["layers.0.experts.3.w2"] == (Box(start=(0, 6), stop=(8, 12)),)
@@ -201,7 +201,7 @@ def test_load_state_dict_and_assignment_are_recorded() -> None:
     assert not record(nn.Linear(6, 8), table_of(tensors)).unfilled
 
 
-def test_arithmetic_tensors_pass_through_loader() -> None:
+def test_tensors_used_in_arithmetic_pass_through_loader() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "plus":

@@ -206,7 +206,7 @@ def test_mismatched_table_and_meta_model_are_rejected() -> None:
         wanted(empty, recording, table_of({"w": W}))
 
 
-def test_wanted_rows_keep_format_tag() -> None:
+def test_requested_tensors_retain_their_format_tag() -> None:
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     table = table_of({"w": W})
     (row,) = wanted(model, record(model, table), table, tags={"w": "fp8-block128"}).rows

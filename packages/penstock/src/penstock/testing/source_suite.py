@@ -33,14 +33,14 @@ class SourceTests:
         """Return a new source with exactly `data`. The suite closes it."""
         raise NotImplementedError("implement make() to return the source under test")
 
-    def test_size_and_uri_are_known(self) -> None:
+    def test_source_reports_its_size_and_uri(self) -> None:
         """Check that `nbytes` is the size and `uri` is not empty."""
         with closing(self.make(sample(1000))) as source:
             assert source.nbytes == 1000
             assert source.uri
             assert isinstance(source.identity, str)
 
-    def test_whole_read_returns_all_bytes(self) -> None:
+    def test_reading_whole_source_returns_all_bytes(self) -> None:
         """Check that a single buffer receives all bytes."""
         data = sample(_NBYTES)
         with closing(self.make(data)) as source:

@@ -80,7 +80,7 @@ class TransportTests:
             assert (handle.descriptor.transport, handle.descriptor.nbytes) == (holder.name, 1000)
             assert handle.descriptor.device == handle.memory.device
 
-    def test_whole_read_copies_all_bytes(self) -> None:
+    def test_reading_whole_memory_copies_all_bytes(self) -> None:
         """Check that one segment can cover all bytes, and that the progress at the end includes all bytes."""
         data = sample(_NBYTES)
         with self.pair(data, _NBYTES) as (_, handle, receiver, into):
@@ -127,7 +127,7 @@ class TransportTests:
             self.fetch(receiver, into, handle.descriptor, [(500, 0, 500)])
             assert self.read(into.memory) == data[500:]
 
-    def test_released_memory_is_stale(self) -> None:
+    def test_descriptor_of_released_memory_is_stale(self) -> None:
         """Check that the descriptor of a closed handle is stale. A second close is allowed."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             handle.close()
