@@ -70,7 +70,7 @@ def test_group_without_collected_tests_succeeds(tree: Path) -> None:
     assert run_tests.run([Group(["test_engine.py"])]) == 0
 
 
-def test_run_reports_become_durations(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durations_are_read_from_test_run_reports(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "test_slow.py").write_text("import time\n\n\ndef test_slow(): time.sleep(0.3)\n")
     recorded_at = tree / "durations.json"
     recorded_at.write_text('{"test_gone.py": 3.0, "before": 2.0}')

@@ -12,7 +12,7 @@ from benchmarks import ab, ab_rows
 
 
 @pytest.mark.timeout(400)
-def test_rows_run_in_worktrees_of_both_commits(tmp_path: Path) -> None:
+def test_benchmarks_run_in_worktrees_of_both_commits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.ab", "HEAD", "HEAD", "--rows", "load,sync", "--n", "1"]
     command += ["--large-mib", "32", "--directory", str(tmp_path)]
     done = subprocess.run(command, cwd=ab.ROOT, capture_output=True, text=True, timeout=350, check=False)
@@ -24,7 +24,9 @@ def test_rows_run_in_worktrees_of_both_commits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("second", "lost"), [(1.10, ["load"]), (1.01, [])])
-def test_row_slower_twice_counts_as_regression(monkeypatch: pytest.MonkeyPatch, second: float, lost: list[str]) -> None:
+def test_row_slower_in_both_runs_counts_as_regression(
+    monkeypatch: pytest.MonkeyPatch, second: float, lost: list[str]
+) -> None:
     calls: list[str] = []
 
     def run(row: str, tree: Path, data: Path) -> float:

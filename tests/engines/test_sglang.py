@@ -153,7 +153,7 @@ def test_parameters_match_default_loader(case: str, done: dict) -> None:
     assert_equal(done["states"][case], true)
 
 
-def test_sglang_update_returns_success_or_reason(done: dict) -> None:
+def test_sglang_update_returns_success_or_failure_reason(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
     assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]

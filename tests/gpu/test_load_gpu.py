@@ -172,7 +172,7 @@ def test_thousands_of_small_tensors_are_loaded(tmp_path: Path) -> None:
     assert_same(penstock.load(tmp_path, device=DEVICE), wanted)
 
 
-def test_streamed_tensors_keep_order_and_own_memory(sharded: Path) -> None:
+def test_streamed_tensors_have_file_order_and_separate_memory(sharded: Path) -> None:
     wanted, order, kept = by_safetensors(sharded), [], {}
     for path in sorted(sharded.glob("*.safetensors")):
         with theirs_open(path, framework="pt") as file:

@@ -100,7 +100,7 @@ def test_special_file_as_index_is_rejected(sharded: Path, name: str, odd: str) -
 
 @pytest.mark.parametrize("odd", ODD[:4])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_special_file_as_shard_error_names_file(sharded: Path, odd: str, with_index: bool) -> None:
+def test_error_for_special_file_as_shard_names_file(sharded: Path, odd: str, with_index: bool) -> None:
     """Without an index nothing else would tell that a part of the model is missing."""
     if not with_index:
         (sharded / "model.safetensors.index.json").unlink()

@@ -157,7 +157,7 @@ def test_untyped_penstock_errors_are_not_builtin_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours", [errors.NotFound("gone"), errors.PermissionDenied("closed")])
-def test_system_error_mapping_keeps_penstock_errors(ours: PenstockError, tmp_path: Path) -> None:
+def test_system_error_mapping_leaves_penstock_errors_unchanged(ours: PenstockError, tmp_path: Path) -> None:
     with pytest.raises(PenstockError) as caught, typed(tmp_path):
         raise ours
     assert caught.value is ours

@@ -74,7 +74,7 @@ def test_progress_function_is_called_on_completion(verb: str, file: Path) -> Non
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_progress_false_draws_nothing(verb: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_false_draws_no_progress_bar(verb: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     VERBS[verb](file, False)
     assert capsys.readouterr().err == ""
 

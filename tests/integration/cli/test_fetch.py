@@ -81,7 +81,7 @@ def test_pulled_weights_match_holder_weights(keeper, llama, tmp_path, capsys, mo
         (["my model.safetensors"], "my model.safetensors"),
     ],
 )
-def test_pulled_files_have_source_names(names, single, tmp_path, capsys, monkeypatch) -> None:
+def test_pulled_files_have_same_names_as_source(names, single, tmp_path, capsys, monkeypatch) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for part, name in enumerate(names):

@@ -79,7 +79,7 @@ def test_stopped_receiver_is_reported_late_then_recovers(host: Host) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: int) -> None:
+def test_losing_publisher_during_read_fails_update(host: Host, mode: str, number: int) -> None:
     # The budget is a MiB, so larger tensors are read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
@@ -122,7 +122,7 @@ def test_error_names_rank_lost_before_update(host: Host) -> None:
     assert publishers[0].process.poll() is None
 
 
-def test_interrupted_direct_update_stays_dirty_until_next(host: Host) -> None:
+def test_interrupted_direct_update_leaves_target_dirty_until_next(host: Host) -> None:
     task = SyncTask(side="subscriber")
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
     publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]

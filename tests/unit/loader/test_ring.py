@@ -168,7 +168,7 @@ def test_reads_in_flight_are_limited(make: Callable[..., Bench], limits_workers:
     assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
 
 
-def test_reads_of_non_files_use_threads(make: Callable[..., Bench]) -> None:
+def test_sources_other_than_files_use_reader_threads(make: Callable[..., Bench]) -> None:
     bench = make(1, memory_nbytes=10 * CHUNK)
     threads = set()
     bench.place.on_copy = lambda number: threads.add(threading.current_thread().name)

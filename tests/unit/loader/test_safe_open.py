@@ -350,7 +350,7 @@ class TestSliceReads:
         f.get_slice("cube")[2, 3]
         assert source.read_bytes - before == 4 * 5 * 4 + 5 * 4
 
-    def test_column_slice_reads_only_its_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_column_slice_reads_only_its_byte_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "wide.safetensors", {"wide": (DType.U8, (4, 1 << 20))})
         source = Recorder(path.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)

@@ -55,7 +55,7 @@ def test_entry_weights_count_against_limit() -> None:
     assert shares.enter("a2", "a", 60) == ("a1",)
 
 
-def test_rejected_entry_displaces_no_other() -> None:
+def test_rejected_entry_displaces_no_other_entry() -> None:
     shares = Shares[str](10)
     shares.enter("a0", "a", 6)
     shares.enter("b0", "b", 4)

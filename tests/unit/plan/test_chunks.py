@@ -80,7 +80,7 @@ def test_leaf_larger_than_chunk_is_refused() -> None:
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_chunk_ranges_contain_exactly_given_chunks(chunks: set[int]) -> None:
+def test_chunk_byte_ranges_cover_exactly_requested_chunks(chunks: set[int]) -> None:
     ranges = to_ranges(np.array(sorted(chunks), np.int64))
     assert {chunk for start, stop in ranges for chunk in range(start, stop)} == chunks
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))

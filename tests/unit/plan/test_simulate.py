@@ -27,7 +27,7 @@ def test_unused_rate_goes_to_other_flows() -> None:
     assert rates([[0, 1], [0, 2]], [10.0, 2.0, 99.0]) == [2.0, 8.0]
 
 
-def test_limited_flow_leaves_rest_to_others() -> None:
+def test_limited_flow_leaves_remaining_bandwidth_to_others() -> None:
     assert rates([[0, 1], [0, 1]], [10.0, 99.0], [3.0, np.inf]) == [3.0, 7.0]
 
 

@@ -179,7 +179,7 @@ def test_receivers_on_node_use_separate_links() -> None:
     assert found.predicted_s == near(3 * NBYTES / 2 / 400e9)
 
 
-def test_read_waiting_for_rows_blocks_no_other() -> None:
+def test_read_waiting_for_rows_blocks_no_other_read() -> None:
     one = plan(4, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=1.0)
     slow = np.zeros((4, one.num_buckets), np.int64)

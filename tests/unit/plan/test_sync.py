@@ -210,7 +210,7 @@ def test_source_of_unique_tensors_sends_fewer_shared_bytes() -> None:
     assert lone.link_bytes().tolist() == [[32 * 32, 64]]
 
 
-def test_bucket_holds_one_layer_if_fitting() -> None:
+def test_bucket_holds_one_layer_if_it_fits() -> None:
     rows = [whole("embed", (4,)), *(whole(f"m.{layer}.w{i}", (4,)) for layer in (1, 0, 2) for i in range(3))]
     rows.append(whole("m.10.w", (100,)))
     holdings, wants = [layout("t", rows)], [layout("e", rows[::-1])]

@@ -131,7 +131,7 @@ def test_index_for_different_files_raises_with_hint(tmp_path: Path) -> None:
     assert files_of(f"{tmp_path}/*.safetensors") == [PLAIN]
 
 
-def test_stale_index_allows_valid_tensors(tmp_path: Path) -> None:
+def test_valid_tensors_load_despite_stale_index(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     write(tmp_path, PLAIN)
     write_index(tmp_path, {"w": PLAIN, "gone": PLAIN})

@@ -26,13 +26,13 @@ def run(count: int, one: Cluster, *, rates: Rates = RATES, taken: int = GB, give
     return simulate_convert(np.full(count, taken), np.full(count, given), one, rates, seed=seed)
 
 
-def test_single_task_takes_sum_of_stages() -> None:
+def test_single_task_takes_sum_of_stage_times() -> None:
     found = run(1, cluster(1, node_storage_gb_per_s=5.0))
     assert found.predicted_s == pytest.approx(1 / 5 + 1 / 50 + 1 / 100 + 0.5 / 5)
     assert found.moved_bytes == GB + GB // 2
 
 
-def test_many_tasks_take_slowest_stage_time() -> None:
+def test_many_tasks_take_as_long_as_slowest_stage() -> None:
     found = run(40, cluster(1, node_storage_gb_per_s=5.0))
     assert found.predicted_s == pytest.approx(40 / 5 + 1 / 50 + 1 / 100 + 0.5 / 5)
     assert found.limit_s == pytest.approx(8.0)

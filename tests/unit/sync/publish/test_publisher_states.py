@@ -242,7 +242,7 @@ def test_failed_live_version_is_not_readable(hub: Hub) -> None:
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_hub_lost_during_announcement_aborts_version(hub: Hub) -> None:
+def test_losing_hub_during_announcement_aborts_version(hub: Hub) -> None:
     rank = Rank(hub, mode="live")
     publisher = rank.open()
 
@@ -320,7 +320,7 @@ def test_withdrawal_at_hub_overrides_commit(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_hub_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
+def test_snapshot_stays_readable_if_hub_dies_while_deciding(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, stall_s=0.2).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all", timeout_s=60.0)
     subscriber.decision(publisher.member.id, 1)  # opens the session, which the hub grants
@@ -389,7 +389,7 @@ def test_second_rank_applies_rank_0_decision(hub: Hub, pool: ThreadPoolExecutor)
     assert second.state is S.WITHDRAWN
 
 
-def test_rank_0_lost_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_losing_rank_0_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
     zero, first, _, second = two_ranks(hub, "live", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     publishing(pool, first, 1)
@@ -402,7 +402,7 @@ def test_rank_0_lost_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExec
     first.close()
 
 
-def test_rank_0_lost_while_deciding_keeps_copy(hub: Hub) -> None:
+def test_snapshot_survives_loss_of_rank_0_while_deciding(hub: Hub) -> None:
     zero, first, _, second = two_ranks(hub, "snapshot", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     for each in (first, second):
@@ -414,7 +414,7 @@ def test_rank_0_lost_while_deciding_keeps_copy(hub: Hub) -> None:
     first.close()
 
 
-def test_rank_0_lost_between_versions_raises_stall(hub: Hub) -> None:
+def test_losing_rank_0_between_versions_raises_stall_error(hub: Hub) -> None:
     zero, _, _, second = two_ranks(hub, "snapshot", stall_s=0.2)
     second.publish(1)
     zero.member.leave()

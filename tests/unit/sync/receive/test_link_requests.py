@@ -87,7 +87,7 @@ def test_changed_sources_or_version_are_requested_again(members: Members, names:
     assert set(members.asked) >= {(name, version) for name in names}
 
 
-def test_empty_source_list_requests_nothing(members: Members) -> None:
+def test_empty_source_list_requests_no_links(members: Members) -> None:
     with requests(members, [], 3) as early:
         assert early.take([], 3) == {}
     assert members.asked == []

@@ -285,7 +285,7 @@ def test_slow_reader_keeps_buffer_lease(http: PeerLinks, monkeypatch: pytest.Mon
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_busy_buffers_fall_back_to_direct_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_reads_directly_if_buffers_are_busy(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
     world = World(http, 1 << 16, [(4096, 512)])
@@ -316,7 +316,7 @@ def test_source_without_ready_rows_stalls(http: PeerLinks) -> None:
     assert transfer.lost == "p1"
 
 
-def test_full_device_falls_back_to_direct_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_reads_directly_if_device_is_full(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     expected = world.expected()
 
@@ -361,7 +361,7 @@ def test_failed_registration_is_retried(http: PeerLinks, monkeypatch: pytest.Mon
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_full_device_is_retried_at_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_on_full_device_is_retried_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source, allocate = world.sources[0], packer.Packer._allocate
     assert pack(source, short_strips(world)).regions is not None

@@ -502,7 +502,9 @@ def test_subscriber_closed_during_flip_keeps_version(sync: MemorySync, holder: M
 
 @MODES
 @pytest.mark.parametrize("hook", ["before_read", "before_pause"])
-def test_hook_error_before_flip_changes_nothing(sync: MemorySync, holder: MemoryHolder, mode: str, hook: str) -> None:
+def test_hook_error_before_flip_leaves_target_unchanged(
+    sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
+) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -634,7 +636,7 @@ def test_released_weights_are_restored(sync: MemorySync, holder: MemoryHolder, m
 
 
 @MODES
-def test_failed_restore_stays_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_weights_stay_released_after_failed_restore(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)
@@ -648,7 +650,7 @@ def test_failed_restore_stays_released(sync: MemorySync, holder: MemoryHolder, m
 
 
 @MODES
-def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_stored_version_is_restored_if_members_are_lost(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)

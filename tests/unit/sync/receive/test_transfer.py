@@ -242,7 +242,7 @@ def test_flipped_byte_is_reported_and_not_verified(links: PeerLinks) -> None:
     assert caught.value.tensor in made.receiver.layout.names
 
 
-def test_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
+def test_fence_between_digest_and_read_raises_stale_descriptor(links: PeerLinks) -> None:
     made = world(links)
 
     class Fencing(Filling):
