@@ -267,7 +267,7 @@ def save(
         uri, at, storage_options: see `restore`.
         key: key from `Restored`, or its id. If the key contains a revision of the model, the model at `uri` must have
         the same revision. private_key: path of an Ed25519 private key in PEM. None means
-        `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
+            `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
     Raises:
         ConfigError: an argument is wrong, there is no private key, the key belongs to a different model, or nothing was

@@ -81,13 +81,11 @@ if TYPE_CHECKING:
     from penstock_convert.plan.cluster import Rates
 
 THREAD_BYTES = 1024 * MIB
-"""Maximum number of bytes that a small conversion reads and writes. One thread finishes a small conversion before
-worker processes would have started. Source: two cores, 600 MB from BF16 to Q8_0,
-benchmarks/results/cpu2_202611/gguf.md."""
+"""Maximum number of bytes that a small conversion reads and writes. One thread finishes it before worker processes
+would have started. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
 COPY_THREAD_BYTES = 16 * GIB
-"""The same limit for operations that change no value. It is higher, because reads, digests and writes release the GIL.
-Source: two cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger conversions were not
-measured."""
+"""The same limit for operations that change no value, because reads, digests and writes release the GIL. Source: two
+cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger conversions were not measured."""
 _NO_ARITHMETIC = COPIES | {"reshard"}
 _THREAD_OPERATIONS = _NO_ARITHMETIC | {"store", "dequantise", "gguf", "average", "linear"}
 """Operations that may run on several torch threads in the caller's process. They compute each element separately or
@@ -104,8 +102,7 @@ class WorkerSettings:
     Attributes:
         num_workers: number of workers, which use `devices` in rotation. None means one worker for each device.
         memory_bytes: host memory of each worker, as a number of bytes or a string like `"2G"`. None means 512 MiB. A
-        task that does not fit is split, run in parts or refused. The limit also applies to workers on a GPU, although
-        their tasks use the GPU's memory.
+            task that does not fit is split, run in parts or refused. The limit also applies to workers on a GPU.
         task_bytes: bytes that one task reads and writes. Tasks are smaller if they would not fit in a worker's memory.
             None means 64 MiB, or up to 128 MiB if the sources have more than 8 GiB in total.
         storage_options: options for the object stores of sources and destination, with obstore's names. They override
@@ -118,7 +115,7 @@ class WorkerSettings:
         launcher: starts and stops the workers. None means processes on this host, or Ray actors if `ray` is set.
         rates: rates of this machine, for predicting the duration. None means the known rates for its kind of GPU.
         observer: receives the state of the running conversion. A `HubReporter` reports the state to a hub, for `status`
-        and the fleet page.
+            and the fleet page.
 
     Raises:
         ConfigError: a field has the wrong type or an invalid value, or both `ray` and `launcher` are set.
@@ -211,8 +208,7 @@ def convert(
         OperationFailed: an operation raised an error, hung, or returned tensors that do not match its recipes.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
 
-    After an error the destination is untouched, and the same call resumes the conversion. A conversion into memory
-    starts again.
+    After an error the destination is untouched, and the same call resumes. A conversion into memory starts again.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -309,8 +305,7 @@ class Conversion:
         self._stages = stages
         self._display = display
         self._journey = journey
-        # Small files from the source that provides the result's configuration. Empty unless the result is published as
-        # files.
+        # Small files from the source that provides the result's configuration, if the result is published as files.
         self._small_files = NO_SMALL_FILES
         self._config: bytes | None = None
         self._predicted: Predicted = None, "nothing was left to do"
@@ -344,8 +339,7 @@ class Conversion:
         in_memory = isinstance(self._destination, MemoryDestination)
         only_copies = to is None and is_copy(operations)
         may_use_threads = not in_memory and _may_use_threads(settings, self._devices, only_copies=only_copies)
-        # Start the launcher before planning, because workers take seconds to import torch and initialise the CUDA
-        # driver.
+        # Start the launcher before planning, because workers take seconds to import torch and initialise CUDA.
         launcher = None if may_use_threads else _launcher(settings, self._devices, stack)
         with self._stages.stage("plan"):
             request = plan_request(
@@ -408,8 +402,7 @@ class Conversion:
             )
         request, stack = self.request, self._stack
         job, settings, options = request.job, request.settings, request.job_spec.storage_options
-        # Read the configuration first, because an invalid config.json must not be detected only after hours of
-        # conversion.
+        # Read the configuration first, so that an invalid config.json does not fail after hours of conversion.
         source_files = find_small_files(
             request.small_place(job.small_from),
             [file.name for file in request.opened[job.small_from].manifest.files],
@@ -453,8 +446,7 @@ class Conversion:
             self._place.require_free(replace=self._replace)
             self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
         out.make()
-        # Extend files of earlier calls to their full size. The missing bytes become zeros, which do not match the
-        # digests.
+        # Extend files of earlier calls to their full size. The new zeros do not match the digests.
         if journal.done:
             out.allocate()
         out.open()
@@ -465,8 +457,7 @@ class Conversion:
         """Run every task that no earlier call finished. Workers start while disk space is allocated.
 
         Raises:
-            ConfigError: the destination is memory, to which workers on other hosts cannot write. See also
-                `Coordinator.run`.
+            ConfigError: workers on other hosts cannot write to this host's memory. See also `Coordinator.run`.
         """
         job, stages = self.request.job, self._stages
         if self._job_spec.in_memory and self._launcher.listen is not None:

@@ -176,7 +176,7 @@ def plan_job(
         leaf_bytes: leaf size of the output's digests.
         verify: whether to compare the bytes that are read with the sources' digests, if the sources have digests.
         operation_specs: specs of the operation. They are part of the key, because a user's operation may omit some
-        options from its name.
+            options from its name.
 
     Raises:
         PlanError: see `Operation.recipes`. Also raised if torch has no dtype in which a tensor could be computed.

@@ -95,7 +95,7 @@ class CheckpointWriter(Staging, StorageWriter):
         uri: a directory, or a prefix in an object store. None means that DCP passes it as `checkpoint_id`.
         replace: whether to replace a checkpoint in that directory. The old checkpoint stays until the new one is
         complete. scratch: for an object store, a directory shared by all ranks, to which the files are written first.
-        None means the system's temporary directory, if all ranks are on one host.
+            None means the system's temporary directory, if all ranks are on one host.
         staging_bytes: limit in bytes of the host memory for an asynchronous save's copies. None means as much as the
             state requires. Tensors that do not fit are written before `async_save` returns.
         storage_options: credentials and endpoint of an object store.

@@ -109,7 +109,7 @@ class FileStreamer:
             device: device of the yielded tensors.
             memory_limit: maximum number of bytes that are read but not yet consumed. A single range may be larger.
             owned: if True, the caller owns each range. If False, a range on the CPU is valid until the next range is
-            yielded, because its memory is reused.
+                yielded, because its memory is reused.
 
         Raises:
             ValueError: this is called outside a `with` block, the previous stream was not read to its end, the paths

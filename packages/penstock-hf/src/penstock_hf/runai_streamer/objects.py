@@ -129,7 +129,7 @@ def pull_files(
     Raises:
         NotImplementedError: `model_path` is not in an object store, as in the original.
         ValueError, which is also a PenstockError: the store failed, or a key points outside `dst`. Complete files
-        stay.
+            stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")

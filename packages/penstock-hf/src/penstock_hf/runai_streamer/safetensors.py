@@ -200,7 +200,7 @@ class SafetensorsStreamer:
 
         Raises:
             ValueError, which is also a PenstockError: this is called outside a `with` block, or the bytes cannot
-            be read.
+                be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
