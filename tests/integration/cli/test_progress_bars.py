@@ -51,7 +51,7 @@ def test_last_progress_bar_shows_100_percent(
         assert len(bars) == (3 if name == "bench load" else 1)
 
 
-def test_progress_bars_of_processes_are_not_mixed(fork_server: ForkServer) -> None:
+def test_processes_of_one_command_share_progress_bar(fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["bench", "fetch", "--total-gb", "0.001", "--receivers", "1", "--repeat", "2"])
         assert terminal.end() == 0, terminal.text
@@ -68,7 +68,7 @@ def test_keep_command_shows_progress_bar(checkpoint_with_manifest: Path, fork_se
 
 
 @pytest.mark.parametrize("columns", [120, 60])
-def test_running_load_shows_rate_and_time(columns: int, small_checkpoint: Path, fork_server: ForkServer) -> None:
+def test_running_load_shows_rate_and_remaining_time(columns: int, small_checkpoint: Path, fork_server: ForkServer) -> None:
     faults = Faults(total_bytes_per_s=6_000_000)
     with RangeServer(small_checkpoint, faults=faults) as server, Terminal(columns=columns) as terminal:
         terminal.fork(
@@ -96,7 +96,7 @@ def test_interrupt_clears_progress_bar(small_checkpoint: Path, fork_server: Fork
         assert terminal.lines == []
 
 
-def test_progress_shows_seconds_waiting_for_holder(fork_server: ForkServer) -> None:
+def test_progress_bar_counts_seconds_waiting_for_holder(fork_server: ForkServer) -> None:
     with Terminal() as terminal:
         terminal.fork(fork_server, ["fetch", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)

@@ -129,7 +129,7 @@ def test_all_repository_files_are_copied_from_one_commit(model: Path, tmp_path: 
     assert "NOT verified" in done.stdout
 
 
-def test_single_file_is_verified_by_its_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_single_file_is_verified_against_its_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     source = tmp_path / "one.safetensors"
     shutil.copy(next(model.glob("*.safetensors")), source)
     manifest(str(source))
@@ -193,7 +193,7 @@ def test_weights_and_small_files_come_from_same_commit(
     assert (tmp_path / "out" / "config.json").read_bytes() == files["config.json"]
 
 
-def test_missing_hub_is_reported_before_reading_storage(
+def test_unreachable_hub_is_reported_before_reading_storage(
     runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     gone = f"unix://{runtime}/gone.sock"
@@ -222,7 +222,7 @@ def test_source_without_destination_is_usage_error(tmp_path: Path, fork_server: 
     assert not (tmp_path / "a").exists()
 
 
-def test_failure_removes_created_directory(model: Path, tmp_path: Path, monkeypatch) -> None:
+def test_failed_download_removes_created_directories(model: Path, tmp_path: Path, monkeypatch) -> None:
     def is_full(*arguments: object, **options: object) -> None:
         raise ps.errors.DiskFull("cannot write")
 

@@ -70,7 +70,7 @@ class Configured(CopyOperation):
 
 
 @pytest.mark.parametrize("gives", ["raises", "list", "object"])
-def test_failing_operation_config_raises_before_reading(gives: str, tmp_path: Path) -> None:
+def test_failing_config_method_raises_before_reading(gives: str, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source"), list[int]()
     word = {"op": "function", "function": f"{__name__}:Configured", "gives": gives}
     with pytest.raises(OperationFailed, match=r"config\(\) failed on config.json") as caught:
@@ -90,7 +90,7 @@ def test_tokenizer_is_copied_but_unrelated_weights_are_not(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_second_model_copy_is_skipped_and_reported(shards: int, tmp_path: Path) -> None:
+def test_second_weight_format_is_skipped_and_reported(shards: int, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     wanted = by_safetensors(source)
     if shards == 2:
@@ -211,7 +211,7 @@ def test_index_with_nan_or_bom_is_parsed(tmp_path: Path) -> None:
         (["left.safetensors", "right.safetensors"], "model.safetensors", "model.safetensors.index.json"),
     ],
 )
-def test_output_file_name_has_stem_of_source(names: list[str], single: str, index: str, tmp_path: Path) -> None:
+def test_output_file_name_keeps_source_stem(names: list[str], single: str, index: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for i, name in enumerate(names):
@@ -235,7 +235,7 @@ def test_output_file_name_has_stem_of_source(names: list[str], single: str, inde
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == [single]
 
 
-def test_report_lists_uncopied_files_in_folders(tmp_path: Path) -> None:
+def test_report_lists_uncopied_files_in_subfolders(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     copied = {
         "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
@@ -312,7 +312,7 @@ def test_large_vocabulary_is_copied_to_every_rank(tmp_path: Path) -> None:
     assert all((rank / "model.safetensors").is_file() for rank in ranks) and not report.left_out
 
 
-def test_report_lists_large_folder_once(tmp_path: Path) -> None:
+def test_large_skipped_folder_is_reported_as_one_entry(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     for folder in "ab":
         (source / folder).mkdir()
@@ -339,7 +339,7 @@ def test_tilde_in_path_expands_to_home(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "~no-such-user-x").is_dir()
 
 
-def test_report_lists_files_next_to_single_file(tmp_path: Path) -> None:
+def test_uncopied_files_next_to_single_source_are_reported(tmp_path: Path) -> None:
     source = tmp_path / "unet"
     source.mkdir()
     save_file({"a": torch.ones(4, 4)}, source / "diffusion_pytorch_model.safetensors")

@@ -96,7 +96,7 @@ def run(source: Path, into: Path, operations=RULES, workers: WorkerSettings | in
     )
 
 
-def test_converted_weights_match_renamed_source(source, expected, tmp_path):
+def test_rename_operation_keeps_tensor_bytes(source, expected, tmp_path):
     into = tmp_path / "out"
     report = run(source, into, workers=2)
     before, after = read(source), read(into)
@@ -178,7 +178,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_prewarmed_workers_run_on_any_device(source, expected, tmp_path, monkeypatch, workers):
+def test_job_uses_prewarmed_workers_first(source, expected, tmp_path, monkeypatch, workers):
     monkeypatch.setattr("penstock_convert.workers.launch.num_prewarmed", lambda devices, workers: 2)
     with LocalLauncher() as launcher:
         launcher.begin()
@@ -217,7 +217,7 @@ def test_prewarmed_processes_match_gpu_count(monkeypatch, devices, workers, show
     assert num_prewarmed(devices, workers) == num
 
 
-def test_gpus_are_counted_like_torch(monkeypatch):
+def test_gpu_count_matches_torch(monkeypatch):
     monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: True)
     with LocalLauncher() as launcher:
         assert launcher.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -361,7 +361,7 @@ def test_invalid_destination_or_device_raises_before_reading(source, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_too_small_budget_error_states_minimum(source, tmp_path):
+def test_error_for_too_small_budget_states_minimum(source, tmp_path):
     with pytest.raises(BudgetTooSmall) as caught:
         run(source, tmp_path / "out", workers=WorkerSettings(memory_bytes="100K"))
     enough = WorkerSettings(num_workers=1, memory_bytes=caught.value.minimum_bytes)

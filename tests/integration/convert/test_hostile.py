@@ -67,7 +67,7 @@ def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("no_tensor", "returned NoneType, not "),
     ],
 )
-def test_failing_user_function_error_names_function(
+def test_error_names_failing_user_function(
     function: str, says: str, fork_server: ForkServer, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"tests.support.jobs:{function}"}
@@ -214,7 +214,7 @@ def waits(tensor, name):
 """
 
 
-def test_overlapping_task_results_fail_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_returning_different_bytes_twice_fails_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "first.py").write_text(FIRST)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -247,7 +247,7 @@ def test_too_small_disk_is_reported_before_reading(small_checkpoint, small_disk)
     assert list(disk.iterdir()) == []
 
 
-def test_disk_filled_midway_allows_resume(small_checkpoint, expected, small_disk) -> None:
+def test_conversion_resumes_after_disk_was_full(small_checkpoint, expected, small_disk) -> None:
     disk = small_disk(16 << 20)
 
     def fill(done: int, total: int) -> None:
@@ -266,7 +266,7 @@ def test_disk_filled_midway_allows_resume(small_checkpoint, expected, small_disk
     assert [path.name for path in disk.iterdir()] == ["out"]
 
 
-def test_concurrent_runs_of_job_are_rejected(small_checkpoint, expected, tmp_path) -> None:
+def test_second_run_of_running_job_is_rejected(small_checkpoint, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
             with pytest.raises(DestinationError, match="another process is running the same job"):
@@ -334,7 +334,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 
 
 @long_running
-def test_conversion_resumes_after_store_failure(small_checkpoint, expected, tmp_path, server, monkeypatch) -> None:
+def test_conversion_resumes_after_object_store_failure(small_checkpoint, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     first, workers = server(), WorkerSettings(num_workers=1, scratch=tmp_path)

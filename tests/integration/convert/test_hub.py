@@ -138,7 +138,7 @@ def test_hub_lists_conversion_until_it_finishes(hub: HubThread, source: Path, tm
     assert ps.hub.status("llama", connection=limited).jobs == ()
 
 
-def test_hub_lists_conversion_error_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_hub_lists_failed_conversion_with_its_error(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     settings = penstock_convert.WorkerSettings(num_workers=1, task_bytes="1M", observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]

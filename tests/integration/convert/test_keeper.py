@@ -97,7 +97,7 @@ def test_converting_process_serves_its_result(source: Path, wanted, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> None:
+def test_converted_adapter_keeps_its_file_name(told, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     weights = {"base_model.model.a.lora_A.weight": torch.ones(4, 8)}
     save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")

@@ -85,14 +85,14 @@ def test_task_size_is_limited_by_memory(models: list[Path], tmp_path: Path) -> N
         assert torch.allclose(tensor, wanted, atol=1e-5)
 
 
-def test_too_small_memory_error_states_minimum(models: list[Path], tmp_path: Path) -> None:
+def test_error_for_too_little_memory_states_minimum(models: list[Path], tmp_path: Path) -> None:
     told: dict[str, Any] = {"operations": [{"op": "slerp", "t": 0.5}], "devices": "cpu"}
     with pytest.raises(BudgetTooSmall) as caught:
         convert(models[:2], tmp_path / "out", workers=single("1M"), **told)
     convert(models[:2], tmp_path / "out", workers=single(caught.value.minimum_bytes), **told)
 
 
-def test_slow_operation_with_progress_is_not_stalled(
+def test_slow_operation_reporting_progress_is_not_aborted(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "2")

@@ -98,7 +98,7 @@ class Strangers(LocalLauncher):
         return count
 
 
-def test_unauthenticated_clients_use_limited_coordinator_slots(
+def test_number_of_unauthenticated_connections_is_limited(
     small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))

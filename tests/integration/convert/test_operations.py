@@ -227,7 +227,7 @@ def test_small_files_are_read_from_object_store(model, tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_prefix_with_foreign_weights_is_refused(tmp_path: Path) -> None:
+def test_destination_with_unrelated_weights_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": torch.randn(8, 8)}, config=CONFIG)
     folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
     try:

@@ -161,7 +161,7 @@ def test_fp8_with_bf16_scales_matches_transformers(llama: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4A16", "MXFP4A16", "INT8"])
-def test_llm_compressor_output_matches_its_library(preset: str, llama: Path, tmp_path: Path) -> None:
+def test_dequantised_llm_compressor_model_matches_compressed_tensors(preset: str, llama: Path, tmp_path: Path) -> None:
     quantise, said = by_compressed_tensors(preset)
     source = rewrite(llama, tmp_path / preset, quantise, said)
     result = convert_into(source, tmp_path / "out", {"op": "dequantise"})
@@ -212,7 +212,7 @@ def test_quantised_sources_are_dequantised_before_merge(op: dict[str, object], l
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("to", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
-def test_stored_model_loads_in_transformers(tied: bool, to: str, tmp_path: Path) -> None:
+def test_quantised_output_loads_in_transformers(tied: bool, to: str, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "llama", tied=tied)
     stored = convert_into(source, tmp_path / "stored", to=to)
     plain = convert_into(stored, tmp_path / "plain", {"op": "dequantise"})
@@ -269,7 +269,7 @@ def nvfp4_by_modelopt(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("declared_in", ["config.json", "hf_quant_config.json", ""])
-def test_modelopt_nvfp4_matches_converter(declared_in: str, llama: Path, tmp_path: Path) -> None:
+def test_dequantised_modelopt_nvfp4_matches_compressed_tensors(declared_in: str, llama: Path, tmp_path: Path) -> None:
     from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}

@@ -68,7 +68,7 @@ def test_flipped_source_bit_fails_conversion(
     assert [one.name for one in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
+def test_conversion_report_counts_verified_bytes(sources: Path, tmp_path: Path) -> None:
     nbytes = sum(one.stat().st_size for one in (sources / "sealed").glob("*.safetensors"))
     report = convert_as(sources / "sealed", tmp_path / "one", **TOLD)
     assert report.verified and 0.9 * nbytes < report.verified_bytes == report.read_bytes

@@ -271,7 +271,7 @@ def test_truncated_checkpoint_error_names_file(llama: Path, dtype: torch.dtype, 
     assert error.mutated or not target.any()
 
 
-def test_digest_mismatch_leaves_target_requiring_cast_unchanged(llama: Path, tmp_path: Path) -> None:
+def test_digest_mismatch_leaves_cast_target_unchanged(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     penstock.manifest(place)

@@ -31,7 +31,7 @@ from penstock_dcp.staging import Staging
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
 
-def test_every_value_kind_is_restored(tmp_path: Path) -> None:
+def test_saved_values_of_every_kind_are_restored(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     writer = CheckpointWriter(place)
     dcp.save(odd_state(1), storage_writer=writer)
@@ -90,7 +90,7 @@ def load_sharded(rank: int, world_size: int, place: str) -> Any:
     return bits({name: tensor.full_tensor() for name, tensor in weights.items()})
 
 
-def test_rank_files_are_readable_by_all_readers(tmp_path: Path) -> None:
+def test_sharded_save_is_read_by_different_rank_count(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     saved = run_ranks(save_sharded, 4, str(place), environ=ENVIRON)
     assert [outcome.ended for outcome in saved] == ["returned"] * 4, saved

@@ -126,7 +126,7 @@ REFUSED_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", REFUSED_VALUES)
-def test_unsupported_object_error_contains_its_name(tmp_path: Path, kind: str, in_background: bool) -> None:
+def test_error_names_unsupported_object(tmp_path: Path, kind: str, in_background: bool) -> None:
     state = {"fine": torch.ones(2), "odd": REFUSED_VALUES[kind](torch.ones(3))}
     with pytest.raises(PlanError) as caught:
         save(state, tmp_path / "checkpoint", in_background=in_background)
@@ -205,7 +205,7 @@ def test_unusual_tensor_names_are_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, None])
-def test_unreadable_result_keeps_old_checkpoint(tmp_path: Path, at: int | None) -> None:
+def test_corrupt_new_files_keep_old_checkpoint(tmp_path: Path, at: int | None) -> None:
     place = tmp_path / "checkpoint"
     save({"w": torch.ones(64)}, place, in_background=False)
 

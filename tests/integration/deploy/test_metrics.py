@@ -144,7 +144,7 @@ def test_loopback_metrics_endpoint_requires_token(tmp_path: Path) -> None:
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
 
 
-def test_second_metrics_endpoint_in_process_is_rejected(
+def test_second_metrics_endpoint_in_one_process_is_rejected(
     endpoint: ps.telemetry.MetricsEndpoint, token_file: Path
 ) -> None:
     with pytest.raises(ps.ConfigError, match="already"):
@@ -180,7 +180,7 @@ def untried(monkeypatch) -> Iterator[None]:
         endpoint_module._endpoint.close()
 
 
-def test_environment_enables_endpoint(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
+def test_environment_variable_enables_metrics_endpoint(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
     ps.load(llama)
     assert endpoint_module._endpoint is None
     monkeypatch.setenv("PENSTOCK_METRICS", "127.0.0.1:0")
@@ -333,7 +333,7 @@ def test_conversion_metrics_are_counted(llama: Path, tmp_path: Path, scrape: Scr
     assert sum(phases) == pytest.approx(report.wall_s)
 
 
-def test_model_labels_are_limited() -> None:
+def test_number_of_model_labels_is_limited() -> None:
     registry = Registry()
     for number in range(MAX_MODELS + 3):
         journey = Journey("fetch", f"model-{number}")
@@ -345,7 +345,7 @@ def test_model_labels_are_limited() -> None:
     assert verified["fetch", "other"] == 3
 
 
-def test_stream_collected_during_scrape_is_counted(
+def test_stream_garbage_collected_during_scrape_is_counted(
     llama: Path, endpoint: ps.telemetry.MetricsEndpoint, scrape: Scrape
 ) -> None:
     registry = recording()
@@ -405,7 +405,7 @@ def test_metric_names_follow_prometheus_conventions() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_forked_child_does_not_own_endpoint(endpoint: ps.telemetry.MetricsEndpoint, llama: Path) -> None:
+def test_forked_child_does_not_own_metrics_endpoint(endpoint: ps.telemetry.MetricsEndpoint, llama: Path) -> None:
     assert endpoint.is_ours
     pid = os.fork()
     if not pid:

@@ -207,7 +207,7 @@ def sync(fleet: Fleet, version: int) -> None:
     assert len(publisher.result(f"publish {version}")["committed"]) == 1
 
 
-def test_rules_and_configuration_are_valid(tmp_path: Path) -> None:
+def test_prometheus_rules_and_configuration_are_valid(tmp_path: Path) -> None:
     path = configuration(tmp_path, 7070, [9464])
     for command in (["check", "rules", str(RULES)], ["check", "config", "--syntax-only", str(path)]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False, timeout=30)

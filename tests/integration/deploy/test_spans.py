@@ -63,7 +63,7 @@ def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
     return span
 
 
-def test_load_span_is_child_with_report_values(llama: Path, spans) -> None:
+def test_load_span_records_parent_and_report_values(llama: Path, spans) -> None:
     with trace.get_tracer("test").start_as_current_span("boot") as boot:
         report = ps.load(llama).report
     span = only(spans, "penstock load")

@@ -122,7 +122,7 @@ def test_systemd_units_are_valid_and_sandboxed(host: Container) -> None:
 
 
 @pytest.mark.slow
-def test_cache_service_starts_as_user_and_drains(host: Container, tmp_path: Path) -> None:
+def test_cache_service_runs_unprivileged_and_drains(host: Container, tmp_path: Path) -> None:
     done = run(host, "systemd-sysusers", "/etc/systemd/system/penstock.sysusers.conf")
     assert done.returncode == 0, done.stderr
     user = run(host, "id", "penstock").stdout

@@ -138,7 +138,7 @@ def test_upgrade_test_driver_imports_previous_release(drivers: dict[str, Driver]
 @pytest.mark.parametrize("hub", NAMES)
 @pytest.mark.parametrize("holder", NAMES)
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_members_of_both_releases_fetch_from_each_other(
+def test_old_and_new_members_fetch_from_each_other(
     fleet: Fleet, hubs: dict[str, str], model: Path, wanted: str, hub: str, holder: str, transport: str
 ) -> None:
     url, reader = hubs[hub], other(holder)
@@ -161,7 +161,7 @@ def test_members_of_both_releases_fetch_from_each_other(
     ids=["live", "snapshot", "cast"],
 )
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_versions_sync_between_both_releases(
+def test_versions_sync_between_old_and_new_release(
     fleet: Fleet, hubs: dict[str, str], hub: str, publisher: str, options: dict[str, str], transport: str
 ) -> None:
     source, targets = fleet[publisher], [fleet[other(publisher)], fleet[publisher]]
@@ -220,7 +220,7 @@ def test_members_rejoin_hub_of_newer_release(
 
 
 @pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
-def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: str) -> None:
+def test_old_and_new_hubs_share_redis(fleet: Fleet, model: Path, wanted: str) -> None:
     redis = fleet.stack.enter_context(redis_server.RedisServer(fleet.directory))
     urls = {name: fleet.start_hub(name, "--redis", redis.url, name=name)[1] for name in NAMES}
     for hub in NAMES:
@@ -233,7 +233,7 @@ def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: st
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_process_of_other_release_takes_over_hub(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_process_of_different_release_takes_over_hub(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     def hosts(driver: Driver) -> bool:
         """Return whether a driver's process hosts the hub. The file that it locks has its process id."""
         return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"
@@ -251,7 +251,7 @@ def test_process_of_other_release_takes_over_hub(fleet: Fleet, model: Path, want
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_engine_attaches_cache_of_other_release(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_engine_attaches_cache_of_different_release(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     # The command has another name in the previous release.
     command = {"old": "keep", "new": "cache"}
     words = [str(model), "--model", "m", "--drain-s", "60"]

@@ -335,7 +335,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0]
 
 
-def test_extra_installs_same_distributions_as_package(install: Callable[..., Environment]) -> None:
+def test_extra_installs_adapter_package(install: Callable[..., Environment]) -> None:
     found = install("penstock[vllm]").probe()
     assert set(found["packages"]) == {"penstock", "penstock-vllm", *BROUGHT["penstock-vllm"]}
     assert [point[1:] for point in found["points"] if point[0] == "penstock-vllm"] == [
@@ -379,7 +379,7 @@ def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment
 
 
 @pytest.mark.parametrize("version", NEXT_VERSIONS)
-def test_next_python_version_runs_commands(install: Callable[..., Environment], tmp_path: Path, version: str) -> None:
+def test_commands_run_on_next_python_version(install: Callable[..., Environment], tmp_path: Path, version: str) -> None:
     named = shutil.which(f"python{version}")
     candidates = [*([named] if named else []), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
     python = next((str(one) for one in candidates if run(one, "-c", "").returncode == 0), None)

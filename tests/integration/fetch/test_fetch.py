@@ -212,7 +212,7 @@ def test_failed_fetch_leaves_dict_empty(host: Host, small_checkpoint: Path, expe
     assert failed["error"] in {"SourceUnavailable", "SourceStalled"} and "no fallback was given" in failed["message"]
 
 
-def test_partly_written_target_is_reported_mutated(
+def test_partly_written_target_is_reported_as_mutated(
     host: Host, small_checkpoint: Path, expected_tensors, monkeypatch
 ) -> None:
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})

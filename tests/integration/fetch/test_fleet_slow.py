@@ -55,7 +55,7 @@ def test_member_below_rate_floor_is_skipped(host: Host, small_checkpoint: Path, 
     assert "below the minimum" in alone["message"] and not alone["num_tensors"]
 
 
-def test_rate_floor_also_applies_to_sole_holder(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+def test_rate_floor_applies_to_sole_holder(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     capped = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
     assert_fetched(capped, expected_tensors)
     reader = host.start(join={"min_bytes_per_s": 50_000_000}, environ={"PENSTOCK_STALL_S": "3"}).wait_for("failed")

@@ -113,7 +113,7 @@ def unchanged(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("who", ["members", "the hub"])
-def test_fields_from_newer_minor_version_are_ignored(
+def test_unknown_fields_from_newer_minor_version_are_ignored(
     hub: str, proxy, small_checkpoint, expected_tensors, who: str
 ) -> None:
     changes = (with_more_fields, unchanged) if who == "members" else (unchanged, with_more_fields)
@@ -127,7 +127,7 @@ def test_fields_from_newer_minor_version_are_ignored(
     assert report.faults == () and all(holder.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_fields_from_newer_member_are_ignored(
+def test_unknown_fields_from_newer_member_are_ignored(
     hub: str, small_checkpoint, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send, read = peer_server._send, ServerExchange.read_body

@@ -174,7 +174,7 @@ def test_storage_is_read_if_peer_memory_is_unreachable(
         assert report.storage_bytes == report.nbytes and any("cannot reach" in one for one in report.faults)
 
 
-def test_target_with_wrong_bytes_is_reported_mutated(tmp_path: Path) -> None:
+def test_target_with_wrong_bytes_is_reported_as_mutated(tmp_path: Path) -> None:
     """Use one chunk, so that no chunk is verified before the wrong bytes are detected."""
     path = tmp_path / "model.safetensors"
     write_file(path, {"t": (DType.U8, (1000,), memoryview(bytes(range(250)) * 4))}, {})
@@ -188,7 +188,7 @@ def test_target_with_wrong_bytes_is_reported_mutated(tmp_path: Path) -> None:
     assert caught.value.mutated and target["t"].any()
 
 
-def test_untouched_target_is_reported_unmutated() -> None:
+def test_untouched_target_is_reported_as_unmutated() -> None:
     with ps.join("m") as fleet:
         with pytest.raises(PenstockError) as caught:
             fleet.fetch(weights(), timeout_s=0.2)
@@ -197,7 +197,7 @@ def test_untouched_target_is_reported_unmutated() -> None:
             fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
-def test_claim_of_failed_reader_is_reassigned_early(
+def test_claim_of_failed_reader_is_reassigned_before_timeout(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader makes progress with members' bytes, so it would hold its claim for that long."""

@@ -203,7 +203,7 @@ def test_host_name_does_not_affect_transport_choice(
         assert list(report.nbytes_by_path) == [f"{path} <- {holder.member.id[:8]}"]
 
 
-def test_offered_tensors_are_fetched(host: Host) -> None:
+def test_offered_tensors_are_fetched_until_fenced(host: Host) -> None:
     torch.manual_seed(2)
     tensors = {f"t{i}": torch.randn(300, 70) for i in range(5)}
     with ps.join("m") as one, ps.join("m") as other:

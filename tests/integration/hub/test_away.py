@@ -75,7 +75,7 @@ def wait_until_joined(member: Member) -> None:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Path, caplog) -> None:
+def test_fetch_without_reachable_hub_reads_fallback(is_given: bool, connection, llama: Path, caplog) -> None:
     truth = by_safetensors(llama)
     target = {name: torch.zeros_like(tensor) for name, tensor in truth.items()} if is_given else {}
     begun = time.monotonic()

@@ -80,7 +80,7 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
     return next(one for one in fleet.member.hub.status("m").members if one.member == member)
 
 
-def test_false_complaint_excludes_holder_only_for_caller(
+def test_false_fault_report_excludes_holder_only_for_reporter(
     hub: GuardedHub, small_checkpoint: Path, expected_tensors
 ) -> None:
     """Two fake ids with one token once excluded a holder for all readers for 600 s, as did another model's token."""
@@ -104,7 +104,7 @@ def test_false_complaint_excludes_holder_only_for_caller(
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
-def test_readers_switch_from_holder_with_wrong_digests(
+def test_readers_abandon_holder_with_wrong_digests(
     hub: GuardedHub, checkpoint_with_manifest: Path, expected_tensors
 ) -> None:
     theirs = {name: tensor.clone() for name, tensor in expected_tensors.items()}
@@ -135,7 +135,7 @@ def _why():
     return WhyRequest(model="m")
 
 
-def test_revoked_token_is_refused_and_members_removed(
+def test_revoked_token_is_refused_and_its_members_removed(
     hub: GuardedHub, small_checkpoint: Path, expected_tensors
 ) -> None:
     with ExitStack() as stack:

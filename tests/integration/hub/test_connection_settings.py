@@ -91,7 +91,7 @@ def test_commands_read_environment_variables(variables: None, hub: str, monkeypa
         assert done.exit_code == 0 and fleet.member.id[:8] in done.stdout
 
 
-def test_conversion_into_cache_uses_command_hub(hub: str, token_file: Path, tmp_path: Path) -> None:
+def test_conversion_into_cache_joins_hub_from_options(hub: str, token_file: Path, tmp_path: Path) -> None:
     source = tmp_path / "llama"
     write_llama(source, total_bytes=2 * MIB)
     options = ["--hub", hub, "--token-file", str(token_file), "--devices", "cpu", "--workers", "1"]

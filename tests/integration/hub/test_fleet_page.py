@@ -173,7 +173,7 @@ def whole(browser: webdriver.Chrome) -> None:
     resize(browser, 1280, browser.execute_script("return document.documentElement.scrollHeight"))
 
 
-def test_page_shows_fleet_state(
+def test_fleet_page_shows_fleet_state(
     hub: HubThread, browser: webdriver.Chrome, shot: Shot, tmp_path: Path, models: Path, fork_server: ForkServer
 ) -> None:
     write_llama(models / "llama", total_bytes=24 << 20, shards=2)
@@ -349,7 +349,7 @@ def member_id(number: int) -> str:
     return f"{number * 0x9E3779B1 % (1 << 32):08x}{number:024x}"
 
 
-def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, browser: webdriver.Chrome) -> None:
+def test_operator_drains_member_from_fleet_page(directory: Directory, hub: HubThread, browser: webdriver.Chrome) -> None:
     names = [announce(directory, number) for number in (0, 12, 24)]  # three holders of one model
     reader = announce(directory, 1)
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)

@@ -62,7 +62,7 @@ def guarded(tmp_path) -> Auth:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "unix"])
-def test_every_hub_request_returns_its_response(serve, tmp_path, listen) -> None:
+def test_every_hub_request_is_served_over_each_socket_type(serve, tmp_path, listen) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
@@ -196,7 +196,7 @@ def test_invalid_listen_address_is_rejected(listen, guarded) -> None:
         bind(listen, guarded)
 
 
-def test_too_large_port_error_states_valid_range(guarded) -> None:
+def test_error_for_too_large_port_states_valid_range(guarded) -> None:
     with pytest.raises(ConfigError, match="65536") as caught:
         bind("127.0.0.1:65536", guarded)
     assert caught.value.hint == "give a port from 0 to 65535"

@@ -175,7 +175,7 @@ def test_connection_without_token_is_closed_at_deadline(serve, data: bytes) -> N
         assert is_closed_within(sock, 20.0)
 
 
-def test_trickling_request_head_is_closed_at_deadline(serve) -> None:
+def test_connection_trickling_request_head_is_closed_at_deadline(serve) -> None:
     address = serve(ConnectionLimits(head_s=1.0))
     began = time.monotonic()
     with attack(address, "127.0.0.9", HALF_HEAD) as sock, contextlib.suppress(OSError):

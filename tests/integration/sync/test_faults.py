@@ -331,7 +331,7 @@ def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
         assert_has_version(one, one.call("commit"), 2)
 
 
-def test_too_small_budget_error_states_minimum(host: Host) -> None:
+def test_error_for_too_small_budget_states_minimum(host: Host) -> None:
     nbytes = 6 * 64 * 96 * 2
     one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
     assert f"memory_bytes >= {nbytes}" in one.wait_for("failed")["message"]

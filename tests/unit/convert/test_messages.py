@@ -108,7 +108,7 @@ def test_worker_error_names_coordinator_major_version():
     assert failure.kind == "PlanError" and "speaks job protocol 2.0" in failure.message
 
 
-def test_fields_from_newer_minor_version_are_ignored(pair: Pair):
+def test_unknown_fields_from_newer_minor_version_are_ignored(pair: Pair):
     here, wire = pair
     raw = msgspec.msgpack.encode({"type": "began", "task": 3, "added_later": {"a": [1]}})
     here.sendall(len(raw).to_bytes(4, "little") + raw)

@@ -374,7 +374,7 @@ def test_invalid_memory_bytes_raises_config_error(sharded: Path, memory_bytes: i
         penstock.load(sharded, settings=penstock.ReadSettings(memory_bytes=memory_bytes))
 
 
-def test_too_small_budget_error_states_minimum(sharded: Path) -> None:
+def test_error_for_too_small_budget_states_minimum(sharded: Path) -> None:
     with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
         penstock.load(sharded, settings=penstock.ReadSettings(copy=True, memory_bytes=4096))
     assert_same(

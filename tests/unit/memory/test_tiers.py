@@ -244,7 +244,7 @@ def test_least_used_block_is_demoted_until_used_again() -> None:
         assert (stats.misses, stats.tiers["gpu"].num_blocks) == (4, 2)
 
 
-def test_too_small_budget_error_states_minimum() -> None:
+def test_error_for_too_small_budget_states_minimum() -> None:
     with make(150, 50) as tiers:
         with pytest.raises(BudgetTooSmall) as caught:
             tiers.put(block(0, 200), Source().of(block(0, 200)))

@@ -259,7 +259,7 @@ def test_fence_between_digest_and_read_raises_stale_descriptor(links: PeerLinks)
     assert transfer.moved_bytes < made.part.nbytes
 
 
-def test_untouched_target_is_reported_unmutated(links: PeerLinks) -> None:
+def test_untouched_target_is_reported_as_unmutated(links: PeerLinks) -> None:
     made = world(links, froms=(0, 1))
     source_links, before = made.links(), whole(made.receiver)
     made.sources[0].fence()
