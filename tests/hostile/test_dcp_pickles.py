@@ -87,7 +87,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a newer protocol": (b"\x80\x09N.", "newer"),
     "not UTF-8": (b"\x80\x02X\x01\x00\x00\x00\xff.", "malformed"),
     "a name without an end": (b"c" + b"a" * 600, "has no end"),
-    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "deep"),
+    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "nesting"),
     "a list of a billion": (BOMB, "parts"),
     "a size of a text": (b"\x80\x02ctorch\nSize\nX\x01\x00\x00\x00a\x85R.", "unknown call"),
     "a negative size": (b"\x80\x02ctorch\nSize\nJ\xff\xff\xff\xff\x85\x85R.", "unknown call"),
@@ -99,7 +99,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "an element of endless parts": (TWICE + b"\x8f(h\x3c\x90.", "a key has too many"),
     "a frozen set of endless parts": (TWICE + b"(h\x3c\x91.", "a key has too many"),
     "a name of endless parts": (TWICE + b"\x8c\x01a\x93.", "a name is not text"),
-    "a set of lists": (b"\x80\x02c__builtin__\nset\n]]a\x85R.", "malformed value"),
+    "a set of lists": (b"\x80\x02c__builtin__\nset\n]]a\x85R.", "value is malformed"),
 }
 
 

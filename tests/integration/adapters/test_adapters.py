@@ -625,7 +625,7 @@ def test_externally_changed_merged_weights_are_refused(host: Host) -> None:
             here.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
         publisher.publish(2)
         with pytest.raises(
-            ps.errors.BaseMismatch, match=r"1 merged weights were changed .*layers\.0\.self_attn\.q_proj"
+            ps.errors.BaseMismatch, match=r"1 merged weights have changed .*layers\.0\.self_attn\.q_proj"
         ):
             merging.update()
         assert (merging.version, merging.is_dirty) == (1, False)

@@ -135,7 +135,7 @@ class Journal:
                 if not whole:
                     if _HEAD.decode(line).job != key:
                         message = "the journal belongs to another job"
-                        raise DestinationError(message, uri=str(self.path), hint="remove it")
+                        raise DestinationError(message, uri=str(self.path), hint="remove the journal")
                     whole = len(line)
                     continue
                 entry = _ENTRY.decode(line)
@@ -156,7 +156,7 @@ class Journal:
     def _write(self, line: bytes) -> None:
         # Use one write. A process killed here leaves at most half of the last line, which `_read` drops.
         if os.write(self._fd, line) < len(line):
-            raise DiskFull("cannot write: part of a line was written", uri=str(self.path))
+            raise DiskFull("cannot write the journal: only part of a line was written", uri=str(self.path))
 
     def forget(self, tasks: Mapping[int, object]) -> None:
         """Rewrite the journal without these tasks, whose bytes have changed."""
@@ -206,7 +206,7 @@ def _locked(path: Path) -> int:
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
                 message = "the journal is not a regular file owned by this user"
-                raise DestinationError(message, uri=str(path), hint="find out who created it, and remove it")
+                raise DestinationError(message, uri=str(path), hint="find out who created the file, and remove the file")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The path may name a different file by now, because the lock is on the open file.
             at_path = os.stat(path) if path.exists() else None
@@ -216,7 +216,7 @@ def _locked(path: Path) -> int:
         except BlockingIOError as error:
             os.close(fd)
             raise DestinationError(
-                "another process is running the same job", uri=str(path), hint="wait for it"
+                "another process is running the same job", uri=str(path), hint="wait until that process ends"
             ) from error
         if at_path is not None and os.path.samestat(at_path, os.fstat(fd)):
             return fd
@@ -242,7 +242,7 @@ def check_repeated(job: ConversionJob, journal: Journal, out: OutputSet, tasks: 
         raise OperationFailed(
             f"{job.operation.name} returned different bytes when it ran on the same task again",
             tensor=recipe.outputs[0].spec.name,
-            hint="it must return the same bytes for the same inputs on every device of the job",
+            hint="the operation must return the same bytes for the same inputs on every device of the job",
         )
 
 
@@ -448,7 +448,7 @@ def config_of(
         # Catch any error, because `config` may be a user's code.
         message = f"{operation.name}: config() failed on {CONFIG}: {type(error).__name__}: {error}"
         raise OperationFailed(
-            message, uri=at, hint="it must take a mapping and return a mapping of plain values"
+            message, uri=at, hint="config() must take a mapping and return a mapping of plain values"
         ) from error
 
 
@@ -571,10 +571,10 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
     # The destination maps the memory as one weight set. The ranks of a reshard would need a region each.
     if gguf_of(job.operation) is not None:
         hint = "convert to a directory, or without gguf"
-        raise ConfigError(f"{target.uri} takes tensors but not a GGUF file", uri=target.uri, hint=hint)
+        raise ConfigError(f"{target.uri} accepts tensors, but not a GGUF file", uri=target.uri, hint=hint)
     if len(job.files.body_nbytes) != 1 or job.files.groups != ("",):
         raise ConfigError(
-            f"{target.uri} takes one weight set, but {job.operation.name} creates several", uri=target.uri
+            f"{target.uri} accepts only one weight set, but {job.operation.name} creates several", uri=target.uri
         )
     # `take` returns nothing, so `make` passes the manifest on through a list.
     manifests: list[Manifest] = []

@@ -226,5 +226,5 @@ def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, st
     """Return the content of a file from `find_small_files`. Raises NotFound if it was removed."""
     raw = read_small(file, settings=settings, storage_options=storage_options)
     if raw is None:
-        raise NotFound("the file was removed during the conversion", uri=display(file), hint="run it again")
+        raise NotFound("the file was removed during the conversion", uri=display(file), hint="run the conversion again")
     return raw

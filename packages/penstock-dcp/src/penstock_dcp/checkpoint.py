@@ -176,7 +176,7 @@ class SafetensorsCheckpoint:
             )
             if is_bytes:
                 if kind is not DType.U8 or len(stored) != 1:
-                    raise FormatError("stored bytes are not a U8 tensor of one dim", uri=uris[file], tensor=clip(part))
+                    raise FormatError("stored bytes are not a U8 tensor with one dim", uri=uris[file], tensor=clip(part))
                 tensors[part] = BytesStorageMetadata()
                 self._rows[MetadataIndex(part)] = row
                 continue
@@ -199,7 +199,7 @@ class SafetensorsCheckpoint:
                     sharded.add(name)
                 continue
             if not isinstance(there, TensorStorageMetadata) or there.properties.dtype != dtype:
-                raise FormatError("its parts have different dtypes", uri=uris[file], tensor=clip(name))
+                raise FormatError("the tensor's parts have different dtypes", uri=uris[file], tensor=clip(name))
             there.chunks.append(chunk)
             sharded.add(name)
         for name in sharded:
@@ -207,7 +207,7 @@ class SafetensorsCheckpoint:
             assert isinstance(item, TensorStorageMetadata)
             ends = [[at + n for at, n in zip(c.offsets, c.sizes, strict=True)] for c in item.chunks]
             if len({len(end) for end in ends}) > 1:
-                raise FormatError("its parts differ in their number of dims", uri=self.uri, tensor=clip(name))
+                raise FormatError("the tensor's parts have different numbers of dims", uri=self.uri, tensor=clip(name))
             item.size = torch.Size(max(column) for column in zip(*ends, strict=True))
             distcp.require_covered(name, item.size, item.chunks, self.uri)
         return Metadata(tensors, storage_data=self._rows)
@@ -220,7 +220,7 @@ class SafetensorsCheckpoint:
         try:
             return self._rows[index]
         except KeyError:
-            raise FormatError("the checkpoint has no such part", uri=self.uri, tensor=clip(index.fqn)) from None
+            raise FormatError("the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""
@@ -303,7 +303,7 @@ class DistcpCheckpoint:
         wanted = [index for index in dict.fromkeys(indexes) if index not in self._rows]
         for index in wanted:
             if index not in self._entries:
-                raise FormatError("the metadata has no place for the tensor", uri=self.uri, tensor=clip(index.fqn))
+                raise FormatError("the metadata does not say where the tensor is stored", uri=self.uri, tensor=clip(index.fqn))
         self._open({self._entries[index].file for index in wanted})
         tensors: list[tuple[MetadataIndex, int, distcp.DistcpEntry]] = []
         for index in wanted:
@@ -398,7 +398,7 @@ class DistcpCheckpoint:
             head = probe.read(file, entry.offset + member.start, 30)
             start = distcp.body_start(head, member, uri=uri, tensor=name)
             if start + member.nbytes > entry.nbytes:
-                raise FormatError("a member of the tensor's archive ends outside it", uri=uri, tensor=clip(name))
+                raise FormatError("a member of the tensor's archive ends outside the archive", uri=uri, tensor=clip(name))
             return start, member.nbytes
 
         start, nbytes = body("data.pkl")
@@ -415,7 +415,7 @@ class DistcpCheckpoint:
                 raise FormatError("cannot read a stored tensor: its bytes are not little-endian", uri=uri)
         start, nbytes = body(f"data/{key}")
         if needed > nbytes:
-            raise FormatError(f"the tensor's archive has {nbytes} of {needed} bytes", uri=uri, tensor=clip(name))
+            raise FormatError(f"the tensor's archive has only {nbytes} of {needed} bytes", uri=uri, tensor=clip(name))
         self._compare(index, stored, sizes, uri)
         in_order = stored.order == tuple(range(len(stored.shape)))
         shape = tuple(stored.shape[dim] for dim in stored.order)
@@ -453,7 +453,7 @@ class DistcpCheckpoint:
         try:
             return self._rows[index]
         except KeyError:
-            raise FormatError("the checkpoint has no such part", uri=self.uri, tensor=clip(index.fqn)) from None
+            raise FormatError("the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""

@@ -132,7 +132,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
         index = _record(key, _INDEX, uri)
         name, offset = index.get("fqn"), index.get("offset")
         if not isinstance(name, str) or name not in tensors:
-            raise FormatError(f"there is an entry for {_shown(name)}, which has no metadata", uri=uri)
+            raise FormatError(f"an entry refers to {_shown(name)}, which has no metadata", uri=uri)
         entries[MetadataIndex(name, None if offset is None else _sizes(offset, name, uri))] = _entry(name, value, uri)
     _require_entries(tensors, entries, uri)
     return Metadata(tensors, planner_data=_paths(root.get("planner_data"), uri), storage_data=entries)
@@ -149,7 +149,7 @@ def _require_entries(
         wanted = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
         for index in wanted or [MetadataIndex(name)]:
             if index not in entries:
-                raise FormatError("the metadata has no place for the tensor", uri=uri, tensor=clip(name))
+                raise FormatError("the metadata does not say where the tensor is stored", uri=uri, tensor=clip(name))
 
 
 def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _shown(value: Any) -> str:
 def _sizes(value: Any, name: str, uri: str) -> torch.Size:
     if isinstance(value, PickleRecord) and value.call == SIZE and len(value.args) == 1 and is_sizes(value.args[0]):
         return torch.Size(value.args[0])
-    raise FormatError("malformed sizes", uri=uri, tensor=clip(name))
+    raise FormatError("the metadata has malformed sizes", uri=uri, tensor=clip(name))
 
 
 def _tensor(name: str, value: Any, uri: str) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -210,10 +210,10 @@ def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetada
             raise FormatError("a part lies outside the tensor", uri=uri, tensor=clip(name))
         total += math.prod(chunk.sizes)
     if total != math.prod(size):
-        fault = f"the parts have {total} elements, the tensor {math.prod(size)}: a shard is missing or duplicate"
+        fault = f"the parts have {total} elements, the tensor {math.prod(size)}: a shard is missing or duplicated"
         raise FormatError(fault, uri=uri, tensor=clip(name))
     if total and len(chunks) > 1 and not _are_apart(size, chunks):
-        raise FormatError("its parts overlap: one shard is duplicate, another is missing", uri=uri, tensor=clip(name))
+        raise FormatError("the parts overlap: one shard is duplicated, and another is missing", uri=uri, tensor=clip(name))
 
 
 def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
@@ -260,7 +260,7 @@ def _paths(value: Any, uri: str) -> dict[str, Path] | None:
         # An int in a path is a list index, and a planner creates a list that is long enough for it, so `is_key` limits
         # the int.
         if not isinstance(name, str) or not isinstance(path, tuple) or not all(map(is_key, path)):
-            raise FormatError("the planner's table is malformed", uri=uri)
+            raise FormatError("the planner's data in the metadata is malformed", uri=uri)
         paths[name] = path
     return paths
 
@@ -297,28 +297,28 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
     """
 
     def fault(why: str) -> FormatError:
-        return FormatError(f"not an archive of torch.save: {why}", uri=uri, tensor=clip(tensor))
+        return FormatError(f"not a torch.save archive: {why}", uri=uri, tensor=clip(tensor))
 
     at = len(tail) - _END.size
     if at < 0 or tail[at : at + 4] != b"PK\x05\x06":
-        raise fault("it does not end as a zip file")
+        raise fault("the archive does not end like a zip file")
     _, _, _, _, count, size, start, _ = _END.unpack_from(tail, at)
     at_64 = at - 20 - _END_64.size
     if at_64 >= 0 and tail[at_64 : at_64 + 4] == b"PK\x06\x06":
         _, _, _, _, _, _, _, count, size, start = _END_64.unpack_from(tail, at_64)
     if start + size > nbytes or count > 1 << 16:
-        raise fault("its directory lies outside the archive")
+        raise fault("the zip directory lies outside the archive")
     begin = start - (nbytes - len(tail))
     if nbytes - start > _MAX_DIRECTORY_BYTES:
         # Reject the stated length before memory is allocated for the directory.
-        raise fault("its directory is too long")
+        raise fault("the zip directory is too long")
     if begin < 0:
         return nbytes - int(start)
     members: dict[str, _Member] = {}
     at = begin
     for _ in range(count):
         if at + _CENTRAL.size > min(begin + size, len(tail)) or tail[at : at + 4] != b"PK\x01\x02":
-            raise fault("its directory is truncated")
+            raise fault("the zip directory is truncated")
         _, _, _, _, method, _, _, _, packed, length, name_len, extra_len, comment_len, _, _, _, head = (
             _CENTRAL.unpack_from(tail, at)
         )
@@ -328,7 +328,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         at += name_len + extra_len + comment_len
         length, packed, head = _zip64(extra, length, packed, head)
         if method or packed != length or head + _LOCAL.size + length > start or name in members:
-            raise fault(f"its member {clip(name)!r} is compressed, duplicate, or outside the archive")
+            raise fault(f"the member {clip(name)!r} is compressed, duplicated, or outside the archive")
         members[name] = _Member(start=head, nbytes=length)
     return members
 
@@ -352,7 +352,7 @@ def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int,
 def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
     """Return the offset of a member's bytes. `head` begins with the member's local header."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
-        raise FormatError("not an archive of torch.save: a member has no header", uri=uri, tensor=clip(tensor))
+        raise FormatError("not a torch.save archive: a member has no header", uri=uri, tensor=clip(tensor))
     fields = _LOCAL.unpack_from(head)
     return member.start + _LOCAL.size + int(fields[-2]) + int(fields[-1])
 
@@ -361,7 +361,7 @@ def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) 
     """Return the member `<any directory>/<name>`. Raise FormatError unless there is exactly one."""
     found = [each for path, each in members.items() if path.partition("/")[2] == name]
     if len(found) != 1:
-        raise FormatError(f"not an archive of torch.save: it has no {name}", uri=uri, tensor=clip(tensor))
+        raise FormatError(f"not a torch.save archive: {name} is missing or duplicated", uri=uri, tensor=clip(tensor))
     return found[0]
 
 
@@ -371,12 +371,12 @@ def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
     # An int means that the directory would begin before the start of the archive.
     if isinstance(members, int):
         raise FormatError(
-            "not an archive of torch.save: its directory lies outside the archive", uri=uri, tensor=clip(tensor)
+            "not a torch.save archive: the zip directory lies outside the archive", uri=uri, tensor=clip(tensor)
         )
     found = member(members, name, uri=uri, tensor=tensor)
     start = body_start(archive[found.start :], found, uri=uri, tensor=tensor)
     if start + found.nbytes > len(archive):
-        raise FormatError("a member of the archive ends outside it", uri=uri, tensor=clip(tensor))
+        raise FormatError("a member ends outside the archive", uri=uri, tensor=clip(tensor))
     return archive[start : start + found.nbytes]
 
 
@@ -396,7 +396,7 @@ def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, st
 
     root = decode(raw, _TENSOR_NAMES, uri=uri)
     if not isinstance(root, PickleRecord) or root.call not in {_REBUILD, _REBUILD_3} or len(root.args) < 4:
-        raise fault("it is not a plain tensor")
+        raise fault("the object is not a plain tensor")
     storage, first, shape, strides = root.args[:4]
     shape, strides = (
         value.args[0] if isinstance(value, PickleRecord) and value.call == SIZE and len(value.args) == 1 else value
@@ -404,21 +404,21 @@ def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, st
     )
     pid = storage.args[0] if isinstance(storage, PickleRecord) and storage.call == PERSISTENT else None
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
-        raise fault("it has no storage")
+        raise fault("the tensor has no storage")
     dtype = _STORAGES.get(pid[1]) if isinstance(pid[1], Global) else None
     if root.call == _REBUILD_3 and pid[1] == _UNTYPED and len(root.args) >= 7 and isinstance(root.args[6], Global):
         dtype = DTYPES.get(root.args[6])
     if dtype is None:
-        raise fault("its dtype is unknown")
+        raise fault("the dtype is unknown")
     if not is_sizes(shape) or not is_sizes(strides) or not is_sizes((first,)) or len(shape) != len(strides):
-        raise fault("its shape or strides are malformed")
+        raise fault("the shape or the strides are malformed")
     elements = math.prod(shape)
     # Sort dims by decreasing strides, which is the order of the bytes. Dims with one element do not matter.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
     expected = 1
     for dim in reversed(order):
         if shape[dim] != 1 and strides[dim] != expected and elements:
-            raise fault("its elements are not contiguous")
+            raise fault("the elements are not contiguous")
         expected *= shape[dim]
     start = first * dtype.itemsize
     return (

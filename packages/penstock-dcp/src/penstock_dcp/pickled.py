@@ -331,7 +331,7 @@ def decode(raw: bytes, allowed: frozenset[Global], *, uri: str) -> Any:
         return decoder.run()
     except (IndexError, KeyError, TypeError, UnicodeDecodeError, OverflowError) as error:
         # The stack is empty, a memo entry is missing, a key cannot be hashed, or a string is not valid text.
-        raise FormatError(f"a malformed pickle at byte {decoder.at}: {error}", uri=uri) from error
+        raise FormatError(f"the pickle is malformed at byte {decoder.at}: {error}", uri=uri) from error
 
 
 def plain(value: Any, *, uri: str) -> Any:
@@ -344,13 +344,13 @@ def plain(value: Any, *, uri: str) -> Any:
         return _plain(value, uri, [MAX_VALUES], 0)
     except TypeError as error:
         # A key or a set element cannot be hashed.
-        raise FormatError(f"a malformed value: {error}", uri=uri) from error
+        raise FormatError(f"a value is malformed: {error}", uri=uri) from error
 
 
 def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
     left[0] -= 1
     if left[0] < 0 or depth > MAX_DEPTH:
-        fault = f"a value has more than {MAX_VALUES} parts, or is nested more than {MAX_DEPTH} deep"
+        fault = f"a value has more than {MAX_VALUES} parts or {MAX_DEPTH} levels of nesting"
         raise FormatError(fault, uri=uri)
 
     def inner(part: Any) -> Any:
@@ -382,7 +382,7 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
             return args[0].encode("latin1")
         if value.call == SIZE and len(args) == 1 and is_sizes(args[0]):
             return torch.Size(args[0])
-    raise FormatError(f"a value has an unknown call of {value.call.module}.{value.call.name}", uri=uri)
+    raise FormatError(f"a value contains an unknown call of {value.call.module}.{value.call.name}", uri=uri)
 
 
 def is_sizes(value: Any) -> bool:
@@ -428,7 +428,7 @@ def _named(out: bytearray, name: Global) -> None:
 def _encode(value: Any, out: bytearray, left: list[int], depth: int) -> None:
     left[0] -= 1
     if left[0] < 0 or depth > MAX_DEPTH:
-        raise PlanError(f"a value has more than {MAX_VALUES} parts, or is nested more than {MAX_DEPTH} deep")
+        raise PlanError(f"a value has more than {MAX_VALUES} parts or {MAX_DEPTH} levels of nesting")
 
     def inner(parts: Iterable[Any]) -> None:
         for part in parts:

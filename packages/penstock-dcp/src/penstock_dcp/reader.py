@@ -129,7 +129,7 @@ class CheckpointReader(StorageReader):
         self.reports = []
         try:
             if self._uri is None:
-                raise PlanError("the reader has no URI", hint="pass CheckpointReader(uri) or load(checkpoint_id=)")
+                raise PlanError("the reader has no URI", hint="pass the URI to CheckpointReader() or load(checkpoint_id=)")
             with paused_gc():
                 checkpoint = open_checkpoint(self._uri, settings=self._settings, storage_options=self._storage_options)
         except PenstockError as error:
@@ -240,10 +240,10 @@ class CheckpointReader(StorageReader):
             raise PlanError(fault, uri=checkpoint.uri, tensor=row.name)
         if target.device.type not in {"cpu", "cuda"}:
             hint = "allocate its memory first with module.to_empty(device=...)" if target.is_meta else None
-            raise PlanError(f"a tensor is on the {target.device.type} device", tensor=row.name, hint=hint)
+            raise PlanError(f"cannot load into a tensor on the {target.device.type} device", tensor=row.name, hint=hint)
         if not self._cast and target.dtype != dtype:
             fault = f"the checkpoint has {dtype}, but the state has {target.dtype}"
-            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="convert it with cast=True")
+            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="pass cast=True to convert the tensor")
 
     def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[FilePart]) -> None:
         """Run one load plan for the parts of one device."""

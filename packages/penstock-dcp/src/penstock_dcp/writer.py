@@ -162,7 +162,7 @@ class CheckpointWriter(Staging, StorageWriter):
                 _dtype_of(item)
                 layout = item.tensor_data.properties.layout
                 if layout is not torch.strided:
-                    raise refusal(f"its layout is {layout}", item.index.fqn)
+                    raise refusal(f"the layout is {layout}", item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -175,13 +175,13 @@ class CheckpointWriter(Staging, StorageWriter):
             DiskFull, DestinationError: the files cannot be created.
         """
         if self._uri is None:
-            raise ConfigError("the writer has no URI", hint="pass CheckpointWriter(uri) or save(checkpoint_id=)")
+            raise ConfigError("the writer has no URI", hint="pass the URI to CheckpointWriter() or save(checkpoint_id=)")
         # DCP does not report another rank's failure to the coordinator, so the previous save may have stopped midway.
         self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
-                raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
+                raise ConfigError("replace=True works only for a directory", uri=self._uri, hint="write to another prefix")
             # Use the same name for each save to this prefix, so that the next save finds the files of a save that was
             # killed.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
@@ -294,7 +294,7 @@ def _dtype_of(item: WriteItem) -> DType:
         error.tensor = item.index.fqn
         raise
     if dtype is DType.F4:
-        raise PlanError("F4 tensors cannot be saved", tensor=item.index.fqn, hint="view them as torch.uint8")
+        raise PlanError("F4 tensors cannot be saved", tensor=item.index.fqn, hint="view the tensors as torch.uint8")
     return dtype
 
 
@@ -312,7 +312,7 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
             tensors.setdefault(item.index.fqn, (_dtype_of(item), tuple(item.tensor_data.size)))
     for item in items:
         if item.tensor_data is None and item.index.fqn in tensors:
-            raise PlanError("one rank has a tensor with this name, another has a value", tensor=item.index.fqn)
+            raise PlanError("one rank has a tensor with this name, but another rank has a value", tensor=item.index.fqn)
     # Put tensors with wide elements first, as safetensors' writers do, so that every tensor is aligned to its element
     # size.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].bits, name))

@@ -92,7 +92,7 @@ def base_identity(base: Base) -> str:
         identity = ""
     if not isinstance(identity, str) or not identity:
         raise wrong_argument(
-            "base", base, "a text, a report with a revision, or the Publisher or Subscriber of the base"
+            "base", base, "a string, a report with a revision, or the Publisher or Subscriber of the base"
         )
     return identity
 
@@ -137,7 +137,7 @@ def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str
     if BASE not in metadata or CONFIG not in metadata:
         raise PlanError(
             f"version {version} of {name!r} is not an adapter, because it has no base and no configuration",
-            hint="publish it with penstock_hf.peft.adapter_publisher",
+            hint="publish the adapter with penstock_hf.peft.adapter_publisher",
         )
     return read_object(metadata[CONFIG].encode(), f"the configuration of version {version} of the adapter {name!r}")
 
@@ -325,7 +325,7 @@ class AdapterDirectory(Closeable):
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
         if keep < 1:
-            raise ConfigError(f"keep must be at least 1, not {keep}", hint="the newest version always stays")
+            raise ConfigError(f"keep must be at least 1, not {keep}", hint="pass keep=1 to keep only the newest version")
         self._received = received
         self._keep = keep
         self._root = None if root is None else Path(text_of(root))
@@ -362,7 +362,7 @@ class AdapterDirectory(Closeable):
                 # The received bytes were verified in memory. Compare them with the bytes that engines will read from
                 # the file.
                 if again != data:
-                    raise DestinationError("the file's bytes differ from those written", uri=str(growing), tensor=name)
+                    raise DestinationError("the file's bytes differ from the written bytes", uri=str(growing), tensor=name)
             out.publish(into, {CONFIG_FILE: write_object(config)})
         except BaseException:
             out.remove()

@@ -218,7 +218,7 @@ class MergedTensors:
         if merge.changed != self._merge.changed:
             name = min(merge.changed ^ self._merge.changed)
             raise PlanError(
-                "the adapter changes other tensors than before", tensor=name, hint="create the publisher again"
+                "the adapter changes different tensors than before", tensor=name, hint="create the publisher again"
             )
         self._rows, self._adapter, self._merge, self._storages = rows, adapter, merge, storages
         self._make(base)
@@ -435,7 +435,7 @@ class MergingSubscriber(Closeable):
         if changed:
             shown = ", ".join(changed[:_LISTED])
             raise BaseMismatch(
-                f"{len(changed)} merged weights were changed since version {self.version} was merged: {shown}",
+                f"{len(changed)} merged weights have changed since version {self.version} was merged: {shown}",
                 expected=f"{self._base} with version {self.version} merged",
                 found="other values",
                 hint="load the base again and subscribe again, or report the base's new version through base=",

@@ -220,7 +220,7 @@ def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         lines = "\n  ".join(differing)
         raise PlanError(
             f"the published adapter is configured differently:\n  {lines}",
-            hint="make the receiver's model with the trainer's LoraConfig",
+            hint="create the receiver's model with the trainer's LoraConfig",
         )
 
 

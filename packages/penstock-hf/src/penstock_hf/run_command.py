@@ -41,7 +41,7 @@ def run(
         environment["PENSTOCK_SAFETENSORS_LOG"] = "1"
     program = command[0]
     if shutil.which(program) is None:
-        hint = "give the program and its arguments after --, for example: penstock run -- python app.py"
+        hint = "pass the program and its arguments after --, for example: penstock run -- python app.py"
         raise ConfigError(f"cannot run {program!r}: the program does not exist or is not executable", hint=hint)
     sys.stdout.flush()
     # Python ignores these two signals when it starts, and the program would inherit that.
@@ -52,7 +52,7 @@ def run(
         os.execvpe(program, command, environment)  # nosec B606
     except OSError as error:
         raise ConfigError(
-            f"cannot run {program!r}: {error.strerror}", hint="check that it is built for this machine"
+            f"cannot run {program!r}: {error.strerror}", hint="check that the program is built for this machine"
         ) from error
 
 

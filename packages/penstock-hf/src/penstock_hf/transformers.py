@@ -116,7 +116,7 @@ def from_pretrained(
     }
     if weight_cache:
         if group is not None:
-            raise ConfigError("weight_cache= cannot be used with group=", hint="let each rank attach, without group=")
+            raise ConfigError("weight_cache= cannot be used with group=", hint="load the model on each rank without group=")
         return _kept(model_class, name, weight_cache, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
@@ -131,7 +131,7 @@ def from_pretrained(
     if trace is not None or (verify and group is None and is_local):
         raise ConfigError(
             f"{'trace' if trace is not None else 'verify=True'} cannot be used for this load: {why}",
-            hint="leave it out, and compare all digests first with `penstock.verify(uri)`",
+            hint="omit this argument, and compare all digests first with `penstock.verify(uri)`",
         )
     return _by_transformers(model_class, name, group, options, arguments)
 
@@ -410,14 +410,14 @@ def _kept(
     from penstock.spi import NOT_USABLE
 
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
-        hint = "give a directory or a prefix of an object store"
+        hint = "pass a directory or a prefix in an object store"
         raise ConfigError("weight_cache= cannot be used for names on a hub", uri=uri, hint=hint)
     storage_options = arguments["storage_options"]
     with _local_files(uri, storage_options) as files:
         plain = _plain(model_class, uri, files, options, storage_options)
         if isinstance(plain, str):
             message = f"the model's parameters cannot be cached: {plain}"
-            raise ConfigError(message, uri=uri, hint="leave out weight_cache=")
+            raise ConfigError(message, uri=uri, hint="omit weight_cache=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         key = plain.key()
         # Add the key to the user's name too, because another checkpoint may have tensors with the same names and
@@ -507,11 +507,11 @@ def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
     if where.kind != "model":
         raise ConfigError(f"a {where.kind} is not a model", uri=uri, hint="use hf://org/name[@revision][/folder]")
     if where.path.endswith((".safetensors", ".safetensors.index.json")):
-        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the file's folder")
+        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="use the URI of the file's folder")
     named = {key: value for key, value in (("revision", where.revision), ("subfolder", where.path)) if value}
     twice = [key for key, value in named.items() if options.get(key, value) != value]
     if twice:
-        raise ConfigError(f"{twice[0]} differs from the one in the URI", uri=uri, hint=f"leave out {twice[0]}=")
+        raise ConfigError(f"{twice[0]}= differs from the {twice[0]} in the URI", uri=uri, hint=f"omit {twice[0]}=")
     return where.name, options | named
 
 
@@ -592,7 +592,7 @@ def _concrete(model_class: Any, config: Any) -> Any:
     try:
         classes = mapping[type(config)]
     except KeyError as error:
-        raise ConfigError(f"{model_class.__name__} has no model for {type(config).__name__}") from error
+        raise ConfigError(f"{model_class.__name__} has no model class for {type(config).__name__}") from error
     return classes[0] if isinstance(classes, list | tuple) else classes
 
 

@@ -104,7 +104,7 @@ def test_unresponsive_fork_server_is_reported_dead(fork_server: ForkServer, monk
     monkeypatch.setattr("penstock_convert.workers.fork_server.ANSWER_S", 0.5)
     process = sleeping(fork_server)
     os.kill(fork_server.pid, signal.SIGSTOP)
-    with pytest.raises(PeerLost, match="does not answer"):
+    with pytest.raises(PeerLost, match="does not respond"):
         sleeping(fork_server)
     assert not fork_server.is_alive
     assert ends(process.pid)

@@ -177,14 +177,14 @@ class ForkServer(Closeable):
             except OSError as error:
                 # A late response would be taken for the response to the next request.
                 self._kill()
-                raise PeerLost(f"the fork server does not answer: {error.strerror or error}") from error
+                raise PeerLost(f"the fork server does not respond: {error.strerror or error}") from error
             except BaseException:
                 # A signal handler raised an exception during the wait, so the response would arrive late too.
                 self._kill()
                 raise
             if not answer:
                 self._kill()
-                raise PeerLost("the fork server has ended")
+                raise PeerLost("the fork server has exited")
             self._patience_s = ANSWER_S
             return int(answer)
 

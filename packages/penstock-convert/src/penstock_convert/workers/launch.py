@@ -136,10 +136,10 @@ class LocalLauncher(Closeable):
                 # Use the exit code, because a forked process returns nothing else without an extra channel.
                 code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
-                raise PeerLost(f"counting GPUs took longer than {START_S:g} s", hint="check nvidia-smi") from error
+                raise PeerLost(f"counting GPUs took longer than {START_S:g} s", hint="check the GPUs with nvidia-smi") from error
             if code < _COUNTED:
                 message = f"the process that counts GPUs failed with exit code {code}"
-                raise PeerLost(message, hint="check nvidia-smi, or use devices=cpu")
+                raise PeerLost(message, hint="check the GPUs with nvidia-smi, or use devices=cpu")
             self._gpus = [f"cuda:{i}" for i in range(code - _COUNTED)]
             if not self._gpus and self._num_prewarmed:
                 self.close()
@@ -155,7 +155,7 @@ class LocalLauncher(Closeable):
         """
         if device != "cpu" and device not in (devices := self.gpus()) and (device != "cuda" or not devices):
             message = f"there is no device {device}: this host has {len(devices)} CUDA devices"
-            raise ConfigError(message, hint="list them with `penstock doctor`, and check CUDA_VISIBLE_DEVICES")
+            raise ConfigError(message, hint="list the devices with `penstock doctor`, and check CUDA_VISIBLE_DEVICES")
         self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
 
     def _start(self, arguments: list[str], fork_server: ForkServer) -> Forked:
@@ -269,7 +269,7 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     if named == ["all"]:
         named = gpus() or ["cpu"]
     if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
-        raise ConfigError(f"no such device: {', '.join(wrong)}", hint="use all, cpu, or names such as cuda:0,cuda:1")
+        raise ConfigError(f"no such device: {', '.join(wrong)}", hint="use devices=all, devices=cpu or devices=cuda:0,cuda:1")
     # Run one worker for each core, each with one thread. More torch threads would compete with other workers.
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
@@ -297,7 +297,7 @@ class RayLauncher:
         try:
             import ray
         except ImportError as error:
-            raise MissingExtra("workers on Ray need Ray", hint=install_hint("ray")) from error
+            raise MissingExtra("Ray workers require the package ray", hint=install_hint("ray")) from error
         self._ray: Any = ray
         # Keep the connection of a program that uses Ray itself. Close only a connection that was made here.
         self._connected = not ray.is_initialized()
@@ -305,7 +305,7 @@ class RayLauncher:
             try:
                 ray.init(address=address, log_to_driver=False, include_dashboard=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise PeerLost(f"no Ray cluster is at {address}: {error}") from error
+                raise PeerLost(f"no Ray cluster was found at {address}: {error}") from error
         self.listen: str | None = ray.util.get_node_ip_address()
         self._actors: dict[str, tuple[Any, Any]] = {}
 

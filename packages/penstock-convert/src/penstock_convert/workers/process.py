@@ -240,7 +240,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
     # Check this before any task. A worker with a different plan would write correct bytes to the wrong places.
     if job.key != job_spec.key:
         raise PlanError(
-            "worker and coordinator planned different jobs: a source, Penstock or the operation's code differs"
+            "the worker and the coordinator planned different jobs: their sources, Penstock or operation code differ"
         )
     return sources, job
 

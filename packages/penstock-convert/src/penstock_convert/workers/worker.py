@@ -453,7 +453,7 @@ class _TaskRun:
             outputs = self._worker.job.operation.run(recipe, start, stop, inputs)
             if len(outputs) != len(recipe.outputs):
                 raise OperationFailed(
-                    f"it returned {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self._name
+                    f"the operation returned {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self._name
                 )
             results += [
                 self._checked(output, start, stop, out) for output, out in zip(recipe.outputs, outputs, strict=True)
@@ -470,12 +470,12 @@ class _TaskRun:
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
         if not isinstance(tensor, torch.Tensor):
-            raise OperationFailed(f"it returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
+            raise OperationFailed(f"the operation returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             actual = f"{tensor.dtype}, {list(tensor.shape)}"
-            raise OperationFailed(f"rows {start} to {stop} are {actual}, not {wanted}", tensor=spec.name)
+            raise OperationFailed(f"the operation returned rows {start} to {stop} as {actual}, not {wanted}", tensor=spec.name)
         if tensor.device.type != self._worker.backend.device.type:
-            raise OperationFailed(f"it returned a tensor on the wrong device: {tensor.device}", tensor=spec.name)
+            raise OperationFailed(f"the operation returned a tensor on the wrong device: {tensor.device}", tensor=spec.name)
         return tensor
 
     @contextmanager
@@ -605,5 +605,5 @@ class _OutputInParts:
     def end(self, tensor: str) -> U64:
         """Return the digests. Raise OperationFailed if the parts do not add up to the output's size."""
         if self._done != self._nbytes:
-            raise OperationFailed(f"its parts have {self._done} bytes, not {self._nbytes}", tensor=tensor)
+            raise OperationFailed(f"the operation returned {self._done} bytes in parts, not {self._nbytes}", tensor=tensor)
         return self._digests

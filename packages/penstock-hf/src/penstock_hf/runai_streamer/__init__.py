@@ -55,7 +55,7 @@ def install() -> None:
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:
-        raise ConfigError(f"{_NAME} is already imported", hint="call install() before anything imports it")
+        raise ConfigError(f"{_NAME} is already imported", hint="call install() before the first import of this package")
     for name, module in _MODULES.items():
         sys.modules.setdefault(f"{_NAME}.{name}", module)
         # `from package import module` reads the module as an attribute of the package, which is Penstock's package

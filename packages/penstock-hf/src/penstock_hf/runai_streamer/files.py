@@ -119,8 +119,8 @@ class FileStreamer:
             raise ValueError("Streamer not initialized")
         if self._running or self._left:
             raise ValueError(
-                f"cannot start a new stream while {len(self._running) + len(self._left)} ranges of the last one are "
-                "outstanding: read it to its end, or close the iterator of get_chunks()"
+                f"cannot start a new stream while {len(self._running) + len(self._left)} ranges of the last "
+                "stream are outstanding: read that stream to its end, or close the iterator of get_chunks()"
             )
         with raising_value_errors():
             for request in file_stream_requests:
@@ -135,7 +135,7 @@ class FileStreamer:
             try:
                 self._device = torch.device("cpu" if device is None else device)
             except (RuntimeError, TypeError) as error:
-                raise ConfigError(f"unusable device {device!r}") from error
+                raise ConfigError(f"invalid device {device!r}") from error
             limit = limits.memory_bytes if memory_limit is None or memory_limit <= 0 else memory_limit
             self._limit_bytes = limit or settings.memory_bytes
             self._spare = None if owned and self._device.type == "cpu" else []

@@ -132,7 +132,7 @@ def pull_files(
             stay.
     """
     if not is_object(model_path):
-        raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
+        raise NotImplementedError("pull_files accepts only s3://, gs:// and az:// paths")
     options = storage_options(model_path, s3_credentials)
     root = model_path.rstrip("/") + "/"
     with raising_value_errors():

@@ -38,7 +38,7 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
         try:
             value = int(text) if text else None
         except ValueError as error:
-            raise ConfigError(f"environment variable {name}={text!r} does not parse: {error}") from error
+            raise ConfigError(f"environment variable {name}={text!r} cannot be parsed: {error}") from error
         if value is not None and value < least:
             raise ConfigError(f"environment variable {name}={text!r} must be at least {least}")
         return value
@@ -46,7 +46,7 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
     def flag(name: str) -> bool | None:
         text = environ.get(name, "")
         if text and text.lower() not in _FLAGS:
-            raise ConfigError(f"environment variable {name}={text!r} is neither on nor off", hint="write 1 or 0")
+            raise ConfigError(f"environment variable {name}={text!r} is neither on nor off", hint="set the variable to 1 or 0")
         return _FLAGS[text.lower()] if text else None
 
     limit = number("RUNAI_STREAMER_MEMORY_LIMIT", -1) or -1
