@@ -68,7 +68,9 @@ def test_keep_command_shows_progress_bar(checkpoint_with_manifest: Path, fork_se
 
 
 @pytest.mark.parametrize("columns", [120, 60])
-def test_running_load_shows_rate_and_remaining_time(columns: int, small_checkpoint: Path, fork_server: ForkServer) -> None:
+def test_running_load_shows_rate_and_remaining_time(
+    columns: int, small_checkpoint: Path, fork_server: ForkServer
+) -> None:
     faults = Faults(total_bytes_per_s=6_000_000)
     with RangeServer(small_checkpoint, faults=faults) as server, Terminal(columns=columns) as terminal:
         terminal.fork(

@@ -334,7 +334,9 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 
 
 @long_running
-def test_conversion_resumes_after_object_store_failure(small_checkpoint, expected, tmp_path, server, monkeypatch) -> None:
+def test_conversion_resumes_after_object_store_failure(
+    small_checkpoint, expected, tmp_path, server, monkeypatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     first, workers = server(), WorkerSettings(num_workers=1, scratch=tmp_path)

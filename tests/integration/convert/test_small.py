@@ -49,7 +49,9 @@ def llama(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("torch_threads")
-def test_worker_thread_and_processes_write_identical_files(num_sources: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_worker_thread_and_processes_write_identical_files(
+    num_sources: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     chance = torch.Generator().manual_seed(1)
     sources = [tmp_path / f"source{number}" for number in range(num_sources)]
     for source in sources:

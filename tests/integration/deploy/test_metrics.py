@@ -180,7 +180,9 @@ def untried(monkeypatch) -> Iterator[None]:
         endpoint_module._endpoint.close()
 
 
-def test_environment_variable_enables_metrics_endpoint(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
+def test_environment_variable_enables_metrics_endpoint(
+    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
+) -> None:
     ps.load(llama)
     assert endpoint_module._endpoint is None
     monkeypatch.setenv("PENSTOCK_METRICS", "127.0.0.1:0")

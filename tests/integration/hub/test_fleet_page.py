@@ -349,7 +349,9 @@ def member_id(number: int) -> str:
     return f"{number * 0x9E3779B1 % (1 << 32):08x}{number:024x}"
 
 
-def test_operator_drains_member_from_fleet_page(directory: Directory, hub: HubThread, browser: webdriver.Chrome) -> None:
+def test_operator_drains_member_from_fleet_page(
+    directory: Directory, hub: HubThread, browser: webdriver.Chrome
+) -> None:
     names = [announce(directory, number) for number in (0, 12, 24)]  # three holders of one model
     reader = announce(directory, 1)
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)

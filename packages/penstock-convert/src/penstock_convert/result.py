@@ -206,7 +206,9 @@ def _locked(path: Path) -> int:
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
                 message = "the journal is not a regular file owned by this user"
-                raise DestinationError(message, uri=str(path), hint="find out who created the file, and remove the file")
+                raise DestinationError(
+                    message, uri=str(path), hint="find out who created the file, and remove the file"
+                )
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The path may name a different file by now, because the lock is on the open file.
             at_path = os.stat(path) if path.exists() else None

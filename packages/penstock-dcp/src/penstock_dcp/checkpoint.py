@@ -176,7 +176,9 @@ class SafetensorsCheckpoint:
             )
             if is_bytes:
                 if kind is not DType.U8 or len(stored) != 1:
-                    raise FormatError("stored bytes are not a U8 tensor with one dim", uri=uris[file], tensor=clip(part))
+                    raise FormatError(
+                        "stored bytes are not a U8 tensor with one dim", uri=uris[file], tensor=clip(part)
+                    )
                 tensors[part] = BytesStorageMetadata()
                 self._rows[MetadataIndex(part)] = row
                 continue
@@ -220,7 +222,9 @@ class SafetensorsCheckpoint:
         try:
             return self._rows[index]
         except KeyError:
-            raise FormatError("the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)) from None
+            raise FormatError(
+                "the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)
+            ) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""
@@ -303,7 +307,9 @@ class DistcpCheckpoint:
         wanted = [index for index in dict.fromkeys(indexes) if index not in self._rows]
         for index in wanted:
             if index not in self._entries:
-                raise FormatError("the metadata does not say where the tensor is stored", uri=self.uri, tensor=clip(index.fqn))
+                raise FormatError(
+                    "the metadata does not say where the tensor is stored", uri=self.uri, tensor=clip(index.fqn)
+                )
         self._open({self._entries[index].file for index in wanted})
         tensors: list[tuple[MetadataIndex, int, distcp.DistcpEntry]] = []
         for index in wanted:
@@ -398,7 +404,9 @@ class DistcpCheckpoint:
             head = probe.read(file, entry.offset + member.start, 30)
             start = distcp.body_start(head, member, uri=uri, tensor=name)
             if start + member.nbytes > entry.nbytes:
-                raise FormatError("a member of the tensor's archive ends outside the archive", uri=uri, tensor=clip(name))
+                raise FormatError(
+                    "a member of the tensor's archive ends outside the archive", uri=uri, tensor=clip(name)
+                )
             return start, member.nbytes
 
         start, nbytes = body("data.pkl")
@@ -453,7 +461,9 @@ class DistcpCheckpoint:
         try:
             return self._rows[index]
         except KeyError:
-            raise FormatError("the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)) from None
+            raise FormatError(
+                "the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)
+            ) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
         """See `Checkpoint.weights`."""

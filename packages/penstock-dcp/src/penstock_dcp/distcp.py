@@ -213,7 +213,9 @@ def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetada
         fault = f"the parts have {total} elements, the tensor {math.prod(size)}: a shard is missing or duplicated"
         raise FormatError(fault, uri=uri, tensor=clip(name))
     if total and len(chunks) > 1 and not _are_apart(size, chunks):
-        raise FormatError("the parts overlap: one shard is duplicated, and another is missing", uri=uri, tensor=clip(name))
+        raise FormatError(
+            "the parts overlap: one shard is duplicated, and another is missing", uri=uri, tensor=clip(name)
+        )
 
 
 def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:

@@ -129,7 +129,9 @@ class CheckpointReader(StorageReader):
         self.reports = []
         try:
             if self._uri is None:
-                raise PlanError("the reader has no URI", hint="pass the URI to CheckpointReader() or load(checkpoint_id=)")
+                raise PlanError(
+                    "the reader has no URI", hint="pass the URI to CheckpointReader() or load(checkpoint_id=)"
+                )
             with paused_gc():
                 checkpoint = open_checkpoint(self._uri, settings=self._settings, storage_options=self._storage_options)
         except PenstockError as error:

@@ -175,13 +175,17 @@ class CheckpointWriter(Staging, StorageWriter):
             DiskFull, DestinationError: the files cannot be created.
         """
         if self._uri is None:
-            raise ConfigError("the writer has no URI", hint="pass the URI to CheckpointWriter() or save(checkpoint_id=)")
+            raise ConfigError(
+                "the writer has no URI", hint="pass the URI to CheckpointWriter() or save(checkpoint_id=)"
+            )
         # DCP does not report another rank's failure to the coordinator, so the previous save may have stopped midway.
         self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
-                raise ConfigError("replace=True works only for a directory", uri=self._uri, hint="write to another prefix")
+                raise ConfigError(
+                    "replace=True works only for a directory", uri=self._uri, hint="write to another prefix"
+                )
             # Use the same name for each save to this prefix, so that the next save finds the files of a save that was
             # killed.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"

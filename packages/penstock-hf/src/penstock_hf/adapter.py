@@ -325,7 +325,9 @@ class AdapterDirectory(Closeable):
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
         if keep < 1:
-            raise ConfigError(f"keep must be at least 1, not {keep}", hint="pass keep=1 to keep only the newest version")
+            raise ConfigError(
+                f"keep must be at least 1, not {keep}", hint="pass keep=1 to keep only the newest version"
+            )
         self._received = received
         self._keep = keep
         self._root = None if root is None else Path(text_of(root))
@@ -362,7 +364,9 @@ class AdapterDirectory(Closeable):
                 # The received bytes were verified in memory. Compare them with the bytes that engines will read from
                 # the file.
                 if again != data:
-                    raise DestinationError("the file's bytes differ from the written bytes", uri=str(growing), tensor=name)
+                    raise DestinationError(
+                        "the file's bytes differ from the written bytes", uri=str(growing), tensor=name
+                    )
             out.publish(into, {CONFIG_FILE: write_object(config)})
         except BaseException:
             out.remove()

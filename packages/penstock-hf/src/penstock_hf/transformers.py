@@ -116,7 +116,9 @@ def from_pretrained(
     }
     if weight_cache:
         if group is not None:
-            raise ConfigError("weight_cache= cannot be used with group=", hint="load the model on each rank without group=")
+            raise ConfigError(
+                "weight_cache= cannot be used with group=", hint="load the model on each rank without group="
+            )
         return _kept(model_class, name, weight_cache, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"

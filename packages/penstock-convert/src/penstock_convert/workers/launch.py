@@ -136,7 +136,9 @@ class LocalLauncher(Closeable):
                 # Use the exit code, because a forked process returns nothing else without an extra channel.
                 code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
-                raise PeerLost(f"counting GPUs took longer than {START_S:g} s", hint="check the GPUs with nvidia-smi") from error
+                raise PeerLost(
+                    f"counting GPUs took longer than {START_S:g} s", hint="check the GPUs with nvidia-smi"
+                ) from error
             if code < _COUNTED:
                 message = f"the process that counts GPUs failed with exit code {code}"
                 raise PeerLost(message, hint="check the GPUs with nvidia-smi, or use devices=cpu")
@@ -269,7 +271,9 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     if named == ["all"]:
         named = gpus() or ["cpu"]
     if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
-        raise ConfigError(f"no such device: {', '.join(wrong)}", hint="use devices=all, devices=cpu or devices=cuda:0,cuda:1")
+        raise ConfigError(
+            f"no such device: {', '.join(wrong)}", hint="use devices=all, devices=cpu or devices=cuda:0,cuda:1"
+        )
     # Run one worker for each core, each with one thread. More torch threads would compete with other workers.
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))

@@ -470,12 +470,18 @@ class _TaskRun:
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
         if not isinstance(tensor, torch.Tensor):
-            raise OperationFailed(f"the operation returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
+            raise OperationFailed(
+                f"the operation returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name
+            )
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             actual = f"{tensor.dtype}, {list(tensor.shape)}"
-            raise OperationFailed(f"the operation returned rows {start} to {stop} as {actual}, not {wanted}", tensor=spec.name)
+            raise OperationFailed(
+                f"the operation returned rows {start} to {stop} as {actual}, not {wanted}", tensor=spec.name
+            )
         if tensor.device.type != self._worker.backend.device.type:
-            raise OperationFailed(f"the operation returned a tensor on the wrong device: {tensor.device}", tensor=spec.name)
+            raise OperationFailed(
+                f"the operation returned a tensor on the wrong device: {tensor.device}", tensor=spec.name
+            )
         return tensor
 
     @contextmanager
@@ -605,5 +611,7 @@ class _OutputInParts:
     def end(self, tensor: str) -> U64:
         """Return the digests. Raise OperationFailed if the parts do not add up to the output's size."""
         if self._done != self._nbytes:
-            raise OperationFailed(f"the operation returned {self._done} bytes in parts, not {self._nbytes}", tensor=tensor)
+            raise OperationFailed(
+                f"the operation returned {self._done} bytes in parts, not {self._nbytes}", tensor=tensor
+            )
         return self._digests

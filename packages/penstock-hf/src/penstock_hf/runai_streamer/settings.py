@@ -46,7 +46,9 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
     def flag(name: str) -> bool | None:
         text = environ.get(name, "")
         if text and text.lower() not in _FLAGS:
-            raise ConfigError(f"environment variable {name}={text!r} is neither on nor off", hint="set the variable to 1 or 0")
+            raise ConfigError(
+                f"environment variable {name}={text!r} is neither on nor off", hint="set the variable to 1 or 0"
+            )
         return _FLAGS[text.lower()] if text else None
 
     limit = number("RUNAI_STREAMER_MEMORY_LIMIT", -1) or -1
