@@ -98,7 +98,7 @@ def assert_three_versions(steps: list[Mapping[str, Any]], *, is_sharded: bool) -
 def test_unsupported_verl_release_is_refused(runtime: str) -> None:
     code = "import verl; verl.__version__ = '0.8.0'; import penstock_rl.verl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "ConfigError: Penstock was run with verl 0.9, not 0.8.0" in done.stderr, done.stderr[-2000:]
+    assert "ConfigError: Penstock supports verl 0.9, not 0.8.0" in done.stderr, done.stderr[-2000:]
 
 
 def test_engine_keeps_weights_if_trainer_dies_during_read(experts: Path, runtime: str) -> None:

@@ -289,7 +289,7 @@ def test_engine_continues_after_cache_is_killed(keeper: KeeperProcess, monkeypat
         real(*arguments)
 
     monkeypatch.setattr(handing, "_ask", ask)
-    with pytest.raises(OperationFailed, match="does not answer"):
+    with pytest.raises(OperationFailed, match="does not respond"):
         ps.cache.cache_parameters(model, "finished")
     assert model[0].weight.data_ptr() == own
     assert torch.equal(answer(model), wanted)

@@ -251,7 +251,7 @@ def test_demotion_without_limit_or_directory_raises(tmp_path) -> None:
         ps.cache.WeightCache(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="are in host memory"):
         ps.cache.WeightCache(memory_bytes="1G", host_bytes=BOUND)
-    with pytest.raises(ps.ConfigError, match="without disk"):
+    with pytest.raises(ps.ConfigError, match="requires disk"):
         ps.cache.WeightCache(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ps.ConfigError, match="cannot write spilled bytes"):

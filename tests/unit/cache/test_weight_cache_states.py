@@ -180,14 +180,14 @@ def test_cache_constructor_neither_joins_nor_serves() -> None:
         _ = cache.member
     cache.leave()
     assert cache.state is CacheState.LEFT
-    with pytest.raises(ConfigError, match="opened before"):
+    with pytest.raises(ConfigError, match="already opened"):
         cache.open()
 
 
 def test_started_cache_serves_until_block_exits(member: Member) -> None:
     with make_cache(member) as cache:
         assert cache.state is CacheState.SERVING
-        with pytest.raises(ConfigError, match="opened before"):
+        with pytest.raises(ConfigError, match="already opened"):
             cache.open()
     assert cache.state is CacheState.LEFT
     cache.leave()

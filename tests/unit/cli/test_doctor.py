@@ -34,7 +34,7 @@ def test_doctor_json_reports_every_component(tmp_path: Path, monkeypatch) -> Non
 def test_doctor_text_matches_json_components() -> None:
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 0
-    for part in ("devices", "limits, measured now", "engines", "environment", "give --path FILE"):
+    for part in ("devices", "limits, measured now", "engines", "environment", "pass --path FILE"):
         assert part in result.stdout
 
 

@@ -258,7 +258,9 @@ def _add(
     if "expert" in at:
         local = grid.num_experts // grid.ep
         if int(at["expert"]) >= local:
-            raise PlanError(f"each of {grid.ep} ranks has {local} of {grid.num_experts} experts", tensor=name)
+            raise PlanError(
+                f"a rank has more than {local} of {grid.num_experts} experts, but ep is {grid.ep}", tensor=name
+            )
         words["expert"] = grid.ep_rank * local + int(at["expert"])
         rank = rank if grid.expert_tp_rank is None else grid.expert_tp_rank
         size = size if grid.expert_tp is None else grid.expert_tp

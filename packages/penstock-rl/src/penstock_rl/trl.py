@@ -73,7 +73,7 @@ class PenstockWeightTransfer:
     ) -> None:
         if not trl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ConfigError(
-                f"Penstock was run with TRL {', '.join(VERSIONS)}, not {trl_version}",
+                f"Penstock supports TRL {', '.join(VERSIONS)}, not {trl_version}",
                 hint="install one of these releases, or send the weights with penstock_vllm.trainer from a callback",
             )
         self.engine: PenstockTrainerEngine | None = None
@@ -93,7 +93,7 @@ class PenstockWeightTransfer:
         Raises ConfigError if the trainer is not an AsyncGRPOTrainer, so that it has no step for merged weights.
         """
         if not callable(getattr(trainer, _HOOK, None)):
-            raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
+            raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="pass an AsyncGRPOTrainer")
         accelerator = trainer.accelerator
         self._info = copy.copy(self._info)
         self._info.rank, self._info.world_size = accelerator.process_index, accelerator.num_processes
@@ -124,7 +124,9 @@ class PenstockWeightTransfer:
         Raises ConfigError if the trainer has several ranks, because each rank then has to publish its shards.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
+            raise ConfigError(
+                "the trainer has several ranks but is not attached", hint="call attach(trainer) on every rank"
+            )
         for name, tensor in iterator:
             kept = self._kept.setdefault(name, tensor)
             # A parameter is published from its own memory. A tensor that TRL has moved is copied into the published

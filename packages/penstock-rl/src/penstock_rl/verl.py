@@ -112,7 +112,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ("receive", receive, ("worker", "engine")),
         ):
             if value not in known:
-                raise ConfigError(f"engine_kwargs.penstock.{option} is {value!r}", hint=f"give {' or '.join(known)}")
+                raise ConfigError(f"engine_kwargs.penstock.{option} is {value!r}", hint=f"set {' or '.join(known)}")
         if receive == "engine":
             # verl's worker passes this attribute to the adapter, which `verl_vllm` replaces.
             self.wire_format = WIRE_FORMAT
@@ -226,8 +226,8 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         _LOGGER.info("penstock: step %s: %s", global_steps, report)
         if mode == "live" and len(report.committed) < self._num_receivers:
             raise PeerLost(
-                f"{len(report.committed)} of {self._num_receivers} rollout workers have version {report.version}: "
-                f"{'; '.join(report.failed.values()) or 'the others did not respond'}"
+                f"only {len(report.committed)} of {self._num_receivers} rollout workers have version {report.version}: "
+                f"{'; '.join(report.failed.values()) or 'the other workers did not respond'}"
             )
         return {
             "penstock/version": report.version,
@@ -353,7 +353,7 @@ def register() -> None:
     """
     if not verl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
         raise ConfigError(
-            f"Penstock was run with verl {', '.join(VERSIONS)}, not {verl_version}",
+            f"Penstock supports verl {', '.join(VERSIONS)}, not {verl_version}",
             hint="install one of these releases, or choose another checkpoint_engine.backend",
         )
     if BACKEND in CheckpointEngineRegistry._registry:

@@ -177,7 +177,7 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
     note = json.dumps({"weights": place, "model": uri}).encode()
     copy_other_files(place, directory, {_WEIGHTS_FILE: note}, storage_options)
     if not (directory / "config.json").is_file():
-        raise NotFound("there is no config.json", uri=display(uri))
+        raise NotFound("the model has no config.json", uri=display(uri))
     return directory
 
 
@@ -207,7 +207,7 @@ class StreamedModel:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(
-                f"not written by this version of Penstock: {error}", uri=str(file), hint="remove the directory"
+                f"a different version of Penstock wrote this file: {error}", uri=str(file), hint="remove the directory"
             ) from error
 
 
@@ -330,7 +330,7 @@ def _loader_class() -> type[Any]:
         def _uri(self, source: Any, streamed: StreamedModel) -> str:
             if _file_patterns(source):
                 hint, uri = "use a local directory", display(streamed.model)
-                raise ConfigError("the model's weights are in several directories", uri=uri, hint=hint)
+                raise ConfigError("cannot stream weights from several directories of a model", uri=uri, hint=hint)
             return streamed.weights
 
         def _local_files(self, source: Any, resolved_source: Any) -> list[str]:

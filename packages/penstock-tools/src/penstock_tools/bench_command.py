@@ -392,13 +392,13 @@ def _answer_of(pipe: Connection) -> Any:
         PeerLost: the process exited, or it sent an error.
     """
     if not pipe.poll(DEADLINE_S):
-        raise SourceStalled(f"a process of the benchmark sent nothing for {DEADLINE_S:g} s")
+        raise SourceStalled(f"a benchmark process sent nothing for {DEADLINE_S:g} s")
     try:
         answer = pipe.recv()
     except EOFError as error:
-        raise PeerLost("a process of the benchmark ended", hint="its own message is above") from error
+        raise PeerLost("a benchmark process exited", hint="see the error that the process printed above") from error
     if isinstance(answer, dict) and "error" in answer:
-        raise PeerLost(f"a process of the benchmark failed: {answer['error']}")
+        raise PeerLost(f"a benchmark process failed: {answer['error']}")
     return answer
 
 

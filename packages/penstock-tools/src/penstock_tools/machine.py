@@ -39,7 +39,7 @@ def slowed(rates: Rates, times: float) -> Rates:
     A factor that is not a finite number above 0 raises ConfigError.
     """
     if not 0 < times < math.inf:
-        raise ConfigError(f"Python slowdown {times} is not a finite number above 0", hint="2 means half the speed")
+        raise ConfigError(f"Python slowdown {times} is not a finite number above 0", hint="use 2 for half the speed")
     if times == 1:
         return rates
     how = f"Python {times:.3g} times slower"

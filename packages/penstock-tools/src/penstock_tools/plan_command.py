@@ -388,7 +388,9 @@ def simulate_convert(
 
     # This check also rejects NaN.
     if not 0 < shrink < math.inf:
-        raise ConfigError(f"--shrink is {shrink}", hint="use a finite number above 0, the input bytes per output byte")
+        raise ConfigError(
+            f"--shrink {shrink} is not a finite number above 0", hint="use the input bytes per output byte"
+        )
     described, speeds = read_cluster(cluster, rates)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     whole = parse_bytes(task_bytes)
@@ -409,7 +411,7 @@ def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
     # The default group size is for large fleets. With fewer receivers there is one group.
     if tp > receivers and source is not None and source.name == "COMMANDLINE":
         message = f"--tp {tp} is more than the {receivers} receivers"
-        raise ConfigError(message, hint=f"use --tp {receivers} or a divisor of that number, or more receivers")
+        raise ConfigError(message, hint=f"use a divisor of {receivers} as --tp, or more receivers")
 
 
 def both_sides(

@@ -70,9 +70,9 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
     if fleet.nbytes < 1:
         raise PlanError(f"the weights have {fleet.nbytes} bytes, so there is nothing to fetch")
     if fleet.parts < 1 or cluster.num_gpus % fleet.parts:
-        raise PlanError(f"{cluster.num_gpus} GPUs cannot be divided into replicas of {fleet.parts}")
+        raise PlanError(f"{cluster.num_gpus} GPUs cannot be divided into replicas of {fleet.parts} GPUs")
     if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
-        raise PlanError(f"{fleet.holders} holders, but the cluster has {cluster.num_gpus // fleet.parts} replicas")
+        raise PlanError(f"{fleet.holders} holders do not fit in {cluster.num_gpus // fleet.parts} replicas")
     run = _FetchEvents(fleet, cluster, rates, seed)
     run.go()
     return run.prediction()
@@ -359,7 +359,7 @@ class _FetchEvents:
         """
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
-            hint = "give the cluster node_storage_gb_per_s, or storage_gb_per_s"
+            hint = "set node_storage_gb_per_s or storage_gb_per_s in the cluster's description"
             raise PlanError("no member has the weights, and the cluster has no storage", hint=hint)
         read = fair_rates(self._links.from_storage(self.gpu), self._links.capacity)
         of_part = np.bincount(self.gpu % self.fleet.parts, weights=read)[self.gpu % self.fleet.parts]

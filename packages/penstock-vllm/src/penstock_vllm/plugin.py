@@ -281,10 +281,10 @@ def _files(loader: Any, source: Any) -> list[str]:
     needed = inspect.signature(loader._prepare_weights).parameters
     missing = [n for n, p in needed.items() if n not in known and p.default is inspect.Parameter.empty]
     if missing:
-        raise ConfigError(f"this version of vLLM needs {missing} to find files, which Penstock does not know")
+        raise ConfigError(f"this version of vLLM finds files with arguments that Penstock does not support: {missing}")
     _, files, use_safetensors, *_ = loader._prepare_weights(**{n: known[n] for n in needed if n in known})
     if not use_safetensors:
-        raise ConfigError(f"{source.model_or_path} has no safetensors files", hint="use --load-format auto for it")
+        raise ConfigError(f"{source.model_or_path} has no safetensors files", hint="use --load-format auto")
     return sorted(files)
 
 

@@ -197,7 +197,7 @@ class WorkerSleep:
     def execute_model(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Run a forward pass. Raise an error if the weights are gone."""
         if not self.is_whole:
-            raise RuntimeError("this worker slept and its weights are not back, call /wake_up")
+            raise RuntimeError("the weights of this worker were not restored after a sleep: call /wake_up")
         return original(*arguments, **named)
 
     def _whole(self, version: str) -> None:

@@ -103,7 +103,7 @@ class StagingModel(torch.nn.Module):
         lacking = [name for layer in self._layers for name in layer.lacking(whole)]
         if lacking and strict:
             more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
-            hint = 'give "strict": false in init_info if they should keep their values'
+            hint = 'set "strict": false in init_info if these parameters should keep their values'
             raise PlanError(f"no rank publishes {', '.join(lacking[:_LISTED])}{more}", hint=hint)
         for layer in self._layers:
             layer.check(sources)
@@ -209,7 +209,7 @@ class _StagedLayer:
         _experts_to_pack(self.live)
         lacking = [whole for whole in self.lacking(filled) if whole.rpartition(".")[2] not in meta.SKIP_TENSORS]
         if lacking:
-            raise ConfigError(f"vLLM processes a layer as a whole, but no rank publishes {lacking} of this layer")
+            raise ConfigError(f"vLLM only processes complete layers, but no rank publishes {lacking} of this layer")
 
     @contextlib.contextmanager
     def uses_staging_tensors(self) -> Iterator[None]:

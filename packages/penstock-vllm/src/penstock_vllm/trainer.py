@@ -183,7 +183,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         if self.version <= newest:
             # Raise now, because the engine would otherwise wait for a version that `publish` refuses.
             raise ConfigError(
-                f"version {self.version} of {self._publisher.name!r} is not above {newest}", hint="use a larger number"
+                f"version {self.version} of {self._publisher.name!r} is not above {newest}",
+                hint="use a larger version number",
             )
         if not self.is_sender:
             self.report = self._publisher.publish(self.version)
@@ -217,7 +218,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             raise ConfigError("no version was published", hint="call stage()")
         if self._refill is not None or self._init_info.mode != "snapshot":
             raise ConfigError(
-                f"version {self.version} was published live and has ended", hint="call stage() on all ranks"
+                f"version {self.version} was published live and is already withdrawn", hint="call stage() on all ranks"
             )
         self._is_staged = self._is_started = False
         with _answers_as_notes():
@@ -241,7 +242,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         if not self.is_sender:
             return
         if not self._is_staged:
-            raise ConfigError("no version is staged", hint="call stage() first, and call it again if it failed")
+            raise ConfigError("no version is staged", hint="call stage() first, and again if it failed")
         self._is_staged = self._is_started = False
         with _answers_as_notes():
             self.client.finish_weight_update(weight_version=str(self.version))
@@ -306,7 +307,7 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
             if not is_sender:
                 continue
             if name not in copies:
-                raise ConfigError(f"the source gives {name}, which was missing in the first pass")
+                raise ConfigError(f"the source yields {name}, which was missing in the first pass")
             copies[name].copy_(tensor)
 
     for name, tensor in _whole_tensors(source):

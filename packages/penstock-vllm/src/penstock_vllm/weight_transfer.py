@@ -59,7 +59,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"init_info 'name' must be a text, not {self.name!r}")
+            raise ConfigError(f"init_info 'name' must be a non-empty string, not {self.name!r}")
         if self.memory not in ("device", "host"):
             raise ConfigError(f"init_info 'memory' must be 'device' or 'host', not {self.memory!r}")
         if self.prepare_s is not None and not (isinstance(self.prepare_s, (int, float)) and self.prepare_s >= 0):
@@ -179,7 +179,9 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             running, done = receiving
             # No worker may continue while another worker's background thread is still receiving.
             if running != version and not _all(done.done()):
-                raise ConfigError(f"version {running} is being received", hint="call /update_weights to wait for it")
+                raise ConfigError(
+                    f"version {running} is being received", hint="call /update_weights, which waits for this version"
+                )
             if running == version and update_info.background:
                 return
             self._receiving = None
@@ -206,7 +208,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """
         subscriber, staging = self._parts()
         if self._landed is None:
-            raise ConfigError("no version was received since the update was started", hint="call /update_weights")
+            raise ConfigError("no version was received since the update started", hint="call /update_weights")
         self._install(subscriber, staging, self._landed)
 
     def _install(self, subscriber: Any, staging: StagingModel, version: int) -> None:

@@ -44,7 +44,7 @@ def wrong(what: str, value: object, expected: str) -> ConfigError:
     # Shorten the text, because the value may be a dict with thousands of tensors.
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"give {expected}")
+    return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"pass {expected}")
 
 
 def require_type(what: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:

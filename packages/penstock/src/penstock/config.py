@@ -91,7 +91,7 @@ def metrics_address(text: str) -> MetricsAddress:
         hint = "write 127.0.0.1:9464, or 127.0.0.1:9464-9479 where several processes share the setting"
         raise ConfigError(f"{text!r} is not an address for metrics", hint=hint)
     if not int(first) <= int(last) <= 65535:
-        raise ConfigError(f"{text!r} is not a range of ports", hint="write FIRST-LAST, both at most 65535")
+        raise ConfigError(f"{text!r} is not a range of ports", hint="write FIRST-LAST with ports up to 65535")
     return MetricsAddress(host=host.removeprefix("[").removesuffix("]"), first_port=int(first), last_port=int(last))
 
 
@@ -210,7 +210,7 @@ class ConnectionSettings:
             _check_token(self.token)
         require_type("token_file", self.token_file, (str, os.PathLike, type(None)), "the path of a file, or None")
         if self.token is not None and self.token_file is not None:
-            raise ConfigError("token and token_file are both given", hint="leave one of them out")
+            raise ConfigError("token and token_file are both set", hint="set only one of them")
         self._check_data_port()
         if self.listen is not None:
             require_name("listen", self.listen)
@@ -219,7 +219,7 @@ class ConnectionSettings:
         if self.transports is not None:
             # An empty list would let the member join, and then every read would fail.
             if not self.transports:
-                hint = 'list the allowed transports, such as ["shm", "http"], or give None to allow all'
+                hint = 'list the allowed transports, such as ["shm", "http"], or pass None to allow all'
                 raise ConfigError("transports is empty, so this process could not exchange bytes with peers", hint=hint)
             object.__setattr__(self, "transports", tuple(self.transports))
         if self.stall_s is not None:
@@ -234,10 +234,10 @@ class ConnectionSettings:
         if not self.data_port:
             return
         if self.listen is None:
-            message = "data_port was given without listen, so no other host would use it"
-            raise ConfigError(message, hint='give listen="HOST:PORT"')
+            message = "data_port is set without listen, so no other host would use it"
+            raise ConfigError(message, hint='pass listen="HOST:PORT"')
         if isinstance(self.listen, str) and self.listen.rpartition(":")[2] == str(self.data_port):
-            raise ConfigError(f"listen and data_port are both port {self.data_port}", hint="give two ports")
+            raise ConfigError(f"listen and data_port are both port {self.data_port}", hint="use two different ports")
 
     @classmethod
     def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:
@@ -296,7 +296,7 @@ class ReadSettings:
 def _check_token(token: object) -> None:
     # Errors are logged, so their messages must not contain the token.
     if not isinstance(token, str):
-        raise ConfigError(f"token is a {type(token).__name__}", hint="give a str, or None")
+        raise ConfigError(f"token is a {type(token).__name__}, not a str", hint="pass a str, or None")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         hint = "call strip() on a token that was read from a file, because it ends with a newline"
         raise ConfigError("token is empty or contains a space, a newline or a character that is not ASCII", hint=hint)

@@ -329,7 +329,7 @@ class _Search:
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
             message = f"several revisions of {self.model!r} are kept: {short}"
-            raise _SeveralRevisions(message, hint="choose one with revision=")
+            raise _SeveralRevisions(message, hint="pass revision=")
         return caches
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
@@ -338,7 +338,7 @@ class _Search:
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self.hub.upstreams(UpstreamsRequest(member=self.hub.member, holding=empty, source=member))
         if not reply.upstreams:
-            raise NotFound(f"member {member[:8]} no longer keeps {self.model!r}", hint=_HINT)
+            raise NotFound(f"member {member[:8]} no longer holds {self.model!r}", hint=_HINT)
         peer = PeerClient(
             reply.upstreams[0], member=self.hub.member, key=holding.key, same_host=True, stall_s=self.stall_s
         )
@@ -403,9 +403,9 @@ def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None
             if wanted in (None, torch.device("cuda", number)):
                 return number
             message = f"the model is kept on cuda:{number} and not on {wanted}"
-            raise ConfigError(message, hint=f"keep the model on {wanted} too, or fetch it")
+            raise ConfigError(message, hint=f"cache the model on {wanted} too, or call fetch()")
     hint = "compare CUDA_VISIBLE_DEVICES in the weight cache and in this process"
-    raise ConfigError(f"the model is kept on GPU {holding.device_id}, which this process does not see", hint=hint)
+    raise ConfigError(f"the model is kept on GPU {holding.device_id}, which is not visible to this process", hint=hint)
 
 
 NEAREST = ("shm", "cuda_ipc")
@@ -418,10 +418,10 @@ def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:
     digests = decode_digests(log.leaves)
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
-        raise FormatError(f"a weight cache's log has {len(chunks)} of {count} chunks")
+        raise FormatError(f"the weight cache's log lists {len(chunks)} chunks, not {count}")
     leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
     if len(leaves) != len(digests):
-        raise FormatError(f"a weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
+        raise FormatError(f"the weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
     leaves[layout.chunks.leaves_of(chunks)] = digests
     return leaves
 
@@ -431,7 +431,7 @@ def _map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
     for offered in where.regions:
         name = next((name for name in NEAREST if name in offered), None)
         if name is None:
-            raise ConfigError(f"the weight cache only offers {', '.join(offered)}, which cannot be mapped")
+            raise ConfigError(f"the weight cache offers only {', '.join(offered)}, which cannot be mapped")
         regions.append(map_region(decode(offered[name]), device=device))
     return regions
 
@@ -522,7 +522,7 @@ def match_parameters(
     if faults:
         more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"
-        raise PlanError(message, hint="attach the right model, or pass strict=False to bind what both sides have")
+        raise PlanError(message, hint="attach the right model, or pass strict=False to bind only the tensors in both")
     targets = {id(target): target for target in state.values()}.values()
     pairs = [(target, bound[place][1]) for target in targets if (place := _memory_of(target)) in bound]
     # Tied targets may differ in dtype and shape, so view the bytes with each target's dtype and shape.

@@ -162,7 +162,9 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     ]
     if odd:
         message = f"{len(odd)} tensors have a special class: {', '.join(odd[:_SHOWN])}"
-        raise PlanError(message, hint="only bytes are kept, so keep the checkpoint instead with `penstock cache URI`")
+        raise PlanError(
+            message, hint="keep the checkpoint with `penstock cache URI`, because only plain tensors are accepted"
+        )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -194,7 +196,7 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
             try:
                 status, answer = control.request("POST", f"/v1/{HANDLER}", body, timeout_s=stall_s)
             except OSError as error:
-                message, hint = f"the weight cache does not answer: {error}", "see the weight cache's log"
+                message, hint = f"the weight cache does not respond: {error}", "see the weight cache's log"
                 raise OperationFailed(message, uri=str(server), hint=hint) from error
             if status != HTTPStatus.OK:
                 raise OperationFailed(f"the weight cache refused the parameters: {_fault(answer)}", uri=str(server))

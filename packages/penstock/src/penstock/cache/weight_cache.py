@@ -147,9 +147,9 @@ class WeightCache:
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
             message = "host_bytes and disk require memory_bytes, because idle models only move when the device is full"
-            raise ConfigError(message, hint="give memory_bytes")
+            raise ConfigError(message, hint="pass memory_bytes=")
         if disk_bytes is not None and disk is None:
-            raise ConfigError("disk_bytes was given without disk", hint="give a directory as disk")
+            raise ConfigError("disk_bytes requires disk", hint="pass a directory as disk=")
         self._disk = disk
         self._bounds = [
             None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
@@ -237,7 +237,7 @@ class WeightCache:
 
     def _require_new(self) -> None:
         if self.state is not CacheState.NEW:
-            raise ConfigError("this weight cache was opened before", hint="create another WeightCache")
+            raise ConfigError("this weight cache was already opened", hint="create another WeightCache")
 
     def keep(
         self,
@@ -265,7 +265,7 @@ class WeightCache:
             (resident.name, resident.served.identity.revision) == (model, revision)
             for resident in self._models.values()
         ):
-            hint = "give it another name, or drop the kept model first"
+            hint = "use a different name, or drop the kept model first"
             raise ConfigError(f"{model!r} is already kept in this revision", uri=report.uri, hint=hint)
         # Any tensor may be placed last, and its padding counts. The empty tensor at the end adds that padding.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
@@ -306,9 +306,9 @@ class WeightCache:
             ConfigError: the model's name is empty, or this cache's memory is on a device.
         """
         if not model:
-            raise ConfigError("a model needs a name")
+            raise ConfigError("the name of the model is empty")
         if self.device.type != "cpu":
-            raise ConfigError(f"a conversion writes to host memory and not to {self.device}", hint="give device='cpu'")
+            raise ConfigError(f"a conversion writes to host memory and not to {self.device}", hint="pass device='cpu'")
         return CacheDestination(self, model)
 
     def _convert(self, model: str, key: str, nbytes: int, fill: Callable[[Path], Manifest]) -> None:
@@ -394,7 +394,9 @@ class WeightCache:
         begun, damage = time.monotonic(), resident.why
         try:
             if not resident.can_reload:
-                raise NotFound("it was made in memory and has no source: convert it again or restart its engine")
+                raise NotFound(
+                    "the model was created in memory and has no source: convert it again or restart its engine"
+                )
             if self.device.type != "cpu":
                 # Host memory stays valid while an engine maps it, but freeing device memory would break engines.
                 self.member.server.drain(resident.served.key, self._timing.cache_drain_s)
@@ -436,7 +438,9 @@ class WeightCache:
         keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
             what = "is not kept here" if revision is None else f"is not kept here in revision {revision}"
-            raise NotFound(f"{model!r} {what}", hint="WeightCache.models() lists the kept models and their revisions")
+            raise NotFound(
+                f"{model!r} {what}", hint="call WeightCache.models() to list the kept models and their revisions"
+            )
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))
@@ -464,7 +468,7 @@ class WeightCache:
             self.member.server.show(weights)
             self.member.beat_now()
             message = f"{attached} engines and {remaining - attached} readers still use {weights.identity.model!r}"
-            raise SourceBusy(message, hint="stop them, or increase drain_s")
+            raise SourceBusy(message, hint="stop the engines and readers, or increase drain_s")
         self.member.hide(weights, 0.0)
         self.member.report_now()
         resident.become(ResidentState.DROPPED)

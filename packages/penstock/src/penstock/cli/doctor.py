@@ -199,7 +199,7 @@ def _host_copy() -> Limit:
 
 def _disk(path: Path | None) -> list[Limit]:
     if path is None:
-        return [Limit("disk", None, "give --path FILE with a large file on the disk")]
+        return [Limit("disk", None, "pass --path FILE with a large file on the disk")]
     return [_read(path, "buffered", 0), _read(path, "direct", getattr(os, "O_DIRECT", 0))]
 
 

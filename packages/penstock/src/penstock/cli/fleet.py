@@ -297,12 +297,12 @@ def cache(
 
     uris = uris or []
     if not uris and not accept:
-        raise ConfigError("there is nothing to keep", hint="give a URI or --accept")
+        raise ConfigError("there is nothing to keep", hint="pass a URI or --accept")
     # The first --model names the first URI.
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):
         raise ConfigError(
-            f"{len(names)} names for {len(uris)} weight sets", hint="give --model once for each URI, or leave it out"
+            f"{len(names)} names for {len(uris)} weight sets", hint="pass --model once for each URI, or not at all"
         )
     # A misspelt URI would otherwise fail after minutes of loading the URIs before it.
     for uri in uris:
@@ -393,16 +393,16 @@ def fetch(
     """
     if [to is not None, device is not None, cache].count(True) != 1:
         raise ConfigError(
-            "exactly one destination is required", hint="give one of --to DIR, --device DEVICE and --cache"
+            "exactly one destination is required", hint="pass one of --to DIR, --device DEVICE and --cache"
         )
     if cache:
         if fallback is not None or revision or timeout_s is not None or force:
-            hint = "write a revision as org/name@REVISION, and leave --fallback, --timeout-s and --force out"
-            raise ConfigError("--cache reads the model's own hub and not the fleet", hint=hint)
+            hint = "write a revision as org/name@REVISION, and omit --fallback, --timeout-s and --force"
+            raise ConfigError("--cache reads from the model hub and not from the fleet", hint=hint)
         _fill(model, format)
         return
     if force and to is None:
-        raise ConfigError("--force requires --to DIR", hint="leave --force out")
+        raise ConfigError("--force requires --to DIR", hint="omit --force")
     from penstock.storage import is_remote
     from penstock.storage.locate import require_local, texts_of
 
@@ -425,7 +425,7 @@ def fetch(
         if fallback is None:
             # The argument MODEL is a name in the fleet, even if it looks like a location.
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
-            error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
+            error.hint = f"run `penstock why {shlex.quote(model)}`, or pass --fallback {storage} to read storage"
         raise
     if format is terminal.OutputFormat.json:
         terminal.write_json({**plain(report), "gb_per_s": report.gb_per_s})

@@ -96,21 +96,21 @@ def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None
     # Refuse a password in the URL, because every user of the host can read the command line of every process.
     if url is not None and (urlsplit(url).password or "password=" in urlsplit(url).query):
         raise ConfigError(
-            f"--redis {without_password(url)} was given with a password, which every user of this host can read",
-            hint="put the password into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
+            f"--redis {without_password(url)} contains a password, which every user of this host can read",
+            hint="write the password to the file of --redis-password-file, or set PENSTOCK_REDIS_URL",
         )
     password_file = password_file or settings.redis_password_file
     url = url or settings.redis_url
     if password_file is None:
         return url, None
     if not url:
-        raise ConfigError("a password for Redis was given without a URL", hint="give --redis or PENSTOCK_REDIS_URL")
+        raise ConfigError("a password for Redis was set without a URL", hint="set --redis or PENSTOCK_REDIS_URL")
     try:
         password = password_file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the password for Redis from {password_file}: {error}") from error
     if not password:
-        raise ConfigError(f"the first line of {password_file} is empty and must be the password for Redis")
+        raise ConfigError(f"the first line of {password_file} must be the password for Redis, but it is empty")
     return url, password
 
 

@@ -28,7 +28,7 @@ def storage_initializer(
     from penstock.fetcher.storage_initializer import initialize
 
     if len(pairs) % 2:
-        raise ConfigError(f"{pairs[-1]!r} has no destination", hint="give pairs: SRC DEST [SRC DEST ...]")
+        raise ConfigError(f"{pairs[-1]!r} has no destination", hint="pass pairs: SRC DEST [SRC DEST ...]")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     logging.getLogger("penstock").addHandler(handler)

@@ -32,7 +32,7 @@ def load(
     """
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if dry_run and cache:
-        raise ConfigError("--dry-run writes no cache", hint="leave --dry-run or --cache out")
+        raise ConfigError("--dry-run cannot fill a cache", hint="omit --dry-run or --cache")
     if dry_run:
         _write_plan(uri, names, budget, format)
         return

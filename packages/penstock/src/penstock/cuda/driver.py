@@ -205,7 +205,7 @@ def ordinal(device: str) -> int:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(
-            f"CUDA memory is required, not {device}", hint="name a device with its number, such as cuda:0"
+            f"CUDA memory is required, not {device}", hint="pass a device with its number, such as cuda:0"
         )
     return int(index)
 
