@@ -122,7 +122,7 @@ def test_second_process_takes_over_local_hub(place, child, end) -> None:
         assert found[0][0] == 30
 
 
-def test_suspended_hub_process_is_replaced_and_rejoins_later(place, child, monkeypatch) -> None:
+def test_suspended_hub_process_is_replaced_then_rejoins(place, child, monkeypatch) -> None:
     monkeypatch.setattr(hub_client, "ATTEMPT_S", 2.0)
     with HubClient.connect(None) as a:
         hello(a)
@@ -163,7 +163,7 @@ def test_hub_process_stopped_before_listening_is_replaced(place) -> None:
         process.wait(10)
 
 
-def test_request_does_not_block_on_starting_hub(place) -> None:
+def test_request_to_unreachable_local_hub_fails_fast(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")
         late = HubClient(LocalEndpoint.open(), timeout_s=0.5)
@@ -198,7 +198,7 @@ def test_forked_child_does_not_hold_hub_lock(place) -> None:
         process.stdout.close()
 
 
-def test_directory_open_to_others_is_refused(tmp_path, monkeypatch) -> None:
+def test_unusable_socket_directory_is_refused(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="not a private directory"):
         LocalEndpoint.open(tmp_path)

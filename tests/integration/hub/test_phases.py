@@ -139,7 +139,7 @@ def test_member_streams_startup_phases(fleet: ps.Fleet, get: Ask, path: str, hea
     assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
 
 
-def test_startup_phase_streams_are_limited(hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_phase_streams_return_429(hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
     with ps.join("llama", connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)) as fleet:
         stream = events(get(fleet.member.server.addresses[0], "/v1/phases?stream"))

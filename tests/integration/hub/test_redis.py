@@ -174,7 +174,7 @@ def test_request_waits_for_paused_redis(hubs, redis) -> None:
     resume.join()
 
 
-def test_invalid_redis_address_is_refused_without_password() -> None:
+def test_redis_error_messages_omit_password() -> None:
     with pytest.raises(ConfigError) as caught:
         RedisStore("http://user:secret@host")
     assert "secret" not in str(caught.value)
@@ -192,7 +192,7 @@ def started(*options: str, environ: dict[str, str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "url"])
-def test_redis_password_is_read_from_settings(how, tmp_path, tmp_path_factory) -> None:
+def test_redis_password_is_read_from_file_or_environment(how, tmp_path, tmp_path_factory) -> None:
     file = tmp_path / "password"
     file.write_text("a-secret-of-redis\n")
     listen = ["--listen", f"unix://{tmp_path}/hub"]

@@ -46,7 +46,7 @@ def test_fetch_without_fallback_waits_for_hub(host: Host, small_checkpoint: Path
     assert assert_fetched(reader, expected_tensors)["storage_bytes"] == 0
 
 
-def test_fetch_without_wait_reports_missing_hub_early(host: Host, small_checkpoint: Path) -> None:
+def test_fetch_with_short_wait_reports_missing_hub_early(host: Host, small_checkpoint: Path) -> None:
     hub, url = host.start_hub()
     reader = host.start(hub=url, wait_s=0.5, waits_for_input=True, waits_before_fetch=True)
     reader.wait_for("ready")

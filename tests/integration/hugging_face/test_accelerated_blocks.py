@@ -38,7 +38,9 @@ def download(name: str = "org/open", **options: object) -> str:
     return huggingface_hub.hf_hub_download(name, "model.safetensors", **options)
 
 
-def test_call_without_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_without_token_sends_no_authorization_header(
+    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     sent = []
     answer = _Handler._answer
@@ -60,7 +62,7 @@ def test_token_is_sent_only_inside_with_block(hub: HuggingFaceServer) -> None:
             copied.run(download, "org/private")
 
 
-def test_patches_are_undone_in_another_context(hub: HuggingFaceServer) -> None:
+def test_patches_are_undone_from_different_context_variables(hub: HuggingFaceServer) -> None:
     stock = huggingface_hub.hf_hub_download
     block = patched_libraries()
     contextvars.copy_context().run(block.__enter__)
@@ -82,7 +84,7 @@ def test_forked_child_does_not_delete_parent_files(hub: HuggingFaceServer) -> No
         assert load_file(path)["weight"][-1] == 999
 
 
-def test_cache_path_longer_than_name_limit_loads(
+def test_model_loads_from_cache_with_long_path(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cache(tmp_path.joinpath(*["x" * 100] * 3), monkeypatch)

@@ -208,14 +208,14 @@ def test_expired_links_are_renewed(models: dict[str, Path], tmp_path: Path, monk
             AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
-def test_truncating_storage_raises_source_error(hub: HuggingFaceServer) -> None:
+def test_truncated_responses_raise_source_error(hub: HuggingFaceServer) -> None:
     hub.storage.faults = Faults(truncate_after=0)
     with pytest.raises(SourceError, match="safetensors"), patched_libraries():
         AutoModelForCausalLM.from_pretrained("org/one")
 
 
 @pytest.mark.parametrize("dtype", ["no such dtype", {"": "float99"}])
-def test_wrong_dtype_raises_original_error(dtype: Any, hub: HuggingFaceServer) -> None:
+def test_wrong_dtype_raises_same_error_as_transformers(dtype: Any, hub: HuggingFaceServer) -> None:
     raised = []
     for block in (patched_libraries(), contextlib.nullcontext()):
         with pytest.raises(Exception) as caught, block:
@@ -252,7 +252,7 @@ def test_object_store_prefix_is_loaded(models: dict[str, Path], monkeypatch: pyt
         directory("bucket://models/one")
 
 
-def test_directory_of_urls_is_loaded(models: dict[str, Path]) -> None:
+def test_placeholder_directory_for_url_is_loaded(models: dict[str, Path]) -> None:
     with RangeServer(models["org/sharded"]) as server, patched_libraries() as report:
         mine = AutoModelForCausalLM.from_pretrained(directory(server.url))
     assert len(report.streamed) > 1 and all(uri.startswith("http://") for uri in report.streamed)

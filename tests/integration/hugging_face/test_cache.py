@@ -112,7 +112,7 @@ def test_cached_files_are_not_fetched_again(hub: HuggingFaceServer) -> None:
     assert "4 existed" in again.summary()
 
 
-def test_moved_branch_is_updated(hub: HuggingFaceServer) -> None:
+def test_cached_branch_is_updated_after_new_commit(hub: HuggingFaceServer) -> None:
     old = filled(hub, "org/tiny")
     hub.commit("org/tiny", TINY | {"config.json": b"{}"})
     assert offline("org/tiny") == old

@@ -80,7 +80,7 @@ class TestSafetensorsStreamer:
             assert_all(read_as_the_readme_does(path), load_file(path))
 
     @pytest.mark.parametrize("is_distributed", [False, True])
-    def test_streaming_like_engines_matches_safetensors(self, model: Path, is_distributed: bool) -> None:
+    def test_streamed_tensors_match_safetensors(self, model: Path, is_distributed: bool) -> None:
         assert_all(dict(read_as_engines_do(files(model), is_distributed)))
 
     def test_retained_streamed_tensors_do_not_change(self, model: Path) -> None:
@@ -169,7 +169,7 @@ class TestSafetensorsStreamer:
                     streamer.stream_file(name)
                 assert isinstance(caught.value, PenstockError)
 
-    def test_streamer_memory_is_limited_by_environment(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_streamer_memory_limit_is_read_from_environment(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RUNAI_STREAMER_MEMORY_LIMIT", str(16 << 20))
         monkeypatch.setenv("RUNAI_STREAMER_CONCURRENCY", "2")
         assert_all(dict(read_as_engines_do(files(model))))
@@ -262,7 +262,7 @@ class TestFileStreamer:
             found = {index: tensor.numpy().tobytes() for _, index, tensor in streamer.get_chunks()}
         assert found == {0: raw[8:16].tobytes(), 1: raw[16:24].tobytes()}
 
-    def test_files_are_listed_with_patterns(self, tmp_path: Path) -> None:
+    def test_file_listing_filters_by_pattern(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         for name, nbytes in (("a.json", 3), ("b.safetensors", 5), ("in/c.json", 7)):
             (tmp_path / name).write_bytes(b"x" * nbytes)
@@ -287,7 +287,7 @@ class TestFiles:
         with pytest.raises(ValueError, match="model_path"):
             ObjectStorageModel(str(tmp_path), str(tmp_path / "to"))
 
-    def test_credentials_hide_their_secret(self) -> None:
+    def test_credentials_repr_omits_secret_key(self) -> None:
         credentials = S3Credentials(access_key_id="id", secret_access_key="hidden", endpoint="http://h")
         assert "hidden" not in repr(credentials)
 

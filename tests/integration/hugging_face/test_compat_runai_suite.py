@@ -88,7 +88,7 @@ def test_streamed_ranges_with_owned_false_reuse_memory(tmp_path: Path, monkeypat
     assert len(addresses) <= 3
 
 
-def test_streamer_errors_contain_both_libraries_wording(tmp_path: Path) -> None:
+def test_streamer_errors_contain_original_wording_and_path(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100)}, path)
     whole = path.read_bytes()

@@ -9,7 +9,7 @@ from tests.integration.conftest import Host, assert_fetched
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 
-def test_hugging_face_hub_sends_each_byte_once(
+def test_fleet_reads_each_byte_once_from_hugging_face(
     host: Host, small_checkpoint: Path, expected_tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     files = {path.name: path.read_bytes() for path in small_checkpoint.iterdir()}

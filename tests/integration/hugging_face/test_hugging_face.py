@@ -255,7 +255,7 @@ def test_private_repository_without_token_raises(hub: HuggingFaceServer) -> None
     assert_same(load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"})), TENSORS)
 
 
-def test_empty_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_token_overrides_environment_token(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.private = ("org/tiny",)
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
@@ -278,7 +278,7 @@ def test_cached_listing_requires_same_token(hub: HuggingFaceServer, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["../../model.safetensors", "/etc/model.safetensors", "a//b", "./a", ""])
-def test_file_names_outside_repository_are_refused(hub: HuggingFaceServer, name: str) -> None:
+def test_invalid_file_names_in_repository_are_refused(hub: HuggingFaceServer, name: str) -> None:
     hub.commit("org/tiny", {name: b"x"})
     with pytest.raises(FormatError, match="which no repository can have"):
         load(hub, "hf://org/tiny")
@@ -301,7 +301,7 @@ def test_missing_shard_in_repository_raises_not_found(hub: HuggingFaceServer) ->
         load(hub, "hf://org/sharded")
 
 
-def test_retry_after_from_hub_is_honoured(hub: HuggingFaceServer) -> None:
+def test_retry_after_header_from_hub_is_honoured(hub: HuggingFaceServer) -> None:
     hub.status, hub.num_status, hub.retry_after = 429, 2, "0"
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
 
@@ -348,7 +348,7 @@ def test_incomplete_offline_cache_raises_not_found(hub: HuggingFaceServer, monke
     assert set(first) == {f"layer.{i}.weight" for i in (0, 3, 6, 9)}
 
 
-def test_copy_with_wrong_content_is_rejected(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_download_with_wrong_content_is_rejected(hub: HuggingFaceServer, tmp_path: Path) -> None:
     damaged = bytearray(TINY["model.safetensors"])
     damaged[-1] ^= 1
     hub.storage.replace(hashlib.sha256(TINY["model.safetensors"]).hexdigest(), bytes(damaged))
@@ -463,7 +463,7 @@ def test_out_of_order_reads_are_hashed_correctly() -> None:
     assert digest.is_equal
 
 
-def test_bytes_hashed_out_of_order_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_abandoned_beyond_out_of_order_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.file_digest._MAX_AHEAD_BYTES", 10_000)
     digest = FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
     digest.is_wanted = True
@@ -473,7 +473,7 @@ def test_bytes_hashed_out_of_order_are_limited(monkeypatch: pytest.MonkeyPatch) 
     assert not digest._ahead and not digest.is_equal, "it is given up, and keeps nothing"
 
 
-def test_chunk_cached_content_is_compared_with_hub(
+def test_chunk_cache_content_is_compared_with_hub_digest(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "chunks"))

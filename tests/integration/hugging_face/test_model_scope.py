@@ -186,7 +186,7 @@ def test_missing_shard_in_repository_raises_not_found(hub: ModelScopeServer) -> 
         ps.load("ms://org/sharded")
 
 
-def test_retry_after_from_hub_is_honoured(hub: ModelScopeServer) -> None:
+def test_retry_after_header_from_hub_is_honoured(hub: ModelScopeServer) -> None:
     hub.status, hub.num_status, hub.retry_after = 429, 1, "0"
     assert_same(ps.load("ms://org/tiny"), TENSORS)
 

@@ -118,7 +118,7 @@ def test_local_files_use_original_safetensors(program: Path, directory: Path, st
     assert "read by penstock" not in done.stderr
 
 
-def test_process_without_safetensors_loads_no_penstock(tmp_path: Path) -> None:
+def test_process_without_safetensors_does_not_import_penstock(tmp_path: Path) -> None:
     code = (
         "import sys; print(sorted({name.partition('.')[0] for name in sys.modules} & {'penstock', 'torch', 'numpy'}))"
     )
@@ -138,7 +138,7 @@ def test_find_spec_does_not_import_safetensors() -> None:
     assert (done.returncode, done.stdout) == (0, "SourceFileLoader _Replacement False\n"), done.stderr
 
 
-def test_program_sitecustomize_and_path_stay_effective(tmp_path: Path) -> None:
+def test_program_keeps_its_sitecustomize_and_path(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.its_own = __name__, __file__\n")
     code = "import sys; print(*sys.its_own, any('startup' in entry for entry in sys.path))"
     inherited = os.environ.get("PYTHONPATH", "")

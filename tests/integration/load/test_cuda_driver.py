@@ -156,7 +156,7 @@ print(json.dumps(dict(zip(("wrong", "streams", "events", "copies", "pinned"), fo
 """
 
 
-def test_driver_calls_set_context_and_free_memory(tmp_path: Path) -> None:
+def test_transport_copies_make_valid_driver_calls_without_leaks(tmp_path: Path) -> None:
     rest = "".join(f"int {name}() {{ return 801; }}\n" for name in SIGNATURES if f"int {name}(" not in DRIVER)
     (tmp_path / "driver.c").write_text(DRIVER + rest)
     command = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "driver.c")]

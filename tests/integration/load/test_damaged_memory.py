@@ -116,7 +116,7 @@ def test_corrupt_model_is_reloaded_from_members(runtime, small) -> None:
             assert_same(attached, by_safetensors(small))
 
 
-def test_library_cache_reports_corrupt_model(runtime, small, tmp_path) -> None:
+def test_weight_cache_object_reports_corrupt_model(runtime, small, tmp_path) -> None:
     source = tmp_path / "model"
     shutil.copytree(small, source)
     with ps.cache.WeightCache() as keeper:

@@ -142,7 +142,7 @@ HOWS = ["truncated", "emptied", "removed", "replaced", "modified"]
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("ring", ["0", "1"])
-def test_file_changed_during_copy_stream_raises(
+def test_unmapped_file_changed_during_stream_raises(
     big: Path, how: str, ring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_IO_URING", ring)

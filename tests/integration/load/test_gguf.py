@@ -92,7 +92,7 @@ def test_safetensors_take_precedence_over_gguf(model: Path) -> None:
     assert list(ps.load(model.parent)) == ["a"]
 
 
-def test_inspect_shows_types_and_elements(model: Path, fork_server: ForkServer) -> None:
+def test_inspect_shows_quantised_types_and_shapes(model: Path, fork_server: ForkServer) -> None:
     shown = run(fork_server, ["inspect", str(model)]).stdout
     lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert "Q4_K" in lines["blk.0.ffn_up.weight"] and "[8, 256]" in lines["blk.0.ffn_up.weight"]
@@ -103,7 +103,7 @@ def test_inspect_shows_types_and_elements(model: Path, fork_server: ForkServer) 
     assert report["files"][0]["metadata"]["general.architecture"] == "llama"
 
 
-def test_http_header_needs_one_request(model: Path) -> None:
+def test_gguf_header_over_http_needs_one_request(model: Path) -> None:
     truth = gguf_file.expected_tensors(model)
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")

@@ -139,7 +139,7 @@ def test_ranks_load_all_tensors_from_one_read(checkpoint: Path, world_size: int)
     assert max(read) < 0.9 * total
 
 
-def test_group_load_succeeds_below_tensor_size_budget(checkpoint: Path) -> None:
+def test_group_load_succeeds_with_budget_below_tensor_size(checkpoint: Path) -> None:
     outcomes = run(everything, 2, [str(checkpoint)] * 2, {"settings": penstock.ReadSettings(memory_bytes=1 << 20)})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value[0] if outcome.ended == "returned" else outcome for outcome in outcomes] == [wanted] * 2
@@ -152,7 +152,7 @@ def test_each_rank_receives_its_slices(checkpoint: Path, dim: int) -> None:
     assert sum(outcome.value[1] for outcome in outcomes) <= 1.3 * tensor_bytes(checkpoint)
 
 
-def test_group_can_load_repeatedly_and_by_tensor_name(checkpoint: Path) -> None:
+def test_group_loads_again_with_selected_tensor_names(checkpoint: Path) -> None:
     outcomes = run(twice, 2, [str(checkpoint)] * 2)
     wanted = all_bits(by_safetensors(checkpoint))
     some = {name: value for name, value in wanted.items() if ".layers.1." in name}

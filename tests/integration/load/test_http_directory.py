@@ -50,7 +50,7 @@ def test_conversion_copies_small_files(server: RangeServer, model: Path, tmp_pat
     assert asked.isdisjoint({"/llama", "/llama/"})
 
 
-def test_initializer_copies_published_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
+def test_initializer_copies_every_file(server: RangeServer, model: Path, tmp_path: Path) -> None:
     report = initialize(f"{server.url}/llama/", tmp_path / "models")
     assert report.verified
     copied = {path.name: path.read_bytes() for path in (tmp_path / "models").iterdir()}

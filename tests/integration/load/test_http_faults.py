@@ -244,7 +244,7 @@ def test_server_without_ranges_supports_sequential_reads(server: RangeServer) ->
         source.close()
 
 
-def test_secrets_appear_only_in_request(server: RangeServer) -> None:
+def test_url_secrets_stay_out_of_errors(server: RangeServer) -> None:
     url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
     source = open_source(url, settings=FEW_RETRIES)
     try:

@@ -97,7 +97,7 @@ def endless_response(status: int) -> Behave:
 
 
 @pytest.mark.parametrize("status", [200, 403, 500])
-def test_endless_body_fails_at_deadline(status: int) -> None:
+def test_endless_response_body_fails_at_deadline(status: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     with Server(endless_response(status)) as server, pytest.raises(PenstockError):

@@ -253,7 +253,7 @@ def test_open_file_changed_later_raises(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("harmless", ["chmod", "link", "unlink", "rename over it"])
-def test_unchanged_bytes_keep_open_file_valid(tmp_path: Path, harmless: str) -> None:
+def test_open_file_survives_changes_that_keep_its_bytes(tmp_path: Path, harmless: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.ones(MIB, dtype=torch.uint8)}, path)
     with penstock.safe_open(path, framework="pt", backend="pread") as file:

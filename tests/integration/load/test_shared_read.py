@@ -168,7 +168,7 @@ def raised(outcomes: list[Outcome]) -> list[str]:
     return [outcome.error for outcome in outcomes]
 
 
-def test_ranks_share_reads_in_any_order(directory: Path) -> None:
+def test_ranks_reading_in_any_order_share_reads(directory: Path) -> None:
     wholes, somes, again, turns, more = zip(*returned(run(in_one_process, 2, str(directory))), strict=True)
     assert sum(report.read_bytes for report in wholes) == wholes[0].nbytes
     assert all(report.read_bytes + report.group_bytes == report.nbytes for report in wholes)
@@ -189,7 +189,7 @@ def test_ranks_share_reads_in_any_order(directory: Path) -> None:
     assert more == (([*sizes, sizes[0]], "meta"),) * 2
 
 
-def test_groups_of_any_size_read_once(directory: Path) -> None:
+def test_one_or_three_ranks_read_each_byte_once(directory: Path) -> None:
     for world_size in (1, 3):
         reports = returned(run(everything, world_size, str(directory)))
         assert sum(report.read_bytes for report in reports) == reports[0].nbytes
@@ -250,7 +250,7 @@ def pauses(rank: int, world_size: int, directory: str) -> Any:
     return seconds, report.shared[0].read_again_bytes
 
 
-def test_paused_rank_does_not_delay_others(directory: Path) -> None:
+def test_paused_rank_does_not_delay_other_ranks(directory: Path) -> None:
     (first, _), (second, again) = returned(run(pauses, 2, str(directory), **SOON))
     assert first < second
     assert again > 0
@@ -343,7 +343,7 @@ def test_failure_on_one_rank_fails_all_ranks(directory: Path, body: Any, victim:
     assert errors[1 - victim] == "PeerLost"
 
 
-def test_dead_rank_raises_peer_lost_on_others(directory: Path) -> None:
+def test_dead_rank_raises_peer_lost_on_remaining_ranks(directory: Path) -> None:
     outcomes = run(patched, 3, str(directory), 1, "kill", **SOON)
     assert [outcome.ended for outcome in outcomes] == ["raised", "died", "raised"], outcomes
     assert [outcomes[rank].error for rank in (0, 2)] == ["PeerLost"] * 2
@@ -361,7 +361,7 @@ def verified(rank: int, world_size: int, directory: str, verify: bool) -> Any:
     return report.verified, report.why
 
 
-def test_reading_rank_verifies_digests(directory: Path, tmp_path: Path) -> None:
+def test_shared_read_verifies_manifest_digests(directory: Path, tmp_path: Path) -> None:
     for path in directory.glob("*.safetensors"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert raised(run(verified, 2, str(tmp_path), True)) == ["NotFound"] * 2

@@ -85,7 +85,7 @@ def require_soon(number: str, error_name: str, calls: list[str], env: dict[str, 
 
 
 @pytest.mark.parametrize(("number", "error_name"), [("SIGINT", "KeyboardInterrupt"), ("SIGALRM", "TimeoutError")])
-def test_signal_interrupts_wait_for_response(silent: str, number: str, error_name: str) -> None:
+def test_signal_aborts_wait_for_response(silent: str, number: str, error_name: str) -> None:
     require_soon(number, error_name, [f"{verb}={silent}/m.safetensors" for verb in ("load", "inspect", "safe_open")])
 
 
@@ -151,7 +151,7 @@ before = memories()
 """
 
 
-def test_program_without_close_exits_silently(tmp_path: Path) -> None:
+def test_program_with_unclosed_readers_exits_silently(tmp_path: Path) -> None:
     env = os.environ | {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     save_file({"a": torch.ones(4)}, tmp_path / "m.safetensors")
     program = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "m.safetensors")]

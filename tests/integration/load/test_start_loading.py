@@ -302,7 +302,7 @@ def test_second_load_into_loading_module_raises(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: model.state_dict()], ids=["deepcopy", "state_dict"])
-def test_copying_loading_module_waits_for_load(true: Model, checkpoint: Path, copied: Any) -> None:
+def test_copy_of_loading_module_waits_for_load(true: Model, checkpoint: Path, copied: Any) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/"):
         threading.Timer(0.2, server.opened.set).start()
@@ -383,7 +383,7 @@ def test_model_needing_transformers_loader_raises(tmp_path: Path) -> None:
         start_from_pretrained(transformers.AutoModelForCausalLM, "org/name")
 
 
-def test_dropped_module_is_freed(checkpoint: Path) -> None:
+def test_dropped_module_is_freed_after_failed_load(checkpoint: Path) -> None:
     (checkpoint / "model-b.safetensors").write_bytes(b"broken" * 9)
     for place in (checkpoint / "model-a.safetensors", checkpoint):
         model = empty()

@@ -91,7 +91,7 @@ def test_busy_responses_do_not_abort_reads(server: RangeServer, opened: Open, ho
     assert not failed
 
 
-def test_rejected_range_is_retried_during_other_reads(server: RangeServer, opened: Open) -> None:
+def test_rejected_range_is_retried_while_other_ranges_succeed(server: RangeServer, opened: Open) -> None:
     """One range gets more 500s than `retries`, with other ranges served between them."""
     source = opened("url", Settings(stall_s=60.0, retries=1))
     done = threading.Event()
@@ -113,7 +113,7 @@ def test_rejected_range_is_retried_during_other_reads(server: RangeServer, opene
 
 
 @pytest.mark.parametrize("after", ["1", "date"])
-def test_retry_after_delays_next_request(server: RangeServer, opened: Open, after: str) -> None:
+def test_retry_after_header_delays_next_request(server: RangeServer, opened: Open, after: str) -> None:
     from email.utils import formatdate
 
     source = opened("url", Settings(stall_s=60.0, retries=0))
@@ -124,7 +124,7 @@ def test_retry_after_delays_next_request(server: RangeServer, opened: Open, afte
     assert time.monotonic() - began > (2.5 if after == "1" else 0.9)
 
 
-def test_endless_retry_after_fails_at_stall_deadline(server: RangeServer, opened: Open) -> None:
+def test_long_retry_after_header_fails_at_stall_deadline(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=2.0, retries=3))
     server.faults = Faults(status=503, retry_after="86400")
     began = time.monotonic()

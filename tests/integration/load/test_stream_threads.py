@@ -94,7 +94,7 @@ for do in (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user with too many processes")
-def test_thread_limit_error_has_reason() -> None:
+def test_thread_limit_error_names_rlimit_nproc() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         path = Path(directory) / "model.safetensors"

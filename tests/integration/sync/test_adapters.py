@@ -35,7 +35,7 @@ def whole(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def test_tensors_divided_among_ranks_form_model(pool: ThreadPoolExecutor) -> None:
+def test_receiver_assembles_tensors_divided_among_trainer_ranks(pool: ThreadPoolExecutor) -> None:
     shares = [WholeTensorShares(rank, 2) for rank in range(2)]
     senders = [TrainerPublisher("policy", connection=HERE, rank=(rank, 2)) for rank in range(2)]
     with senders[0], senders[1], VersionReceiver("policy", connection=HERE) as receiver:
@@ -60,7 +60,7 @@ def test_publishing_changed_tensor_set_is_rejected() -> None:
         share.fill({"up.weight": torch.zeros(7, 5)}.items())
 
 
-def test_moved_tensors_are_published_with_higher_version() -> None:
+def test_reallocated_tensors_are_published_with_next_version() -> None:
     with TrainerPublisher("policy", connection=HERE, rank=(0, 1)) as sender:
         assert sender.publish(whole(0)).version == 0
         # No receiver has version 0, and no other process knows that it was used.
@@ -72,7 +72,7 @@ def test_moved_tensors_are_published_with_higher_version() -> None:
             assert torch.equal(receiver.receive()["up.weight"], whole(2)["up.weight"])
 
 
-def test_tensors_from_allocate_function_are_filled() -> None:
+def test_subscriber_fills_tensors_from_allocate_function() -> None:
     seen: dict[str, torch.Tensor] = {}
 
     def allocate(published: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

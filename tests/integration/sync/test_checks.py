@@ -46,7 +46,7 @@ def call_and_write(version: int, staged: ps.sync.StagedVersion) -> None:
 
 @pytest.mark.parametrize("commit", ["each", "all"])
 @pytest.mark.parametrize("check", [call, write_all, call_and_write])
-def test_check_hook_that_writes_tensors_keeps_live_weights(
+def test_check_hook_writes_do_not_reach_live_weights(
     check: Callable[[int, ps.sync.StagedVersion], object], commit: str
 ) -> None:
     trained, served = Net(), Net()
@@ -63,7 +63,7 @@ def test_check_hook_that_writes_tensors_keeps_live_weights(
 
 
 @pytest.mark.parametrize("writes", ["data", "renorm"])
-def test_check_hook_that_writes_parameters_in_forward_raises(writes: str) -> None:
+def test_check_hook_that_changes_parameters_raises_version_refused(writes: str) -> None:
     trained, served = Net(), Net(writes=writes)
     before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
     with (
@@ -87,7 +87,7 @@ class Bare(torch.nn.Module):
         return self.w.detach().view(2, 2)
 
 
-def test_writes_after_check_hook_do_not_reach_commit() -> None:
+def test_tensor_writes_after_check_hook_are_not_committed() -> None:
     kept: list[torch.Tensor] = []
     served = {"w": torch.zeros(4)}
     hooks = ps.Hooks(check=lambda version, staged: kept.append(staged.tensors["w"].view(2, 2)))
@@ -104,7 +104,7 @@ def test_writes_after_check_hook_do_not_reach_commit() -> None:
             assert served["w"].tolist() == [2.0] * 4
 
 
-def test_writing_check_hook_output_before_commit_raises() -> None:
+def test_write_to_check_hook_output_fails_commit() -> None:
     kept: list[torch.Tensor] = []
     served = Bare(0.0)
     hooks = ps.Hooks(check=lambda version, staged: kept.append(staged.call()))

@@ -84,7 +84,7 @@ def _distributed(rank: int, world_size: int) -> EncodedRows:
     return encoded(rows)
 
 
-def test_dtensor_regions_match_any_mesh_and_placement() -> None:
+def test_dtensor_regions_are_correct_for_any_mesh() -> None:
     outcomes = run_ranks(_distributed, 4, timeout_s=120)
     assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 4
     true = {f"t{i}": full(shape) for i, (_, _, shape) in enumerate(cases())}

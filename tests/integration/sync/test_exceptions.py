@@ -53,7 +53,7 @@ def publish(published: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("hook", ["before_pause", "at_commit", "after_resume"])
-def test_raising_hook_fails_update_without_mutation(published, mode: str, hook: str) -> None:
+def test_hook_error_fails_update_without_dirty_target(published, mode: str, hook: str) -> None:
     engine, mine = Engine(), torch.zeros(SHAPE)
     with ps.subscriber("p", {"w": mine}, mode=mode, hooks=engine.hooks()) as subscriber:
         subscriber.update()
@@ -77,7 +77,7 @@ def test_raising_hook_fails_update_without_mutation(published, mode: str, hook: 
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_refusal_before_read_reports_untouched_target(published, mode: str) -> None:
+def test_before_read_hook_error_reports_untouched_target(published, mode: str) -> None:
     def refuse(version: int, metadata: Mapping[str, str]) -> None:
         raise KeyError("not this one")
 
@@ -92,7 +92,7 @@ def test_refusal_before_read_reports_untouched_target(published, mode: str) -> N
 
 @pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_raising_loader_leaves_target_dirty_until_update(published, mode: str) -> None:
+def test_loader_error_leaves_target_dirty_until_next_update(published, mode: str) -> None:
     """The loader raises an error during the flip, so the target may have some bytes of the new version."""
 
     class Model(torch.nn.Module):

@@ -54,7 +54,7 @@ def test_killed_receiver_is_reported_immediately(host: Host) -> None:
     assert set(zero["committed"]) == members(subscribers[:1])
 
 
-def test_stopped_receiver_is_reported_late_then_recovers(host: Host) -> None:
+def test_stopped_receiver_is_reported_as_late_then_recovers(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **short_stall(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # a live subscriber without requests
@@ -79,7 +79,7 @@ def test_stopped_receiver_is_reported_late_then_recovers(host: Host) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_losing_publisher_during_read_fails_update(host: Host, mode: str, number: int) -> None:
+def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: int) -> None:
     # The budget is a MiB, so larger tensors are read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
@@ -122,7 +122,7 @@ def test_error_names_rank_lost_before_update(host: Host) -> None:
     assert publishers[0].process.poll() is None
 
 
-def test_interrupted_direct_update_leaves_target_dirty_until_next(host: Host) -> None:
+def test_interrupted_direct_update_leaves_target_dirty_until_retry(host: Host) -> None:
     task = SyncTask(side="subscriber")
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
     publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
@@ -249,7 +249,7 @@ def test_publisher_rank_leaving_fails_version(host: Host) -> None:
     assert result.get("error") == "PeerLost" or set(result["failed"]) == members([subscriber]), result
 
 
-def test_concurrent_publisher_groups_have_one_winner(host: Host) -> None:
+def test_only_one_concurrent_publisher_group_succeeds(host: Host) -> None:
     subscriber = host.start_ranks("subscriber", 1)[0]
     pair = [host.start_rank("publisher", mode="snapshot") for _ in range(2)]
     for one in pair:
@@ -264,7 +264,7 @@ def test_concurrent_publisher_groups_have_one_winner(host: Host) -> None:
     assert_has_version(subscriber, subscriber.call("update"), 1)
 
 
-def test_mismatched_receiver_is_rejected_before_reading(host: Host) -> None:
+def test_receiver_with_mismatched_tensors_is_rejected_before_reading(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     good = host.start_ranks("subscriber", 1)[0]
     bad = [
@@ -283,7 +283,7 @@ def test_mismatched_receiver_is_rejected_before_reading(host: Host) -> None:
     assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
 
 
-def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
+def test_second_publisher_group_for_sync_name_is_refused(host: Host) -> None:
     first = host.start_ranks("publisher", 1)[0]
     second = host.start_rank("publisher")
     result = second.wait_for("failed")
@@ -298,7 +298,7 @@ def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     assert_has_version(subscribers[0], step([third], subscribers, 2)[0], 2)
 
 
-def test_decreasing_version_is_rejected_on_both_sides(host: Host) -> None:
+def test_decreasing_version_is_rejected_by_publisher_and_subscriber(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.call("publish 5")
@@ -313,7 +313,7 @@ def test_decreasing_version_is_rejected_on_both_sides(host: Host) -> None:
     assert result["nbytes"] == 0
 
 
-def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
+def test_staged_version_stays_invisible_until_commit(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     publishers[0].call("subscribers 2")
@@ -379,7 +379,7 @@ def test_status_shows_sync_ranks(host: Host) -> None:
     assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
 
 
-def test_bytes_changed_during_read_are_rejected(host: Host) -> None:
+def test_bytes_overwritten_during_read_are_never_committed(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot")
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("publish 1")
