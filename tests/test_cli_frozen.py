@@ -124,7 +124,7 @@ def test_command_has_summary_and_valid_examples(name: str) -> None:
             assert context.params
 
 
-def test_operations_are_listed_without_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_lists_operations_without_source_argument(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["convert", "--list-ops"])
     assert not ended.value.code

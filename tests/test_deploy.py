@@ -62,7 +62,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
 
 
-def test_kustomize_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object]) -> None:
+def test_kustomize_overlay_deploys_fleet_and_engine(engine: str, objects: list[Object]) -> None:
     assert {name for name, _ in pods(objects)} == {"penstock-redis", "penstock-hub", "penstock-cache", engine}
     assert find(objects, "Deployment", "penstock-hub")["spec"]["replicas"] == 2
     for kind, names in {
@@ -125,7 +125,7 @@ class PodMonitor(msgspec.Struct, forbid_unknown_fields=True):
     podMetricsEndpoints: list[Endpoint]
 
 
-def test_monitors_select_existing_ports(objects: list[Object]) -> None:
+def test_prometheus_monitors_select_existing_ports(objects: list[Object]) -> None:
     """No package has the schemas of the Prometheus operator; these are the parts of them that are used."""
     services = [one for one in objects if one["kind"] == "Service"]
     (one,) = [one for one in objects if one["kind"] == "ServiceMonitor"]
@@ -155,7 +155,7 @@ def test_deployed_commands_and_options_exist(engine: str, objects: list[Object])
     assert seen == {"hub", "cache"} | ({"storage-initializer"} if engine == "sglang" else set())
 
 
-def test_deployed_environment_variables_are_read(objects: list[Object]) -> None:
+def test_deployed_environment_variables_are_known_and_valid(objects: list[Object]) -> None:
     known = {name for name, _, _ in known_variables({})}
     for _, container in containers(objects):
         variables = environment(container, objects)
@@ -166,7 +166,7 @@ def test_deployed_environment_variables_are_read(objects: list[Object]) -> None:
     assert environment(keeper, objects)["PENSTOCK_RUNTIME_DIR"] == "/run/penstock"
 
 
-def test_members_on_node_share_directory_and_user(objects: list[Object]) -> None:
+def test_members_on_one_node_share_directory_and_user(objects: list[Object]) -> None:
     sharing = set()
     for name, template in pods(objects):
         spec = template["spec"]
@@ -184,7 +184,7 @@ def test_members_on_node_share_directory_and_user(objects: list[Object]) -> None
     }
 
 
-def test_every_container_is_sandboxed_and_limited(objects: list[Object]) -> None:
+def test_every_container_is_sandboxed_with_resource_limits(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         security = {**spec["securityContext"], **container["securityContext"]}
         is_set_up = container["name"] == "runtime-directory"
@@ -228,7 +228,7 @@ def test_deployed_vllm_options_are_accepted_by_loader(engine: str, objects: list
     assert not str(fleet.drain_file).startswith("/run/penstock")
 
 
-def test_pre_stop_hook_awaits_readers_within_grace_period(
+def test_pre_stop_hook_waits_for_readers_within_grace_period(
     objects: list[Object],
 ) -> None:
     for spec, container in containers(objects):
@@ -239,7 +239,7 @@ def test_pre_stop_hook_awaits_readers_within_grace_period(
             assert float(drain_s) < spec["terminationGracePeriodSeconds"]
 
 
-def test_files_in_options_are_mounted(objects: list[Object]) -> None:
+def test_files_named_in_options_are_mounted(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
@@ -252,7 +252,7 @@ def test_files_in_options_are_mounted(objects: list[Object]) -> None:
         assert [file for file in files if str(Path(file).parent) not in mounts] == []
 
 
-def test_tutorial_creates_mounted_secrets(objects: list[Object]) -> None:
+def test_tutorial_creates_every_secret_used_by_pods(objects: list[Object]) -> None:
     text = TUTORIAL.read_text(encoding="utf-8")
     created = set(re.findall(r"kubectl create (?:secret \w+|configmap) (\S+)", text))
     used = set[str]()
@@ -299,7 +299,7 @@ def test_hub_and_redis_addresses_resolve_to_services(objects: list[Object]) -> N
     assert hosts <= {one["metadata"]["name"] for one in objects if one["kind"] == "Service"}
 
 
-def test_kserve_starts_the_storage_initializer() -> None:
+def test_kserve_container_starts_storage_initializer() -> None:
     (one,) = yaml.safe_load_all((MANIFESTS / "kserve" / "storage-container.yaml").read_text(encoding="utf-8"))
     assert (one["apiVersion"], one["kind"]) == ("serving.kserve.io/v1alpha1", "ClusterStorageContainer")
     assert one["spec"].keys() == {"container", "supportedUriFormats"}

@@ -121,7 +121,7 @@ def test_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_to_files_exist(page: Path) -> None:
+def test_documentation_links_point_to_existing_files(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
 

@@ -71,13 +71,13 @@ def test_public_functions_have_at_most_ten_parameters() -> None:
                 assert len(inspect.signature(verb).parameters) <= 10, name
 
 
-def test_public_module_is_found_without_import() -> None:
+def test_public_submodule_is_available_without_explicit_import() -> None:
     code = "import penstock; print(penstock.cache.attach.__name__, penstock.errors.PeerLost.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["attach", "PeerLost"]
 
 
-def test_name_is_unchanged_after_module_import() -> None:
+def test_public_names_stay_callable_after_submodule_imports() -> None:
     for name, names in MODULES.items():
         module = importlib.import_module(f"penstock.{name}")
         for place in exports.MODULES[name].values():

@@ -42,7 +42,9 @@ def objects_of(chart: Any, values: Object) -> dict[tuple[str, str], Object]:
 
 @pytest.mark.parametrize(("monitoring", "gpu"), list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_chart_renders_like_kustomize(chart: Any, tmp_path: Path, engine: str, monitoring: bool, gpu: bool) -> None:
+def test_helm_chart_renders_same_objects_as_kustomize(
+    chart: Any, tmp_path: Path, engine: str, monitoring: bool, gpu: bool
+) -> None:
     components = ["monitoring"] * monitoring + ["gpu-cache"] * gpu
     expected = {}
     for one in render(tmp_path, ENGINES[engine], components=components):

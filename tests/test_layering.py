@@ -428,14 +428,14 @@ def test_core_imports_no_adapter(modules: list[Module]) -> None:
     assert not found
 
 
-def test_every_spi_name_is_used(adapters: list[Module]) -> None:
+def test_every_adapter_interface_name_is_used(adapters: list[Module]) -> None:
     """A name that no adapter, test, example or page uses is none of the interface."""
     places = [*PACKAGES.glob("penstock-*/src/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("docs/**/*.md")]
     texts = "\n".join(path.read_text(encoding="utf-8") for path in places)
     assert [name for name in SPI if not re.search(rf"\b{name}\b", texts)] == []
 
 
-def test_each_engine_plugin_is_in_its_package() -> None:
+def test_each_engine_plugin_is_declared_by_its_package() -> None:
     owners = {"vllm": "penstock-vllm", "sglang": "penstock-sglang"}
     found = {}
     for file in PACKAGES.glob("*/pyproject.toml"):
@@ -516,7 +516,7 @@ def test_import_cycle_inside_functions_is_detected() -> None:
         (environment_reads, "penstock_x/config.py", "import os\nos.environ.get('A')"),
     ],
 )
-def test_rule_rejects_wrong_import(rule, path: str, text: str) -> None:
+def test_layering_rule_rejects_forbidden_import(rule, path: str, text: str) -> None:
     assert rule(Module(path=path, tree=ast.parse(text)))
 
 
@@ -539,5 +539,5 @@ def test_rule_rejects_wrong_import(rule, path: str, text: str) -> None:
         (core_imports, "penstock_x/a.py", "from penstock.cache import attach\nfrom penstock.errors import PeerLost"),
     ],
 )
-def test_rule_accepts_allowed_import(rule, path: str, text: str) -> None:
+def test_layering_rule_accepts_allowed_import(rule, path: str, text: str) -> None:
     assert not rule(Module(path=path, tree=ast.parse(text)))

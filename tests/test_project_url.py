@@ -12,7 +12,7 @@ from scripts.project_url import PLACEHOLDER, ROOT, files_with, write
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 
 
-def test_packages_share_urls_below_placeholder() -> None:
+def test_packages_have_same_placeholder_project_urls() -> None:
     urls = [tomllib.loads(path.read_text())["project"]["urls"] for path in PROJECTS]
     assert len(urls) > 1 and all(one == urls[0] for one in urls)
     assert set(urls[0]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}

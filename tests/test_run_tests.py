@@ -15,7 +15,7 @@ def test_longest_test_file_joins_shortest_group() -> None:
     assert [(group.files, group.seconds) for group in groups] == [(["a"], 9.0), (["b", "c", "d"], 9.0)]
 
 
-def test_command_duration_counts_in_its_group() -> None:
+def test_setup_command_duration_counts_toward_its_group() -> None:
     groups = divide(["a", "b"], {"a": 4.0, "b": 4.0, BEFORE: 10.0}, 2, before="true")
     assert [(group.files, group.before) for group in groups] == [(["a", "b"], ""), ([], "true")]
 
@@ -37,7 +37,7 @@ def test_test_groups_have_similar_duration() -> None:
     assert max(seconds) - min(seconds) < 0.1 * max(seconds)
 
 
-def test_recorded_test_files_exist() -> None:
+def test_test_files_with_recorded_durations_exist() -> None:
     gone = [file for file in recorded() if file != BEFORE and not (run_tests.ROOT / file).is_file()]
     assert gone == []
 
@@ -56,7 +56,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_worst_group_status_is_returned(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_returns_worst_group_exit_status(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tree / "test_good.py").write_text("def test_good(): pass\n")
     (tree / "test_bad.py").write_text("def test_bad(): assert False\n")
     assert run_tests.run([Group(["test_good.py"])]) == 0

@@ -57,7 +57,7 @@ def test_size_table_reports_counts_and_rule_violations(tmp_path: Path) -> None:
     assert table["modules that one other module imports"].offenders == ["penstock.b <- penstock.a"]
 
 
-def test_attributes_are_counted_without_frozen_fields() -> None:
+def test_attribute_count_excludes_fields_of_frozen_dataclasses() -> None:
     fields = "\n".join(f"    a{number}: int" for number in range(25))
     frozen, plain = (ast.parse(f"@dataclass({flag})\nclass A:\n{fields}\n").body[0] for flag in ("frozen=True", ""))
     assert isinstance(frozen, ast.ClassDef) and isinstance(plain, ast.ClassDef)

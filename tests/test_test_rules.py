@@ -85,7 +85,7 @@ def allowed() -> Counter[tuple[str, str]]:
     return listed
 
 
-def test_rules_have_no_new_violations() -> None:
+def test_tests_have_no_new_rule_violations() -> None:
     listed = allowed()
     new = [
         f"{file}: {rule}, lines {lines}" for (rule, file), lines in found().items() if len(lines) > listed[rule, file]
@@ -93,7 +93,7 @@ def test_rules_have_no_new_violations() -> None:
     assert not new, "pass a value to the code under test, and use its public names"
 
 
-def test_allowed_list_only_shrinks() -> None:
+def test_allowed_violations_list_has_no_stale_entries() -> None:
     places = found()
     stale = [
         f"{rule} {file} {count}"
@@ -124,7 +124,7 @@ def test_allowed_list_only_shrinks() -> None:
         ("private", "parts._replace(scheme='')", 0),
     ],
 )
-def test_rule_detects_its_violations(rule: str, source: str, count: int) -> None:
+def test_each_rule_detects_its_violations(rule: str, source: str, count: int) -> None:
     assert len(list(RULES[rule](ast.parse(source)))) == count
 
 

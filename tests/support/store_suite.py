@@ -31,7 +31,7 @@ class StoreTests:
         finally:
             made.close()
 
-    def test_written_value_is_read(self) -> None:
+    def test_read_returns_written_value(self) -> None:
         """Check that any bytes can be read back, including empty values."""
         with self.store() as (store, at):
             for value in (b"", b"\x00\xff" * 1000, bytes(range(256))):

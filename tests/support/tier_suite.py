@@ -28,7 +28,7 @@ class TierTests:
         finally:
             made.close()
 
-    def test_written_bytes_are_read(self) -> None:
+    def test_read_returns_written_bytes(self) -> None:
         """Check that bytes of any size can be copied from host memory into a tier and back."""
         with self.tier() as tier:
             for nbytes in SIZES:

@@ -16,7 +16,7 @@ def value(version: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_metadata_hook_rejects_version_before_read(host: Host, mode: str) -> None:
+def test_metadata_hook_rejects_version_before_weights_are_read(host: Host, mode: str) -> None:
     held, mine, called = {"w": value(1)}, {"w": value(0)}, list[object]()
 
     def before_read(version: int, metadata: Mapping[str, str]) -> None:

@@ -115,7 +115,7 @@ def test_loader_failing_midway_marks_target_dirty() -> None:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("change", [None, torch.t, lambda tensor: tensor + 1])
-def test_module_made_in_inference_mode_is_filled(change: Change, mode: Any) -> None:
+def test_module_created_in_inference_mode_is_filled(change: Change, mode: Any) -> None:
     source = linear()
     with torch.inference_mode():
         target = linear()
@@ -162,7 +162,7 @@ def test_wrapper_prefixes_are_ignored_in_tensor_names(wrap_source: Any, wrap_tar
     assert torch.equal(next(source.parameters()), next(target.parameters()))
 
 
-def test_changed_shape_after_restart_error_names_tensor() -> None:
+def test_shape_change_after_trainer_restart_error_names_tensor() -> None:
     with ps.subscriber("restart", {"lora_A": torch.zeros(4, 8)}) as subscriber:
         with ps.publisher("restart", {"lora_A": torch.ones(4, 8)}) as publisher:
             publisher.publish(1)
@@ -187,7 +187,7 @@ class Adds(torch.nn.Module):
             named[name].data[:2].copy_((tensor + 1)[:2])
 
 
-def test_parameter_that_loader_leaves_unfilled_raises() -> None:
+def test_parameter_unfilled_by_loader_raises_plan_error() -> None:
     # The loader may fill the remaining elements of `w`, but nothing can fill `v`.
     with pytest.raises(ps.PlanError, match=r"do not fill all parameters:\s+v: 3 of 3 elements; blame") as caught:
         sync({"w": torch.ones(4)}, Adds())
@@ -201,12 +201,12 @@ def test_parameter_that_loader_leaves_unfilled_raises() -> None:
 @pytest.mark.parametrize(
     ("source", "target"), [({1: torch.ones(4)}, {}), ({"w": torch.ones(4)}, {("w", 0): torch.ones(4)})]
 )
-def test_non_text_tensor_names_are_rejected(source: Any, target: Any) -> None:
+def test_non_string_tensor_names_are_rejected(source: Any, target: Any) -> None:
     with pytest.raises(ps.ConfigError, match="the name of a tensor is"):
         sync(source, target)
 
 
-def test_numbers_with_wrong_type_are_refused() -> None:
+def test_invalid_version_or_count_raises_config_error() -> None:
     with ps.publisher("numbers", {"w": torch.ones(4)}) as publisher, ps.subscriber("numbers", {}) as subscriber:
         publisher.publish(1)
         calls = [

@@ -78,7 +78,7 @@ def together(work: Any) -> None:
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_synced_model_matches_own_loader(stack: ExitStack, mode: str, source: str) -> None:
+def test_sync_fills_model_exactly_as_its_loader_does(stack: ExitStack, mode: str, source: str) -> None:
     places = [Place(tp_rank=rank, tp=2, ep_rank=rank, ep=2, dtype=DTYPE) for rank in range(2)]
     held = [halves(checkpoint(DTYPE), rank) for rank in range(2)]
     pubs = publishers(stack, held, mode=source)
@@ -126,7 +126,7 @@ def test_module_without_loader_syncs_by_parameter_name(stack: ExitStack) -> None
     assert "version 1" in report.summary()
 
 
-def test_unpublished_parameters_are_listed(stack: ExitStack) -> None:
+def test_strict_sync_error_lists_unpublished_parameters(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [{"weight": torch.ones(4, 8)}], mode="snapshot")
     pub.publish(1)
     served = nn.Linear(8, 4)

@@ -149,7 +149,7 @@ def test_subscriber_fills_parameters_after_they_move(stack: ExitStack, move: Cal
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_previous_subscriber_memory_is_not_written(stack: ExitStack, mode: str) -> None:
+def test_update_does_not_write_to_replaced_tensor(stack: ExitStack, mode: str) -> None:
     trained, served = {"w": torch.ones(4096)}, {"w": torch.zeros(4096)}
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served, mode=mode))
@@ -207,7 +207,7 @@ def rename(module: nn.Module) -> None:
     ("change", "named"),
     [(change_dtype, "0.bias"), (grow, "2.bias"), (add_layer, "3.bias"), (drop_layer, "2.bias"), (rename, "other.bias")],
 )
-def test_publisher_with_changed_tensors_is_refused(
+def test_publish_after_tensor_layout_changes_is_refused(
     stack: ExitStack, change: Callable[..., None], named: str, mode: Any
 ) -> None:
     trained, served = model(), model()
@@ -411,7 +411,7 @@ def test_shards_moved_in_rank_memory_still_sync(stack: ExitStack, mode: str, tra
         assert torch.equal(served["b.weight"], -version * values)
 
 
-def test_sender_reuses_its_publisher(stack: ExitStack) -> None:
+def test_repeated_publish_calls_reuse_one_publisher(stack: ExitStack) -> None:
     sender = stack.enter_context(TrainerPublisher("moved", connection=ps.ConnectionSettings(), rank=(0, 1)))
     served = {"w": torch.zeros(64)}
     subscriber = stack.enter_context(ps.subscriber("moved", served))

@@ -75,7 +75,7 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
     assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])
 
 
-def test_too_small_pack_memory_fails_before_publishing() -> None:
+def test_too_small_pack_memory_raises_budget_too_small() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         ps.publisher("policy", {}, settings=ps.sync.PublisherSettings(pack_bytes=1000))
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES

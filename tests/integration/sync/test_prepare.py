@@ -106,7 +106,7 @@ def test_prepare_waits_for_publisher(host: Host) -> None:
         assert model.num_loads == 1
 
 
-def test_prepare_waits_for_missing_rank(host: Host) -> None:
+def test_prepare_returns_false_while_rank_is_missing(host: Host) -> None:
     with ps.subscriber("p", Model()) as subscriber, ps.publisher("p", trained(), rank=(0, 2)):
         assert not subscriber.prepare(0.3)
 
@@ -133,7 +133,7 @@ def test_invalid_wait_duration_is_refused(host: Host, wait_s) -> None:
         assert (live["w"] == -1).all() and subscriber.update().version == 1
 
 
-def test_mismatched_tensors_are_refused_before_first_version(host: Host) -> None:
+def test_prepare_rejects_mismatched_tensors_before_first_version(host: Host) -> None:
     mine = {"plain": torch.zeros(6, 4), "turned": torch.zeros(8, 4, dtype=torch.bfloat16)}
     with ps.publisher("p", trained(), mode="snapshot"), ps.subscriber("p", mine) as subscriber:
         with pytest.raises(PlanError, match="turned"):
@@ -143,7 +143,7 @@ def test_mismatched_tensors_are_refused_before_first_version(host: Host) -> None
         subscriber.prepare()
 
 
-def test_staged_version_survives_prepare(host: Host) -> None:
+def test_failed_prepare_keeps_staged_version(host: Host) -> None:
     live = {"w": torch.full((64,), -1.0)}
     with ps.subscriber("p", live, mode="staged") as subscriber:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
@@ -189,7 +189,7 @@ def test_mismatched_update_keeps_live_version_served(host: Host) -> None:
         assert subscriber.release() > 0
 
 
-def test_plan_is_requested_elsewhere_after_planner_dies(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_requested_from_another_member_after_planner_dies(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = Membership.ask
 

@@ -148,7 +148,7 @@ def test_all_ranks_reject_already_published_version(stack: ExitStack) -> None:
             publisher.publish(3)
 
 
-def test_restarted_rank_continues_version_numbering(stack: ExitStack) -> None:
+def test_single_restarted_rank_continues_version_numbering(stack: ExitStack) -> None:
     trainer = Trainer(stack, 2, 1.0)
     trainer.run((("start", 0), ("publish", 0), ("start", 1), ("publish", 1)), 1)
     assert trainer.latest() == [-1, -1]
@@ -173,7 +173,7 @@ def test_rank_reconnects_to_restarted_rank_0(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_killed_trainer_restarts_with_different_size(host: Host, world_size: int) -> None:
+def test_killed_trainer_restarts_with_different_world_size(host: Host, world_size: int) -> None:
     old = host.start_ranks("publisher", 2, mode="snapshot")
     for one in old:
         one.call("publish 3")
@@ -200,6 +200,6 @@ def _publish(rank: int, world_size: int) -> int:
         return publisher.latest
 
 
-def test_sharded_ranks_start_after_barrier(host: Host) -> None:
+def test_fsdp_ranks_publish_after_barrier(host: Host) -> None:
     outcomes = run_ranks(_publish, 2, environ={**host.environ, "GLOO_SOCKET_IFNAME": "lo"})
     assert [(one.ended, one.value) for one in outcomes] == [("returned", -1)] * 2, outcomes

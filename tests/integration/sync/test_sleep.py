@@ -224,7 +224,7 @@ def test_weights_restored_by_engine_are_verified(fleet: Fleet) -> None:
     fleet.assert_serves(1)
 
 
-def test_releasing_freed_weights_before_first_version_raises(hub: None) -> None:
+def test_freeing_weights_before_first_version_raises(hub: None) -> None:
     with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
         with pytest.raises(ConfigError, match="before the first version"):
             engine.release()
@@ -234,7 +234,7 @@ def test_releasing_freed_weights_before_first_version_raises(hub: None) -> None:
             assert engine.restore(timeout_s=10.0).version == 1
 
 
-def test_readers_switch_from_released_source(fleet: Fleet) -> None:
+def test_readers_avoid_source_with_released_weights(fleet: Fleet) -> None:
     """A peer's update reads from the trainer and not from freed memory."""
     fleet.engine.release()
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:

@@ -97,7 +97,7 @@ def test_fetch_into_module_without_tensors_is_refused(tmp_path: Any) -> None:
                 fleet.fetch(torch.nn.ReLU(), fallback=fallback, timeout_s=0.0)
 
 
-def test_non_strict_dict_keeps_unpublished_tensors() -> None:
+def test_non_strict_sync_keeps_unpublished_dict_tensors() -> None:
     target = {"w": torch.zeros(2, 3), "other": torch.full((2,), 5.0)}
     with (
         ps.publisher("loose", WEIGHTS) as publisher,
@@ -111,7 +111,7 @@ def test_non_strict_dict_keeps_unpublished_tensors() -> None:
             strict.update()
 
 
-def test_default_publish_serves_later_subscribers(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_publish_mode_serves_later_subscribers(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"w": torch.ones(3)}
     with ps.publisher("default", weights) as publisher:
         assert publisher.publish(1).mode == "snapshot"

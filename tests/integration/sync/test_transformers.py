@@ -105,7 +105,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize(("which", "engine"), PAIRS, ids=str)
-def test_synced_engine_matches_own_loader(models: Models, which: str, engine: tuple[int, int]) -> None:
+def test_sync_fills_engine_exactly_as_its_loader_does(models: Models, which: str, engine: tuple[int, int]) -> None:
     tp, ep = engine
     made = models.ranks("engine", which, 1, tp, ep)
     true = [{name: one.clone() for name, one in memory(model).items()} for model, _ in made]
@@ -121,7 +121,7 @@ def test_synced_engine_matches_own_loader(models: Models, which: str, engine: tu
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", CONFIGS)
-def test_recorded_loader_fills_model_like_loader(which: str, dtype: str, tmp_path: Path) -> None:
+def test_recording_fills_model_exactly_as_its_loader_does(which: str, dtype: str, tmp_path: Path) -> None:
     made = make(CONFIGS[which]())
     tensors = saved(made, tmp_path)
     true = type(made).from_pretrained(tmp_path, dtype=getattr(torch, dtype))

@@ -60,7 +60,7 @@ def test_shards_within_one_block_are_quantised_together(host: Host, source: str)
         assert [one["transformed"] > 0 for one in results[2:]] == [True, False, True, False, True]
 
 
-def test_master_weights_are_cast(host: Host) -> None:
+def test_float32_master_weights_are_cast_to_bfloat16(host: Host) -> None:
     shape = SHAPE | {"dtype": "float32"}
     mine = host.start_ranks("publisher", 2, options={"transforms": "cast:BF16"}, **shape)
     theirs = host.start_ranks("subscriber", 2, dim=1, tag="cast:BF16", **shape)
@@ -72,7 +72,7 @@ def test_master_weights_are_cast(host: Host) -> None:
     assert zero["exchanged"] == one["exchanged"] == 0
 
 
-def test_format_not_published_raises_plan_error(host: Host) -> None:
+def test_requesting_unpublished_format_raises_plan_error(host: Host) -> None:
     mine = publishers(host, 1, mode="snapshot")
     other = host.start_ranks("subscriber", 1, tag="fp8-channel", **SHAPE)
     mine[0].call("publish 1")

@@ -76,7 +76,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("asked", [TAG, None])
-def test_codes_and_scales_reach_loader_parameters(stack: ExitStack, mode: str, asked: str | None) -> None:
+def test_quantised_codes_and_scales_reach_loader_parameters(stack: ExitStack, mode: str, asked: str | None) -> None:
     held = [halves(checkpoint(0), rank) for rank in range(2)]
     pubs = publishers(stack, held, mode="live", transforms=TAG)
     models = [Served(rank) for rank in range(2)]

@@ -73,7 +73,7 @@ def holder(request):
         yield child
 
 
-def test_second_process_reads_and_maps_memory_once(reader, holder) -> None:
+def test_repeated_reads_map_peer_memory_once(reader, holder) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     new = holder.fence(2)
     rows = [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]
@@ -82,7 +82,7 @@ def test_second_process_reads_and_maps_memory_once(reader, holder) -> None:
     assert reader.driver.num_opened == 1
 
 
-def test_device_memory_is_mapped_before_targets_exist(holder) -> None:
+def test_peer_device_memory_is_mapped_before_targets_exist(holder) -> None:
     driver = FakeCuda()
     with PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
         links.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}, {"http": b"of another kind"}])
@@ -99,7 +99,7 @@ def test_device_memory_is_mapped_before_targets_exist(holder) -> None:
         without.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}])
 
 
-def test_premapped_memory_is_not_mapped_by_read(reader, holder) -> None:
+def test_premapped_memory_is_not_mapped_again_by_read(reader, holder) -> None:
     reader.transport.reach(reader.into.memory.device, holder.descriptor)
     assert reader.driver.num_opened == 1
     assert ctypes.string_at(reader.into.memory.address, NBYTES) != pattern(NBYTES)
@@ -107,7 +107,7 @@ def test_premapped_memory_is_not_mapped_by_read(reader, holder) -> None:
     assert reader.driver.num_opened == 1
 
 
-def test_mapped_memory_read_does_not_await_other_mapping(reader, holder, monkeypatch) -> None:
+def test_read_does_not_wait_for_mapping_of_another_peer(reader, holder, monkeypatch) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     is_mapping, may_end = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_mapped_memory_read_does_not_await_other_mapping(reader, holder, monkeyp
         assert reader.read(descriptor) == pattern(NBYTES, 3)
 
 
-def test_copy_groups_copy_every_byte_once(reader, holder, monkeypatch) -> None:
+def test_grouped_copies_transfer_every_byte_once(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(cuda_ipc, "GROUP_BYTES", 100_000)
     monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", 80_000)
     monkeypatch.setattr(cuda_ipc, "MANY", 10)
@@ -183,7 +183,7 @@ def test_holder_killed_before_mapping_raises_peer_lost(reader, holder) -> None:
         reader.post(holder.descriptor)
 
 
-def test_hanging_device_raises_source_stalled(reader, holder, monkeypatch) -> None:
+def test_read_on_hanging_device_raises_source_stalled(reader, holder, monkeypatch) -> None:
     reader.driver.is_stuck = True
     pending = reader.post(holder.descriptor)
     with pytest.raises(SourceStalled) as caught:
@@ -225,7 +225,7 @@ def test_descriptor_beyond_memory_is_refused(reader, holder, is_mapped: bool) ->
     assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
-def test_memory_of_queued_copies_outlives_later_failure(reader, holder, monkeypatch) -> None:
+def test_failed_copy_keeps_memory_of_queued_copies_allocated(reader, holder, monkeypatch) -> None:
     queue = reader.driver.copy
 
     def refuse(*columns) -> None:
@@ -244,7 +244,7 @@ def test_memory_of_queued_copies_outlives_later_failure(reader, holder, monkeypa
     never_freed.clear()
 
 
-def test_impossible_number_of_pieces_is_refused(reader) -> None:
+def test_descriptor_with_impossible_piece_count_is_refused(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         for runs in (((1 << 59, 1),), ((1 << 20, 1), (1, 1)), ()):
             payload = {**msgspec.msgpack.decode(holder.descriptor.payload), "pieces": runs}
@@ -284,7 +284,7 @@ def test_unshareable_memory_is_refused(reader) -> None:
     reader.driver.num_opened -= 1  # the virtual memory above
 
 
-def test_stale_generation_receives_no_file_descriptors(reader) -> None:
+def test_request_for_stale_generation_receives_no_file_descriptors(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         payload = msgspec.msgpack.decode(holder.descriptor.payload)
         path = payload["page"]["socket"]
@@ -309,7 +309,7 @@ def test_silent_holder_raises_source_stalled(reader, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, DeviceOutOfMemory), (217, ConfigError), (719, DestinationError)])
-def test_driver_error_code_raises_typed_error(code: int, kind: type[PenstockError]) -> None:
+def test_driver_error_code_raises_matching_error_class(code: int, kind: type[PenstockError]) -> None:
     driver = object.__new__(cuda_driver.CudaDriver)
     driver._calls = {"cuGetErrorName": lambda _code, _name: 0}
     with pytest.raises(kind, match=str(code)) as caught:

@@ -120,7 +120,7 @@ def test_killed_peer_raises_peer_lost() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "under way"])
-def test_read_from_stopped_peer_stalls_without_later_writes(when: str) -> None:
+def test_stalled_read_writes_nothing_after_peer_resumes(when: str) -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, buffer):
         if when == "before":
             stop(process)
@@ -154,7 +154,7 @@ def test_fence_during_read_raises_stale_descriptor() -> None:
         transport.wait(transport.post_read(into, new, whole(10)), stall_s=20)
 
 
-def test_bytes_without_trailer_are_discarded(monkeypatch) -> None:
+def test_fence_before_trailer_raises_stale_descriptor(monkeypatch) -> None:
     """The fence comes after the last byte was sent to the kernel and before the trailer."""
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         real = HttpConnection.send
@@ -227,7 +227,7 @@ def test_compressed_read_resumes_after_closed_connection(monkeypatch) -> None:
         assert len(sent) > 20
 
 
-def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
+def test_compressed_read_fenced_before_trailer_raises_stale_descriptor(monkeypatch) -> None:
     with reading(100_000) as (_, handle, _), reading(100_000, compress=True) as (transport, into, here):
         real = HttpConnection.send
 
@@ -243,7 +243,7 @@ def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
         assert here == b"\xaa" * 100_000
 
 
-def test_compression_stops_on_local_link_after_measurement() -> None:
+def test_compression_is_skipped_after_measuring_fast_link() -> None:
     """Set the rate, because a busy machine may be slower than the codec."""
     with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
         there[:] = sample(NBYTES)  # no codec makes this smaller
@@ -313,7 +313,7 @@ def test_memory_released_during_read_is_not_written() -> None:
         assert buffer == b"\x55" * NBYTES
 
 
-def test_ranges_above_request_limit_are_read() -> None:
+def test_more_ranges_than_one_request_allows_are_read() -> None:
     count = 3 * MAX_RUNS + 5
     at = np.arange(count) * 100
     with reading(count * 100) as (_, handle, there), reading(count * 100) as (transport, into, here):
@@ -450,7 +450,7 @@ def head(source: Descriptor, nbytes: object, generation: object = None) -> bytes
     return f"POST /v1/regions/{number} HTTP/1.1\r\nContent-Length: {nbytes}\r\n\r\n".encode()
 
 
-def test_hostile_requests_are_refused_without_bytes() -> None:
+def test_hostile_requests_are_refused_and_receive_no_bytes() -> None:
     with reading(1000) as (transport, handle, _):
         source, far = handle.descriptor, 2**63 - 1
         good = request(source, [(0, 1000)])
@@ -496,7 +496,7 @@ def test_request_for_too_many_bytes_returns_413(monkeypatch) -> None:
         assert send_request(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
 
 
-def test_slow_clients_are_closed(monkeypatch) -> None:
+def test_connections_of_slow_clients_are_closed(monkeypatch) -> None:
     """A slow head, a missing body, and a reader that does not read each cost some time."""
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(head_s=0.4, idle_s=0.4, answer_s=0.4))
     with reading(50_000_000) as (transport, handle, _):

@@ -75,7 +75,7 @@ def holder():
         yield child
 
 
-def test_remote_host_memory_reaches_device(kind, reader, holder) -> None:
+def test_peer_host_memory_is_copied_to_device(kind, reader, holder) -> None:
     most = into_device.NUM_BUFFERS if kind == "staged" else 1
     if kind == "pinned":
         reader.transport.reach(reader.into.memory.device, holder.descriptor)
@@ -107,7 +107,7 @@ def test_rectangles_are_copied_for_every_row_length(reader, holder) -> None:
         reader.transport.wait(late, stall_s=20)
 
 
-def test_fence_or_dead_peer_frees_memory(kind, reader, holder) -> None:
+def test_fenced_or_lost_peer_raises_and_unpins_memory(kind, reader, holder) -> None:
     pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
     holder.fence(2)
     with pytest.raises(StaleDescriptor) as caught:
@@ -139,7 +139,7 @@ def test_memory_stays_allocated_while_device_hangs(kind, reader, holder) -> None
     reader.driver.is_stuck = False
 
 
-def test_memory_stays_allocated_after_partly_queued_copy(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_keeps_memory_of_queued_copies_allocated(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = reader.driver.copy
 
     def copy(*columns) -> None:
@@ -158,7 +158,7 @@ def test_memory_stays_allocated_after_partly_queued_copy(reader, holder, monkeyp
     never_freed.clear()
 
 
-def test_only_device_targets_are_accepted(reader, holder) -> None:
+def test_only_device_memory_is_accepted_as_target(reader, holder) -> None:
     with pytest.raises(ConfigError):
         reader.transport.register_into(Memory.of_buffer(bytearray(8)))
     with pytest.raises(ConfigError):
@@ -171,7 +171,7 @@ def test_only_device_targets_are_accepted(reader, holder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["staged"], indirect=True)
-def test_concurrent_reads_share_limited_pool(reader, holder) -> None:
+def test_concurrent_reads_share_limited_staging_buffers(reader, holder) -> None:
     rows = [(at, at, min(500_009, NBYTES - at)) for at in range(0, NBYTES, 500_009)]
     threads = [threading.Thread(target=reader.read, args=(holder.descriptor, [row])) for row in rows * 2]
     for thread in threads:
@@ -216,7 +216,7 @@ def test_sync_stages_unpinnable_memory_and_reports_reason(holder, monkeypatch: p
 
 
 @pytest.mark.parametrize(("inner", "same_host"), [("shm", True), ("http", False)])
-def test_transport_is_selected_for_cache_and_device(inner: str, same_host: bool) -> None:
+def test_device_read_from_host_cache_selects_matching_transport(inner: str, same_host: bool) -> None:
     driver, arena = FakeCuda(), Arena.allocate(100)
     ctypes.memset(arena.address, 7, 100)
     kept = Memory(address=arena.address, nbytes=100, owner=arena)

@@ -131,7 +131,7 @@ def test_killed_peer_raises_peer_lost(slow) -> None:
 
 
 @needs_nixl
-def test_read_from_stopped_peer_stalls_without_later_writes(slow, monkeypatch) -> None:
+def test_stalled_read_writes_nothing_after_peer_resumes(slow, monkeypatch) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, buffer):
         monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)
@@ -223,7 +223,7 @@ def test_forked_child_leaves_parent_agent_running() -> None:
 
 
 @needs_nixl
-def test_process_exits_cleanly() -> None:
+def test_process_exits_cleanly_with_open_transport() -> None:
     """With an open transport, for any installed RDMA libraries."""
     script = (
         "from penstock.transport.nixl import NixlTransport as T; from penstock.transport.protocol import Memory as M"

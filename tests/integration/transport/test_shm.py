@@ -116,7 +116,7 @@ def test_first_read_from_stopped_holder_times_out(reader, holder, monkeypatch) -
     os.kill(holder.process.pid, signal.SIGCONT)
 
 
-def test_peer_is_mapped_once(reader, holder) -> None:
+def test_repeated_reads_map_peer_memory_once(reader, holder) -> None:
     for _ in range(3):
         read(reader, holder.descriptor, [(0, 0, 100)])
     assert num_mapped() == 1
@@ -144,7 +144,7 @@ def test_descriptor_beyond_mapped_memory_is_refused(reader, holder) -> None:
     assert read(reader, holder.descriptor) == pattern(NBYTES)
 
 
-def test_only_arenas_are_registered(reader) -> None:
+def test_registering_memory_outside_arena_raises_config_error(reader) -> None:
     transport, _ = reader
     with pytest.raises(ConfigError, match="arena"):
         transport.register(Memory.of_buffer(bytearray(10)))
@@ -155,7 +155,7 @@ def test_only_arenas_are_registered(reader) -> None:
         transport.register(Memory(address=arena.address + 4000, nbytes=97, owner=arena))
 
 
-def test_hostile_payloads_are_rejected(reader, holder) -> None:
+def test_forged_descriptor_payloads_are_rejected(reader, holder) -> None:
     """Foreign descriptors, other sockets and other hosts: nothing of them is mapped or read."""
     given = holder.descriptor
     payload = msgspec.msgpack.decode(given.payload)

@@ -15,7 +15,7 @@ from penstock.spi import connection_of, patch_once
 OPTIONS = {"hub": "http://hub:7070", "token_file": "/t", "listen": "a:7071", "data_port": 7072, "stall_s": 5.0}
 
 
-def test_missing_options_use_defaults() -> None:
+def test_missing_connection_options_use_defaults() -> None:
     assert connection_of({"listen": None, "fleet": "m"}) == ConnectionSettings()
 
 
@@ -23,7 +23,7 @@ def test_rank_zero_listens_on_configured_ports() -> None:
     assert connection_of({**OPTIONS, "verify": True}) == ConnectionSettings(**OPTIONS)
 
 
-def test_other_ranks_listen_on_free_ports() -> None:
+def test_nonzero_ranks_listen_on_free_ports() -> None:
     assert connection_of(OPTIONS, 1) == ConnectionSettings(**{**OPTIONS, "listen": "a:0", "data_port": 0})
 
 
@@ -62,7 +62,7 @@ def test_repeated_patch_replaces_function_once() -> None:
     assert (host().add(1), host.add.__doc__, Host().add(1)) == (4, "Add one.", 2)
 
 
-def test_both_patches_of_function_run() -> None:
+def test_function_patched_twice_runs_both_replacements() -> None:
     def plus_ten(original: Any, self: Any, number: int) -> int:
         return 10 + int(original(self, number))
 
@@ -79,7 +79,7 @@ def test_patch_of_missing_function_changes_nothing() -> None:
     assert host().add(1) == 2
 
 
-def test_module_function_and_coroutine_are_patched() -> None:
+def test_patch_applies_to_module_functions_and_coroutines() -> None:
     module, host = ModuleType("m"), Host()
     vars(module)["add"] = Host().add
 

@@ -33,7 +33,7 @@ def test_engine_without_command_hook_still_loads(example: ModuleType, caplog: py
         example.Loader({"sync": "policy"})
 
 
-def test_engine_without_loaders_starts(example: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_loader_registry_starts(example: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     del example.Engine.LOADERS
     example.register()
     assert len(caplog.messages) == 1 and example.LOAD in caplog.text

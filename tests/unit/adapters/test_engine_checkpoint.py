@@ -13,7 +13,7 @@ from penstock.spi import RankInfo, checkpoint, read_options  # noqa: E402 - afte
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 
 
-def test_storage_is_read_with_all_options(tmp_path: Path) -> None:
+def test_checkpoint_is_read_with_all_storage_options(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama", total_bytes=1 << 20, shards=1)
     files = [str(file) for file in (tmp_path / "llama").glob("*.safetensors")]
     options = read_options({"memory_bytes": "32M", "verify": False, "storage_options": {}, "fleet": False})

@@ -61,7 +61,7 @@ case("score.weight", _base, _lora, _lora[f"{PREFIX}score.weight"], modules_to_sa
 
 
 @pytest.mark.parametrize(("name", "config", "base", "adapter", "true"), CASES, ids=[one[0] for one in CASES])
-def test_merged_slices_match_unsliced_tensor(
+def test_merged_slices_match_slices_of_merged_tensor(
     name: str,
     config: dict[str, Any],
     base: dict[str, torch.Tensor],

@@ -200,7 +200,7 @@ def assert_whole(hf: Mapping[str, torch.Tensor], cuts: tuple[int, int, int], opt
 GRID = Grid(num_heads=HEADS, num_kv_heads=GROUPS, head_dim=HEAD, vocab_size=VOCAB)
 
 
-def test_unknown_parameters_are_listed_and_accept_rule() -> None:
+def test_unknown_parameters_are_rejected_without_custom_rule() -> None:
     held = {"decoder.layers.0.mixer.weight": make_tensor(2, 2), "decoder.layers.1.other": make_tensor(2)}
     with pytest.raises(PlanError, match=r"no rule for 2 parameters: decoder.layers.0.mixer.weight, .*other"):
         from_megatron(held, GRID)

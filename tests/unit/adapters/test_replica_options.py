@@ -25,7 +25,7 @@ def test_every_fleet_option_is_read() -> None:
     assert found == FleetOptions(fleet="l", hub=HUB, max_bytes_per_s=2 << 30, serve=False)
 
 
-def test_hub_option_alone_joins_model_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_option_alone_selects_fleet_of_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for model in ("org/llama", "s3://bucket/llama/", "/models/llama", "hf://org/llama"):
         assert FleetOptions.read({"hub": HUB}, model) == FleetOptions(fleet="llama", hub=HUB)
     (tmp_path / "llama").mkdir()
@@ -52,7 +52,7 @@ def test_hub_option_alone_joins_model_fleet(monkeypatch: pytest.MonkeyPatch, tmp
         {"fleet": "m", "max_bytes_per_s": "much"},
     ],
 )
-def test_wrong_fleet_option_is_refused(extra: dict[str, Any]) -> None:
+def test_invalid_fleet_option_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FleetOptions.read(extra, "llama")
 
@@ -63,7 +63,7 @@ def test_missing_token_file_is_refused(tmp_path: Path) -> None:
         join(options, "/m", log=logging.getLogger("engine"))
 
 
-def test_missing_local_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
+def test_unavailable_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
     def away(*_: object, **__: object) -> object:
         raise HubUnavailable("nobody listens", uri="http://hub:7070")
 
@@ -76,7 +76,7 @@ def test_missing_local_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
     assert "nobody listens" in caplog.text
 
 
-def test_only_first_rank_on_host_uses_port(monkeypatch) -> None:
+def test_only_rank_zero_uses_configured_port(monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(fleet_join, "join", lambda name, **given: asked.append(given))
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")

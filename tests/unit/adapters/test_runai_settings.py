@@ -36,7 +36,7 @@ def test_every_streamer_variable_sets_its_option() -> None:
 
 
 @pytest.mark.parametrize("limit", ["-1", "0", str(40 * GIB)])
-def test_memory_limit_above_default_is_ignored(limit: str) -> None:
+def test_unlimited_zero_or_excessive_memory_limit_is_ignored(limit: str) -> None:
     assert runai_settings({"RUNAI_STREAMER_MEMORY_LIMIT": limit}).memory_bytes is None
 
 

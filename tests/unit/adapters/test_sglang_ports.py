@@ -17,13 +17,13 @@ from penstock_sglang.plugin import loader_options, sync_connection
 OPTIONS = {"hub": "http://hub:7070", "listen": "a:7071", "data_port": 7072}
 
 
-def test_sync_uses_free_ports_on_same_host() -> None:
+def test_sync_listens_on_free_ports_by_default() -> None:
     for rank in (0, 1):
         connection = sync_connection(OPTIONS, rank)
         assert (connection.hub, connection.listen, connection.data_port) == ("http://hub:7070", "a:0", 0)
 
 
-def test_only_rank_zero_uses_sync_ports() -> None:
+def test_only_rank_zero_uses_configured_sync_ports() -> None:
     options = loader_options({**OPTIONS, "sync_listen": "a:7073", "sync_data_port": 7074})
     assert (sync_connection(options, 0).listen, sync_connection(options, 0).data_port) == ("a:7073", 7074)
     assert (sync_connection(options, 1).listen, sync_connection(options, 1).data_port) == ("a:0", 0)
@@ -34,7 +34,7 @@ def test_only_rank_zero_uses_sync_ports() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"sync_data_port": 7074}, {"sync_listen": 7073}, {"sync_listen": "a:1", "sync_data_port": -1}]
 )
-def test_wrong_sync_port_is_refused(wrong: dict[str, object]) -> None:
+def test_invalid_sync_port_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         loader_options({"fleet": "llama", **wrong})
 

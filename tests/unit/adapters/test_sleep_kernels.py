@@ -44,7 +44,7 @@ def fake_digester(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
     return fake
 
 
-def test_kernels_are_loaded_before_load_returns(fake_digester: type[Digester]) -> None:
+def test_digest_kernels_are_loaded_before_load_returns(fake_digester: type[Digester]) -> None:
     with kernels_ready(CUDA, LOG):
         pass
     [(device, thread)] = fake_digester.ready
@@ -102,7 +102,7 @@ def test_kernel_constants_are_allocated_outside_loading_thread(monkeypatch: pyte
     assert threads and threads[0] != threading.get_ident()
 
 
-def test_first_sleep_imports_no_distributed_tensors() -> None:
+def test_first_sleep_does_not_import_distributed_tensor_module() -> None:
     # The kernels import 500 modules, including sympy, which would delay the first sleep.
     program = """
 import sys, torch

@@ -72,7 +72,7 @@ def test_cache_salt_differs_per_version_and_client() -> None:
     assert salt_of(salt_of("a", "1"), "2") == salt_of("a", "2")
 
 
-def test_request_keeps_weight_version_once_computed() -> None:
+def test_running_request_keeps_cache_salt_after_weight_update() -> None:
     core = make_core("penstock")
     waiting, running, late = asked(core, "a"), asked(core, None), asked(core, None)
     core.add_request(waiting)
@@ -88,7 +88,7 @@ def test_request_keeps_weight_version_once_computed() -> None:
         assert request.block_hashes == [f"block of {request.cache_salt}"]
 
 
-def test_engines_with_other_backends_are_not_patched() -> None:
+def test_engine_with_different_transfer_backend_is_not_patched() -> None:
     for backend in (None, "nccl"):
         core = make_core(backend)
         one = asked(core, "a")
@@ -134,7 +134,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("which", ["fail", "fail 0", "fail 1", "fail 2"])
-def test_call_after_failed_call_receives_own_responses(which: str) -> None:
+def test_rpc_after_failed_rpc_receives_its_own_responses(which: str) -> None:
     class Mine(Executor):
         pass
 
@@ -157,7 +157,7 @@ def test_call_after_failed_call_receives_own_responses(which: str) -> None:
     assert one.response_mqs is queues
 
 
-def test_unsent_calls_are_not_awaited() -> None:
+def test_rpc_that_was_not_sent_is_not_awaited() -> None:
     class Mine(Executor):
         pass
 
@@ -254,7 +254,7 @@ def test_failed_worker_reports_failed_startup_phase(worker_class: type[Worker], 
     assert (now.state, now.phase, now.error.error) == ("failed", "warm up", "RuntimeError: out of memory")
 
 
-def test_workers_with_other_load_formats_report_nothing(worker_class: type[Worker], record: BootRecord) -> None:
+def test_worker_with_different_load_format_reports_no_phases(worker_class: type[Worker], record: BootRecord) -> None:
     worker_class("auto").compile_or_warm_up_model()
     assert record.snapshot() is None
 
@@ -276,7 +276,7 @@ class Models:
         return "Success"
 
 
-def test_unversioned_name_serves_newest_adapter_version() -> None:
+def test_unversioned_adapter_name_serves_newest_version() -> None:
     name_newest_adapter(Models)
     name_newest_adapter(Models)
     models = Models()

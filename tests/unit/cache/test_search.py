@@ -37,7 +37,7 @@ def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingS
     return [holding for _, holding in _Search(hub, "llama", "", device, 1.0)._caches()]
 
 
-def test_cache_search_returns_only_requested_gpu() -> None:
+def test_cache_search_returns_only_weights_on_requested_gpu() -> None:
     first, second = kept(0), kept(1, "w1-b")
     assert found(torch.device("cuda", 0), first, second) == [first]
     assert found(torch.device("cuda", 1), first, second) == [second]
@@ -46,7 +46,7 @@ def test_cache_search_returns_only_requested_gpu() -> None:
         found(None, first, second)
 
 
-def test_cache_error_names_device_of_model() -> None:
+def test_cache_error_names_device_that_holds_model() -> None:
     with pytest.raises(ConfigError, match=r"kept on cuda:0 and not on cuda:1"):
         found(torch.device("cuda", 1), kept(0))
     with pytest.raises(NotFound, match=r"here: kept, whole, on cuda:0"):

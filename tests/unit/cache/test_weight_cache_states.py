@@ -173,7 +173,7 @@ def recall(cache: WeightCache, member: Member) -> str:
         return str(why)
 
 
-def test_cache_constructor_neither_joins_nor_serves() -> None:
+def test_cache_that_was_never_opened_has_no_member() -> None:
     cache = WeightCache()
     assert cache.state is CacheState.NEW
     with pytest.raises(ConfigError, match="not open"):
@@ -184,7 +184,7 @@ def test_cache_constructor_neither_joins_nor_serves() -> None:
         cache.open()
 
 
-def test_started_cache_serves_until_block_exits(member: Member) -> None:
+def test_started_cache_serves_until_with_block_exits(member: Member) -> None:
     with make_cache(member) as cache:
         assert cache.state is CacheState.SERVING
         with pytest.raises(ConfigError, match="already opened"):
@@ -220,7 +220,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("before", list(ResidentState))
 @pytest.mark.parametrize("after", list(ResidentState))
-def test_cached_model_state_follows_listed_transitions(
+def test_cached_model_accepts_only_allowed_state_transitions(
     before: ResidentState, after: ResidentState, member: Member
 ) -> None:
     fleet = HolderFleet(Identity(model="m"), member, None, max_readers=1)
@@ -257,7 +257,7 @@ def test_corrupt_model_is_reloaded(cache: WeightCache, member: Member, source: S
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_failed_source_marks_cached_model_lost(
+def test_failed_reload_marks_cached_model_lost(
     cache: WeightCache, member: Member, source: Source, error: PenstockError
 ) -> None:
     source.error = error
@@ -329,7 +329,7 @@ def test_leaving_fleet_cancels_reload_without_error(cache: WeightCache, member: 
     cache.check()
 
 
-def test_closed_cache_raises_not_open() -> None:
+def test_using_unopened_cache_raises_config_error() -> None:
     cache = WeightCache(memory_bytes="64M")
     for use in (cache.stats, lambda: cache.tiers, lambda: cache.member):
         with pytest.raises(ConfigError, match="not open"):

@@ -156,7 +156,7 @@ def test_corrupt_manifest_is_replaced_with_force(llama: Path, penstock: Penstock
     penstock("verify", llama)
 
 
-def test_corrupt_weights_keep_existing_manifest(llama: Path, penstock: Penstock) -> None:
+def test_manifest_of_corrupt_weights_is_not_overwritten(llama: Path, penstock: Penstock) -> None:
     first = json.loads(penstock("manifest", llama, "--format", "json")[0])
     before = (llama / "penstock.manifest").read_bytes()
     shard = sorted(llama.glob("*.safetensors"))[1]
@@ -171,7 +171,7 @@ def test_corrupt_weights_keep_existing_manifest(llama: Path, penstock: Penstock)
     penstock("verify", llama)
 
 
-def test_changed_tensors_keep_existing_manifest(tmp_path: Path, penstock: Penstock) -> None:
+def test_manifest_of_changed_tensors_is_not_overwritten(tmp_path: Path, penstock: Penstock) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -212,7 +212,9 @@ def test_stale_signature_is_removed(llama: Path, keys: tuple[Path, Path], pensto
 
 
 @pytest.mark.parametrize("name", ["out", "out.sig"])
-def test_manifest_replaces_only_regular_files(llama: Path, tmp_path: Path, name: str, penstock: Penstock) -> None:
+def test_manifest_command_replaces_only_regular_files(
+    llama: Path, tmp_path: Path, name: str, penstock: Penstock
+) -> None:
     os.mkfifo(tmp_path / name)
     assert "not a regular file" in penstock("manifest", llama, "--out", tmp_path / "out", code=2)[1]
     assert (tmp_path / name).is_fifo()
@@ -224,7 +226,7 @@ def test_verify_without_manifest_exits_3_with_reason(llama: Path, penstock: Pens
     assert "no manifest" in out
 
 
-def test_signature_is_written_and_required(
+def test_verify_with_public_key_requires_valid_signature(
     llama: Path, keys: tuple[Path, Path], tmp_path: Path, penstock: Penstock
 ) -> None:
     private, public = keys
@@ -237,7 +239,7 @@ def test_signature_is_written_and_required(
     penstock("verify", llama, "--public-key", public, code=3)
 
 
-def test_missing_key_option_is_usage_error(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_missing_key_file_is_usage_error(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
     assert "cannot read the key" in penstock("verify", llama, "--public-key", tmp_path / "absent", code=2)[1]
     assert not (llama / "penstock.manifest").exists()
@@ -276,7 +278,7 @@ def test_bench_load_compares_with_safetensors(llama: Path, penstock: Penstock) -
     assert "safetensors does not" in err
 
 
-def test_partial_bench_load_skips_safetensors(llama: Path, penstock: Penstock) -> None:
+def test_bench_load_of_some_tensors_skips_safetensors(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("bench", "load", llama, "--names", "*norm*", "--repeat", 1, "--format", "json")
     assert [row["loader"] for row in json.loads(out)] == ["penstock"]
     assert "left out" in err

@@ -33,7 +33,7 @@ def llama(tmp_path_factory) -> str:
     return str(place)
 
 
-def test_sync_is_simulated_for_model_shapes(llama: str, tmp_path: Path) -> None:
+def test_simulate_sync_command_reports_prediction_and_limit(llama: str, tmp_path: Path) -> None:
     picture = tmp_path / "sync.svg"
     found = json.loads(run("simulate", "sync", llama, *SMALL, "--format", "json", "--picture", str(picture)))
     assert found["kind"] == "sync" and found["num_receivers"] == 2
@@ -44,7 +44,7 @@ def test_sync_is_simulated_for_model_shapes(llama: str, tmp_path: Path) -> None:
         assert word in run("simulate", "sync", llama, *SMALL)
 
 
-def test_fetch_is_simulated_for_cluster_file(tmp_path: Path) -> None:
+def test_simulate_fetch_command_accepts_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_bytes(to_json(CLUSTERS["cpu-pair"][0]))
     by_file = run("simulate", "fetch", "--bytes", "1G", "--nodes", "3", "--cluster", str(file), "--format", "json")
@@ -90,7 +90,7 @@ def test_simulate_command_applies_calibrated_rates(tmp_path: Path, llama: str) -
         ({"fetch": 0.0, "compute": 0.0, "send": 0.0}, 1.0),
     ],
 )
-def test_operation_rate_applies_to_its_stage(busy_s: dict[str, float], gb_per_s: float) -> None:
+def test_operation_rate_uses_compute_time_if_measured(busy_s: dict[str, float], gb_per_s: float) -> None:
     report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, moving_s=4.0)
     assert operation_gb_per_s(cast(Any, report)) == pytest.approx(gb_per_s)
 
@@ -120,7 +120,7 @@ def test_simulate_command_shows_plan(llama: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["plan", "simulate"])
-def test_tensor_parallel_size_above_receivers_is_refused(group: str, llama: str) -> None:
+def test_tensor_parallel_size_above_receiver_count_is_refused(group: str, llama: str) -> None:
     with pytest.raises(ConfigError, match="--tp 3 is more than the 2 receivers"):
         CliRunner().invoke(app, [group, "sync", llama, "--receivers", "2", "--tp", "3"], catch_exceptions=False)
 
@@ -140,7 +140,7 @@ def test_task_bytes_below_leaf_size_are_rejected(llama: str) -> None:
         ("sync", "kimi-k2", "--watermark-bytes", "1K"),
     ],
 )
-def test_impossible_simulation_raises_config_error(arguments: tuple[str, ...]) -> None:
+def test_invalid_simulation_option_raises_config_error(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=arguments[-2]):
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
 

@@ -51,7 +51,7 @@ def test_bytes_are_shown_in_decimal_units(nbytes: float, text: str) -> None:
     assert bytes_text(nbytes) == text
 
 
-def test_columns_are_complete_and_numbers_right_aligned(capsys) -> None:
+def test_table_shows_complete_cells_and_right_aligned_numbers(capsys) -> None:
     write_columns(["name", "n"], [["x" * 300, 7], ["y", 1000]])
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{'name':<300}     n", f"{'x' * 300}     7", f"{'y':<300}  1000"]
@@ -68,16 +68,16 @@ def test_columns_are_complete_and_numbers_right_aligned(capsys) -> None:
         (10, ["name", "a-name-of…", "left out:…"]),
     ],
 )
-def test_columns_fit_width(width: int | None, lines: list[str]) -> None:
+def test_table_columns_fit_terminal_width(width: int | None, lines: list[str]) -> None:
     rows = [["a-name-of-20-letters", "gpu", "because it is so"]]
     assert columns(["name", "kind", "why"], rows, width=width, spare=("why", "kind")) == lines
 
 
-def test_cell_text_is_escaped_to_one_line() -> None:
+def test_multiline_cell_text_is_escaped_to_one_line() -> None:
     assert columns(["error"], [["no room\n\x1b[2Jon the disk"]]) == ["error", r"no room\n\x1b[2Jon the disk"]
 
 
-def test_columns_without_rows_print_header(capsys) -> None:
+def test_table_without_rows_prints_header(capsys) -> None:
     write_columns(["name", "n"], [])
     assert capsys.readouterr().out == "name  n\n"
 
@@ -100,7 +100,7 @@ def test_terminal_fields_are_aligned(capsys) -> None:
     ],
 )
 @pytest.mark.parametrize("as_json", [True, False])
-def test_errors_name_command_line_options(python, shell, as_json, capsys) -> None:
+def test_errors_show_command_line_option_names(python, shell, as_json, capsys) -> None:
     write_error(ConfigError(python, hint=python), exit_code=2, as_json=as_json)
     printed = capsys.readouterr().err
     assert printed.count(shell) == 2

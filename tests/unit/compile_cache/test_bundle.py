@@ -128,7 +128,7 @@ def test_manifest_signature_is_invalid_for_bundle(packed: tuple[Path, dict[str, 
 
 
 @pytest.mark.parametrize("at", [0, 100, -1])
-def test_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]], at: int) -> None:
+def test_tampered_bundle_description_is_refused(packed: tuple[Path, dict[str, bytes]], at: int) -> None:
     raw, signature, _ = parts(packed[0])
     changed = bytearray(raw)
     changed[at] ^= 1
@@ -201,13 +201,13 @@ def test_unpacking_bad_bundle_writes_no_file(name: str, tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.name != "home"] == []
 
 
-def test_unchanged_bundle_is_unpacked(tmp_path: Path) -> None:
+def test_valid_bundle_is_unpacked(tmp_path: Path) -> None:
     description, content = make_bundle()
     unpack(description, memoryview(content), tmp_path / "new")
     assert read(tmp_path / "new") == {"inductor/a": b"code"}
 
 
-def test_full_disk_is_detected_before_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_before_first_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
     description, content = make_bundle()
     with pytest.raises(DiskFull):

@@ -42,7 +42,7 @@ def test_configuration_order_does_not_change_bundle_id() -> None:
     assert one.id == two.id and one.differences(two) == []
 
 
-def test_process_key_describes_torch_and_cpu() -> None:
+def test_cache_key_describes_torch_version_and_cpu() -> None:
     import torch
 
     key = key_of("w1-00", engine="transformers", config={"dtype": "bf16"})
@@ -50,7 +50,7 @@ def test_process_key_describes_torch_and_cpu() -> None:
     assert "instruction sets" in key.device and key_of("w1-00", engine="transformers", config={"dtype": "bf16"}) == key
 
 
-def test_engine_without_distribution_reports_no_version() -> None:
+def test_engine_without_installed_package_has_no_version() -> None:
     assert key_of("w1-00", engine="mine").engine_version == ""
     assert key_of("w1-00", engine="mine", engine_version="7").engine_version == "7"
 
@@ -61,7 +61,7 @@ def test_non_text_configuration_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "CPU", "", "cuda:", "mps", "cuda:9999"])
-def test_missing_device_is_refused(device: str) -> None:
+def test_invalid_or_missing_device_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(device)) if not device.startswith("cuda:9") else "GPUs"):
         key_of("w1-00", engine="mine", device=device)
 
