@@ -99,7 +99,7 @@ def test_invalid_hub_options_raise_with_hint(tokens, tmp_path, penstock: Run) ->
         (["--listen", "0.0.0.0:0"], "could use the hub unauthenticated"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
-        (["--cert", "c.pem"], "requires its key"),
+        (["--cert", "c.pem"], "requires its private key"),
         (["--token-file", str(tmp_path / "none")], "cannot read token file"),
         (["--redis", "http://x"], "not a valid address for Redis"),
     ):

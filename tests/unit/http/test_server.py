@@ -86,7 +86,7 @@ def receive(sock: socket.socket) -> tuple[int, bytes]:
 
 def received_from(sock: socket.socket) -> bytes:
     data = sock.recv(1)
-    assert data, "the connection was closed inside a response"
+    assert data, "the connection was closed before the end of the response"
     return data
 
 

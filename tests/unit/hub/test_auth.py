@@ -53,7 +53,7 @@ def test_token_file_without_valid_token_is_refused(tmp_path, text) -> None:
 def test_incomplete_tls_settings_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot read token file"):
         Auth.of(token_file=tmp_path / "none")
-    with pytest.raises(ConfigError, match="requires its key"):
+    with pytest.raises(ConfigError, match="requires its private key"):
         Auth.of(certificate=tmp_path / "cert.pem")
     with pytest.raises(ConfigError, match="requires a certificate of the hub"):
         Auth.of(client_ca=tmp_path / "ca.pem")

@@ -45,7 +45,7 @@ def load(entry: importlib.metadata.EntryPoint) -> object:
         package = entry.dist.name if entry.dist is not None else "an installed package"
         raise ConfigError(
             f"the entry point {entry.name} = {entry.value} of {entry.group} cannot be loaded: {error}",
-            hint=f"{package} declares it: repair or uninstall that package",
+            hint=f"repair or uninstall {package}, which declares this entry point",
         ) from error
 
 

@@ -247,7 +247,7 @@ class CudaDriver:
         """Raise the error for this code."""
         text = ctypes.c_char_p()
         self._calls["cuGetErrorName"](code, ctypes.byref(text))
-        kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
+        kind, hint = ERRORS.get(code, (DestinationError, "look up the code under CUresult in the CUDA driver API"))
         raise kind(f"{name} failed: {(text.value or b'an unknown error').decode()} ({code})", hint=hint)
 
     def _get(self, name: str, *arguments: Any) -> int:

@@ -290,4 +290,5 @@ def _launcher() -> Any:
 
 def _check(code: int) -> None:
     if code:
-        raise DestinationError(f"CUDA error {code} from a kernel", hint="see CUresult in the CUDA driver API")
+        hint = "look up the code under CUresult in the CUDA driver API"
+        raise DestinationError(f"a kernel launch failed with CUDA error {code}", hint=hint)

@@ -66,7 +66,7 @@ class Strips:
         """Raise PlanError unless all strips are inside memory of `nbytes`."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
-            raise PlanError("the columns of a table of strips differ in length")
+            raise PlanError("the columns of the strip table differ in length")
         room = nbytes - self.at - self.run_bytes
         wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
         wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
@@ -77,8 +77,8 @@ class Strips:
         )
         if wrong.any():
             i = int(wrong.argmax())
-            extent = f"{self.num_rows[i]} runs of {self.run_bytes[i]} from {self.at[i]}, {self.pitch[i]} apart"
-            raise PlanError(f"strip {i} is outside {nbytes} bytes: {extent}")
+            extent = f"{self.num_rows[i]} runs of {self.run_bytes[i]} bytes from {self.at[i]}, {self.pitch[i]} apart"
+            raise PlanError(f"strip {i} is outside the memory of {nbytes} bytes: {extent}")
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:

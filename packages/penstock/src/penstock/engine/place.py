@@ -89,7 +89,7 @@ class HostPlace:
                     slab = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
                 except MemoryError as error:
                     message = f"cannot allocate {self._nbytes[index]} bytes of host memory"
-                    raise DestinationError(message, hint="load fewer names, or boxes") from error
+                    raise DestinationError(message, hint="load fewer tensors, or only slices of them") from error
             return slab
 
     def take(self, index: int) -> Bytes:
@@ -135,7 +135,8 @@ class CudaRegistrar:
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
-            raise DestinationError(f"cudaHostRegister of {nbytes} bytes failed with {code}", hint="lower memory_bytes")
+            message = f"cudaHostRegister of {nbytes} bytes failed with CUDA error {code}"
+            raise DestinationError(message, hint="lower memory_bytes")
 
     def unregister(self, address: int) -> None:
         """See `Registrar.unregister`."""
@@ -290,7 +291,7 @@ class CudaPlace:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(
             f"{self.device} has {free} of {total} bytes free, but {nbytes} bytes are needed",
-            hint="free memory on the device, load fewer names, or load boxes",
+            hint="free memory on the device, load fewer tensors, or load only slices of them",
         )
 
 

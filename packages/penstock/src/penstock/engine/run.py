@@ -259,10 +259,10 @@ class RunState:
         if not self.stopped:
             return
         if self.error is None:
-            raise Cancelled("the run was cancelled and its error released")
+            raise Cancelled("the run was cancelled, and its error is no longer stored")
         if isinstance(self.error, PenstockError):
             raise self.error
-        raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self.error
+        raise RuntimeError("an engine step failed because of a bug in Penstock or in the caller's code") from self.error
 
 
 class PendingItem(Protocol):

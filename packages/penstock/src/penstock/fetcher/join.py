@@ -299,8 +299,8 @@ class Variant:
         try:
             ordered = msgspec.json.encode(self.quantization, order="deterministic")
         except (TypeError, msgspec.MsgspecError) as error:
-            hint = "pass plain JSON values, or your own digest"
-            raise ConfigError(f"quantization cannot be digested: {error}", hint=hint) from error
+            hint = "pass plain JSON values, or a str with your own digest"
+            raise ConfigError(f"cannot compute a digest of `quantization`: {error}", hint=hint) from error
         return str(blake3(ordered).hexdigest(length=16))
 
     def identity(self, model: str, revision: str) -> Identity:

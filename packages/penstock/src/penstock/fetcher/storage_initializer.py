@@ -202,7 +202,7 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
         # A skipped directory was already visited under another name. Anything else would be missing from the copy.
         for path, why in left_out.items():
             if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
-                raise SourceUnavailable(why, uri=path, hint="remove it or repair it")
+                raise SourceUnavailable(why, uri=path, hint="repair or remove this path")
         return found
     return {
         file.removeprefix(f"{root}/"): file
@@ -249,7 +249,7 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
 def _require_no_others(target: Path, names: Collection[str]) -> None:
     if others := {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names):
         message = f"the destination has weights of a different model: {', '.join(sorted(others)[:3])}"
-        raise ConfigError(message, uri=str(target), hint="remove them, or pass an empty directory")
+        raise ConfigError(message, uri=str(target), hint="remove these files, or pass an empty directory")
 
 
 def _publish(partial: Path, target: Path) -> tuple[int, int]:

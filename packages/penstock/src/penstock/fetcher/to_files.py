@@ -221,7 +221,7 @@ def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
     rows = np.array([row_of[name] for name in written.tensors.names], np.int64)
     counts = num_leaves(layout.table.nbytes, layout.chunks.leaf_bytes)
     if len(rows) != len(layout.table):
-        raise IntegrityError(f"the written files have {len(rows)} tensors, the fetched model has {len(layout.table)}")
+        raise IntegrityError(f"the files have {len(rows)} tensors, but the fetched model has {len(layout.table)}")
     return dataclasses.replace(
         written,
         leaf_bytes=layout.chunks.leaf_bytes,

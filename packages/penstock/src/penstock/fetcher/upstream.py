@@ -310,8 +310,8 @@ class UpstreamReader:
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
         expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
         if theirs_are != expected:
-            message = f"(leaf_bytes, chunk_bytes, num_chunks) are {theirs_are} at the peer and {expected} here"
-            raise PlanError(message, hint="run releases with the same chunk size at all members")
+            message = f"the peer has (leaf_bytes, chunk_bytes, num_chunks) {theirs_are} instead of {expected}"
+            raise PlanError(message, hint="run releases with the same chunk size on all members")
         capacities = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
         self._row_region, self._row_offset = locate_rows(self._weights.layout, peer_map, capacities)
         has_bytes = ours.row_region >= 0

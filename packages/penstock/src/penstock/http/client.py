@@ -81,12 +81,12 @@ class HttpReply:
             try:
                 return self._wire.receive_body(total, self._deadline.left_s())
             except ConnectionAbortedError as error:
-                raise MalformedMessage("the connection was closed inside a response") from error
+                raise MalformedMessage("the connection was closed before the end of the response") from error
         while total <= limit:
             piece = self._piece(self._deadline)
             if not piece:
                 if self._parser is not None and not self._parser.is_done:
-                    raise MalformedMessage("the connection was closed inside a response")
+                    raise MalformedMessage("the connection was closed before the end of the response")
                 return b"".join(pieces)
             pieces.append(piece)
             total += len(piece)
@@ -123,7 +123,7 @@ class HttpReply:
                 return memoryview(body)
             num_overhead += len(received)
             if num_overhead > _MAX_OVERHEAD_BYTES:
-                raise MalformedMessage(f"more than {_MAX_OVERHEAD_BYTES} bytes between two chunks of the body")
+                raise MalformedMessage(f"two chunks of the body are more than {_MAX_OVERHEAD_BYTES} bytes apart")
         return memoryview(b"")
 
     @property

@@ -85,12 +85,12 @@ class Planes:
         try:
             # Check the size in the frame, because the decoder allocates that size and it comes from a peer.
             if zstandard.frame_content_size(stored) != count:
-                raise FormatError("the size of a plane does not match its block")
+                raise FormatError("the decompressed size of a plane does not match the block")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise FormatError(f"a plane is corrupt: {error}") from error
         if len(plain) != count:
-            raise FormatError("a plane has a different size than it states")
+            raise FormatError("a decompressed plane does not have its stated size")
         return np.frombuffer(plain, np.uint8)
 
 
@@ -102,11 +102,11 @@ def block_bytes(frame: memoryview) -> int:
 def _head(frame: memoryview) -> tuple[int, Sequence[int], int]:
     """Return the size of the block, the stored size of each plane, and the offset of the first plane."""
     if len(frame) < _HEAD.size:
-        raise FormatError(f"the frame has only {len(frame)} bytes")
+        raise FormatError(f"the frame has {len(frame)} bytes, which is less than its header")
     nbytes, width = _HEAD.unpack_from(frame)
     at = _HEAD.size + 4 * width
     if width not in WIDTHS or not 0 < nbytes <= BLOCK_BYTES or len(frame) < at:
-        raise FormatError(f"the frame has width {width} and a block of {nbytes} bytes")
+        raise FormatError(f"the frame has an invalid header: width {width}, block of {nbytes} bytes")
     sizes = struct.unpack_from(f"<{width}I", frame, _HEAD.size)
     if max(sizes) > nbytes // width or len(frame) != at + sum(sizes) + nbytes % width:
         raise FormatError(f"planes of {sizes} bytes do not fit a frame of {len(frame)} bytes")

@@ -105,11 +105,11 @@ class HttpConnection:
             parser = MessageParser(is_request=False, max_bytes=MAX_HEAD_BYTES)
             if not self._receive_head(parser, deadline):
                 if parser.has_begun:
-                    raise ConnectionAbortedError("the connection was closed inside a message head")
+                    raise ConnectionAbortedError("the connection was closed before the end of the message head")
                 raise ConnectionResetError("the server closed the connection without a response")
             response = parser.response()
             if response.status < 100:
-                raise MalformedMessage(f"the response has status {response.status}")
+                raise MalformedMessage(f"the response has the invalid status {response.status}")
             if response.status >= 200:
                 return response, parser
         raise MalformedMessage(f"the server sent {_MAX_INTERIM} consecutive interim responses")
@@ -144,7 +144,7 @@ class HttpConnection:
             self.set_pace(deadline.left_s())
             piece = self._receive(min(left, _BODY_PIECE_BYTES))
             if not piece:
-                raise ConnectionAbortedError("the connection was closed inside a message body")
+                raise ConnectionAbortedError("the connection was closed before the end of the message body")
             pieces.append(piece)
             left -= len(piece)
             deadline.add_bytes(len(piece))

@@ -191,7 +191,7 @@ class MessageParser:
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         if coding is not None:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
-                raise MalformedMessage("the head has two or unknown definitions of the end of the body")
+                raise MalformedMessage("the message head defines the end of the body twice or in an unknown way")
             return {"version": version, "headers": headers, "content_length": None, "is_chunked": True}
         # Allow at most 18 digits, so that a sum of two lengths fits in 64 bits.
         if length is not None and not ((length.isascii() and length.isdigit()) and len(length) <= 18):
@@ -204,7 +204,7 @@ def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) ->
     """Encode a request's head. Raises ConfigError if a part contains a line break or an invalid character."""
     # A space would end the target, and the remainder would be read as the version.
     if not (target.isascii() and target.isprintable()) or " " in target or not target:
-        raise ConfigError(f"{target[:80]!r} cannot be a request target", hint="percent-encode the path and query")
+        raise ConfigError(f"{target[:80]!r} is not a valid request target", hint="percent-encode the path and query")
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]
     text = "\r\n".join(lines) + "\r\n\r\n"
     # A line break inside a value would add a header field or a second request.

@@ -64,19 +64,19 @@ def _parse(name: str, named: str) -> Proxy:
     scheme, _, rest = named.rpartition("://")
     scheme = scheme.lower() or "http"
     if scheme.startswith("socks"):
-        message = f"{name} names a SOCKS proxy, which is not supported"
-        raise ConfigError(message, hint=f"set {name} to an HTTP proxy, or NO_PROXY to the hosts reached without it")
+        message = f"{name} is a SOCKS proxy, which is not supported"
+        raise ConfigError(message, hint=f"set {name} to an HTTP proxy, or list the hosts in NO_PROXY")
     if scheme != "http":
-        raise ConfigError(f"{name} names a proxy by {scheme}://, but only http:// is supported", hint=hint)
+        raise ConfigError(f"{name} is a {scheme}:// URL, but only http:// proxies are supported", hint=hint)
     try:
         parts = urlsplit(f"http://{rest.removeprefix('//')}")
         host, port = parts.hostname or "", parts.port or 80
         host.encode("idna")
         pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
     except ValueError as error:
-        raise ConfigError(f"{name} has no valid address", hint=hint) from error
+        raise ConfigError(f"{name} does not contain a valid address", hint=hint) from error
     if not host:
-        raise ConfigError(f"{name} has no valid address", hint=hint)
+        raise ConfigError(f"{name} does not contain a valid address", hint=hint)
     authorization = "" if pair == b":" else "Basic " + base64.b64encode(pair).decode()
     return Proxy(host=host, port=port, authorization=authorization, url=parts.geturl())
 
@@ -202,5 +202,5 @@ def read_bundle(bundle: Bundle) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot load {bundle.name} {bundle.path}: {error.strerror}") from error
     if b"-----BEGIN" not in pem:
-        raise ConfigError(f"cannot load {bundle.name} {bundle.path}: it has no certificate in PEM")
+        raise ConfigError(f"cannot load {bundle.name} {bundle.path}: it contains no PEM certificate")
     return pem

@@ -319,17 +319,17 @@ class RangeExchange:
         # A server that ignores `Range` responds 200 with the whole object, which contains a range at its start.
         if status == 200:
             if self.reply.length not in {None, self._seen.nbytes}:
-                raise self._changed(f"its size changed from {self._seen.nbytes} to {self.reply.length} bytes")
+                raise self._changed(f"the object's size changed from {self._seen.nbytes} to {self.reply.length} bytes")
             if start:
                 raise self._protocol("the server ignores Range and would send the whole object")
             return
         first, last, total = self._content_range()
         if total not in {None, self._seen.nbytes}:
-            raise self._changed(f"its size changed from {self._seen.nbytes} to {total} bytes")
+            raise self._changed(f"the object's size changed from {self._seen.nbytes} to {total} bytes")
         if first != start or not start <= last < self._limit:
-            raise self._protocol(f"requested bytes {start}-{self._limit - 1}, but the response has {first}-{last}")
+            raise self._protocol(f"the response has bytes {first}-{last} instead of bytes {start}-{self._limit - 1}")
         if self.reply.length not in {None, last + 1 - first}:
-            raise self._protocol(f"the response for {last + 1 - first} bytes has {self.reply.length}")
+            raise self._protocol(f"the response has {self.reply.length} bytes instead of {last + 1 - first}")
         self.stop = min(last + 1, stop)
 
     def first_seen(self) -> Validators:
@@ -362,7 +362,7 @@ class RangeExchange:
             raise FormatError(
                 f"the object is stored or sent with Content-Encoding {coding[:40]!r}",
                 uri=self._uri,
-                hint="store it without encoding, because weights are read in ranges",
+                hint="store the object without encoding, because weights are read in ranges",
             )
 
     def readinto(self, view: memoryview) -> int:
@@ -377,7 +377,7 @@ class RangeExchange:
         text = self.reply.headers.get("content-range", "")
         match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", text.strip())
         if not match:
-            raise self._protocol(f"the response's Content-Range is {text[:80]!r}")
+            raise self._protocol(f"the response has the invalid Content-Range {text[:80]!r}")
         return int(match[1]), int(match[2]), None if match[3] == "*" else int(match[3])
 
     def _changed(self, how: str) -> SourceChanged:
@@ -404,7 +404,7 @@ class RangeExchange:
         if status == 416:
             total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("content-range", ""))
             if self._seen and total and int(total[1]) != self._seen.nbytes:
-                return self._changed(f"its size changed from {self._seen.nbytes} to {total[1]} bytes")
+                return self._changed(f"the object's size changed from {self._seen.nbytes} to {total[1]} bytes")
             return SourceTruncated(what, **where)
         region = self.reply.headers.get("x-amz-bucket-region", "")
         hint = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
@@ -444,5 +444,5 @@ def _typed_errors(uri: str) -> Iterator[None]:
         if is_of_handler(error):
             raise
         if isinstance(error, TimeoutError | BlockingIOError):
-            raise RequestFailed("timed out", silent=True, cause=error) from error
+            raise RequestFailed("the request timed out", silent=True, cause=error) from error
         raise RequestFailed(f"{type(error).__name__}: {error}"[:200], cause=error) from error

@@ -52,7 +52,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the offsets and sizes of the runs. Raises FormatError unless all runs are inside the region."""
         # The columns may be hostile. Subtract in the last check, because a sum of two large int64 could overflow.
         if len(self.src) != len(self.length) or len(self.src) % 8:
-            raise FormatError(f"the columns have {len(self.src)} and {len(self.length)} bytes")
+            raise FormatError(f"the columns have {len(self.src)} and {len(self.length)} bytes, which must be equal")
         src = np.frombuffer(self.src, "<i8")
         length = np.frombuffer(self.length, "<i8")
         inside = (

@@ -183,7 +183,7 @@ class RegionServer(HttpServer):
 
     def _check_allowed(self, region: ServedRegion, key: bytes) -> None:
         if self._regions.get(region.generation) is not region or not region.opens(key):
-            raise ConnectionAbortedError("the generation or the lease is over")
+            raise ConnectionAbortedError("the generation or the lease has ended")
         # Reading memory that torch has freed would crash this process.
         if not region.is_valid():
             raise ConnectionAbortedError("the owner moved or freed the memory")

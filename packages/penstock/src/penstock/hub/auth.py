@@ -108,10 +108,10 @@ class Auth:
         # Without TLS no caller can present a certificate.
         if client_ca is not None and certificate is None:
             message = "checking the callers' certificates requires a certificate of the hub"
-            raise ConfigError(message, hint="give --cert and --key")
+            raise ConfigError(message, hint="pass --cert and --key")
         if (certificate is None) != (private_key is None):
-            message = "a certificate requires its key, and a key its certificate"
-            raise ConfigError(message, hint="give both --cert and --key")
+            message = "a certificate requires its private key, and a private key requires its certificate"
+            raise ConfigError(message, hint="pass both --cert and --key")
         tokens = None if token_file is None else TokenFile.open(token_file)
         return cls(token_file=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
 
@@ -227,11 +227,12 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
         # Any other word that begins with @ is probably a misspelt right, because no model's name begins with @.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
-            raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=f"the only right is {OPERATOR}")
+            hint = f"remove {unknown}, or write {OPERATOR}, which is the only right"
+            raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=hint)
         caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
         tokens.append((words[0].encode(), caller))
     if not tokens:
-        raise ConfigError(f"token file {path} has no token", hint="create a token with `openssl rand -hex 32`")
+        raise ConfigError(f"token file {path} contains no token", hint="create a token with `openssl rand -hex 32`")
     return tuple(tokens)
 
 

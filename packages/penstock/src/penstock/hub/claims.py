@@ -64,9 +64,7 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
     end = total = 0
     for start, stop in ranges:
         if not end <= start < stop <= num_chunks:
-            raise PlanError(
-                f"{name} has the range [{start}, {stop}) after chunk {end}, with {num_chunks} chunks in total"
-            )
+            raise PlanError(f"the range [{start}, {stop}) in {name} must be non-empty and inside [{end}, {num_chunks})")
         end = stop
         total += stop - start
     return total
@@ -197,4 +195,4 @@ def check_state(holding: HoldingState) -> None:
     num_have = check_ranges("have", holding.have, holding.num_chunks)
     check_ranges("claims", holding.claims, holding.num_chunks)
     if holding.state == "whole" and num_have != holding.num_chunks:
-        raise PlanError(f"the state is whole, but the member has only {num_have} of {holding.num_chunks} chunks")
+        raise PlanError(f"the state is `whole`, but the member has only {num_have} of {holding.num_chunks} chunks")

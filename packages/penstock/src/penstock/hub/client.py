@@ -330,7 +330,7 @@ class HubClient(Closeable):
         prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
-                raise HubUnavailable("this client was closed", uri=url)
+                raise HubUnavailable("this hub client was closed", uri=url)
             if self._pool is not None and self._pool[0] == url:
                 return self._pool[1], prefix
             before, self._pool = self._pool, (url, self._open(url))
@@ -393,8 +393,8 @@ def _decode(status: int, reply: bytes, reply_type: type[T] | None, url: str) -> 
                     raise ConfigError(difference, uri=url, hint=messages.UPGRADE_HINT)
             return msgspec.json.decode(reply, type=reply_type)
         except MALFORMED as error:
-            message = f"the answer does not match this version of the protocol: {error}"
-            raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error
+            message = f"the response does not match this version of the protocol: {error}"
+            raise HubUnavailable(message, uri=url, hint="compare the outputs of `penstock version`") from error
     fault = _fault(status, reply)
     # An internal error of the hub has no status for its class, only the name of its class.
     least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
@@ -488,11 +488,11 @@ def drain(
         if len(member) < _ID_LENGTH:
             names = [known.member for known in client.status().members if known.member.startswith(member)]
         if not names:
-            raise NotFound(f"no member's id begins with {member!r}", hint="`penstock status` lists the members")
+            raise NotFound(f"no member's id begins with {member!r}", hint="run `penstock status` to list the members")
         if len(names) > 1:
-            raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="give more characters of the id")
+            raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="pass more characters of the id")
         try:
             client.drain(names[0], None if undo else messages.Drain(reason=reason))
         except UnknownMember as error:
-            raise NotFound(f"no member {names[0]}", hint="`penstock status` lists the members") from error
+            raise NotFound(f"unknown member {names[0]}", hint="run `penstock status` to list the members") from error
         return names[0]

@@ -109,14 +109,14 @@ class HubProtocol(HttpToolsProtocol):
         """See httptools."""
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431)
-            raise ValueError(f"more than {MAX_HEADERS} header fields")
+            raise ValueError(f"the request has more than {MAX_HEADERS} header fields")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """See httptools. A request begins. An exception here stops the parser, which calls `send_400_response`."""
         if self.cycle is not None and not self.cycle.response_complete:
             # The caller sent a second request before the response to the first. One read can contain 14,000 requests.
-            raise ValueError("a request arrived before the answer to the previous one")
+            raise ValueError("a request arrived before the response to the previous request")
         self._is_in_head = False
         self._message_bytes = 0
         if not self._place.is_proven and self.auth.token_file is not None:
@@ -141,7 +141,7 @@ class HubProtocol(HttpToolsProtocol):
         if path.startswith(b"/v1/") or path == b"/metrics":
             self.on_unauthorized(path.decode("latin-1"), self.client[0] if self.client else "unix")
             self._refuse(401, msgspec.json.encode(UNAUTHORIZED if authorization else NO_TOKEN))
-            raise ValueError("the caller has no token of this hub")
+            raise ValueError("the caller has no valid token for this hub")
 
     def on_message_complete(self) -> None:
         """See httptools. The next bytes are the head of another request."""

@@ -71,7 +71,7 @@ def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, ma
     victims = shares.enter(job, caller, displaces_own=False)
     if victims is None:
         hint = "this conversion continues, but the hub does not show it"
-        raise SourceBusy("more conversions are running than this hub can show", hint=hint)
+        raise SourceBusy(f"this hub already stores its maximum of {max_jobs} conversions", hint=hint)
     for name in victims:
         store.write(f"job/{name}", None)
 

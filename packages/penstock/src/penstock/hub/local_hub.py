@@ -111,7 +111,7 @@ class LocalEndpoint(HubEndpoint):
     def _look(self) -> Path | None:
         """Return the socket of the current hub, or None if it is not ready. Host it here if no other process does."""
         if self._closed:
-            raise HubUnavailable("this client was closed")
+            raise HubUnavailable("this hub client was closed")
         number = _generation(self._directory)
         # This process's hub was silent for too long and was replaced. Two hubs would both assign the same chunks.
         if self._hosting is not None and self._hosting.number != number:

@@ -343,7 +343,7 @@ class UpdateLoop:
         if not candidates:
             if lost:
                 raise next(reversed(lost.values()))
-            hint = "start the publisher under this name and hub; `penstock status` lists the members"
+            hint = "start the publisher under this name and hub, and run `penstock status` to list the members"
             raise NotFound(f"no publisher of {self.membership.name!r} is known yet", hint=hint)
         return candidates[0]
 
