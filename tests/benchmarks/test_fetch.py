@@ -28,7 +28,7 @@ def test_fetch_benchmark_prints_receivers_and_limit() -> None:
 def test_invalid_device_is_refused_before_start() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", "--device", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "'gpu' is not a device" in done.stderr
+    assert done.returncode == 2 and "'gpu' is not a valid device" in done.stderr
 
 
 @long_running

@@ -76,7 +76,7 @@ def test_report_writes_manifest_to_requested_path(directory: Path, tmp_path: Pat
     report = ps.manifest(directory, out=tmp_path / "digests")
     assert report.written == (str(tmp_path / "digests"),)
     assert not ps.verify(directory).verified
-    with pytest.raises(ps.ConfigError, match="cannot write to plain"):
+    with pytest.raises(ps.ConfigError, match="cannot write to an http"):
         ps.manifest(directory, out="http://host/digests")
     with pytest.raises(ps.ConfigError, match="cannot read the key"):
         ps.manifest(directory, sign=tmp_path / "absent.pem")

@@ -96,7 +96,7 @@ def test_status_and_why_commands_describe_fleet(hub, tokens, penstock: Run) -> N
 
 def test_invalid_hub_options_raise_with_hint(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
-        (["--listen", "0.0.0.0:0"], "could use the hub unauthenticated"),
+        (["--listen", "0.0.0.0:0"], "could use the hub without authentication"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
         (["--cert", "c.pem"], "requires its private key"),

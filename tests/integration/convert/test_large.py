@@ -114,7 +114,7 @@ def test_slow_operation_reporting_progress_is_not_aborted(
         {"op": "ties", "density": 0.5, "scale": float("inf")},
     ],
 )
-def test_out_of_range_settings_are_rejected(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
+def test_invalid_merge_settings_are_rejected(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=word["op"]):
         convert(models[:2], tmp_path / "out", operations=[word], devices="cpu", workers=1)
     assert not list(tmp_path.iterdir())

@@ -93,7 +93,7 @@ def test_false_fault_report_excludes_holder_only_for_reporter(
             liar.complain(FaultReport(member=liar.member, of=holder.member.id, key=key, fault="wrong bytes"))
         stranger = join_as_liar(stack, hub, OTHER)
         complaint = FaultReport(member=stranger.member, of=holder.member.id, key=key, fault="wrong bytes")
-        with pytest.raises(PermissionDenied, match="not for m"):
+        with pytest.raises(PermissionDenied, match="may not access m"):
             stranger.complain(complaint)
         assert standing(holder, holder.member.id).complaints == 5
         found: dict[str, torch.Tensor] = {}

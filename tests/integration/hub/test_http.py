@@ -184,7 +184,7 @@ def test_limited_token_lists_only_its_models(serve, guarded) -> None:
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1:0", "[::1]:0", "localhost:0"])
 def test_unauthenticated_public_address_raises_config_error(listen, guarded) -> None:
-    with pytest.raises(ConfigError, match="unauthenticated"):
+    with pytest.raises(ConfigError, match="without authentication"):
         bind(listen, Auth())
     if listen == "0.0.0.0:0":
         bind(listen, guarded).close()
@@ -199,7 +199,7 @@ def test_invalid_listen_address_is_rejected(listen, guarded) -> None:
 def test_error_for_too_large_port_states_valid_range(guarded) -> None:
     with pytest.raises(ConfigError, match="65536") as caught:
         bind("127.0.0.1:65536", guarded)
-    assert caught.value.hint == "give a port from 0 to 65535"
+    assert caught.value.hint == "use a port from 0 to 65535"
 
 
 def test_only_stale_unix_socket_is_replaced(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_http_source_is_readable_but_not_writable(llama: Path, penstock: Penstoc
         report = json.loads(penstock("load", index, "--format", "json")[0])
         assert {file["path"] for file in report["files"]} == {"http"}
         num_requests = len(server.requests)
-        assert "cannot write to plain http" in penstock("manifest", index, code=2)[1]
+        assert "cannot write to an http" in penstock("manifest", index, code=2)[1]
         assert len(server.requests) == num_requests
 
 

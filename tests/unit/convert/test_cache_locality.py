@@ -72,7 +72,7 @@ def test_only_tasks_with_cached_input_are_reserved(opened: WeightSet) -> None:
     assert bytes_read([opened]) == (source.nbytes, request)
 
 
-def test_task_is_reserved_for_caching_worker(opened: WeightSet) -> None:
+def test_task_is_reserved_once_half_its_input_is_cached(opened: WeightSet) -> None:
     """Of one tensor: chunks from its first on, until the task that reads it is held."""
     job, table = job_of(opened), opened.manifest.tensors
     task = int(job.tasks.in_bytes.argmax())

@@ -61,7 +61,7 @@ def test_journal_lines_after_corruption_are_ignored(tmp_path, line):
     assert list(Journal.open(tmp_path / "j", "k").done) == [4, 2]
 
 
-def test_journal_is_locked_by_one_process(tmp_path):
+def test_journal_lock_excludes_second_opener(tmp_path):
     journal = Journal.open(tmp_path / "j", "k")
     journal.add(1, digests(5))
     with pytest.raises(DestinationError, match="another process"):
@@ -76,7 +76,7 @@ def test_journal_is_locked_by_one_process(tmp_path):
     new.close()
 
 
-def test_removed_journal_tasks_stay_removed(tmp_path):
+def test_forgotten_tasks_are_absent_after_reopening_journal(tmp_path):
     journal = Journal.open(tmp_path / "j", "k")
     for task in range(4):
         journal.add(task, digests(task))

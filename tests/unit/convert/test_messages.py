@@ -76,7 +76,7 @@ def test_connection_closed_within_message_raises_peer_lost(pair: Pair):
         wire.send(TaskWork(revoked=(1,)))
 
 
-def test_worker_stopped_before_start_exits() -> None:
+def test_worker_receiving_stop_before_start_exits() -> None:
     here, there = socket.socketpair()
     words = JobSpec(
         sources=("nowhere",),
@@ -95,7 +95,7 @@ def test_worker_stopped_before_start_exits() -> None:
         assert here.recv(1 << 16) == framed(WorkerHello(worker="w0", secret="s", device="cpu"))
 
 
-def test_worker_error_names_coordinator_major_version():
+def test_job_protocol_major_mismatch_is_reported_to_coordinator():
     raw = msgspec.msgpack.encode({"type": "job", "protocol": "2.0", "sources": "of another shape"})
     there, coordinator = socket.socketpair()
     with there, coordinator:

@@ -28,13 +28,13 @@ class Event:
         return self.queries < 0 and time.monotonic() - self.begun >= self.seconds
 
 
-def test_wait_returns_once_event_completes() -> None:
+def test_event_wait_returns_after_event_completes() -> None:
     event = Event(queries=3)
     assert is_passed(event, 60.0)
     assert event.queries == -1, "the event is not queried after it has passed"
 
 
-def test_wait_returns_false_at_deadline() -> None:
+def test_event_wait_returns_false_at_deadline() -> None:
     begun = time.monotonic()
     assert not is_passed(Event(seconds=float("inf")), 0.05)
     assert 0.05 <= time.monotonic() - begun < 5.0

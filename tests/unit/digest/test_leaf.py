@@ -71,7 +71,7 @@ def test_revision_matches_recorded_constant() -> None:
     assert leaf.revision(BASE, 16, LEAVES) == "w1-a254ff568c4525c5323503838106eec3d00573682c10d51668c1e3a499723485"
 
 
-def test_revision_ignores_order_and_packing() -> None:
+def test_revision_ignores_tensor_order_and_offsets() -> None:
     moved = replace(BASE.take([2, 0, 1]), offset=np.array([9, 8, 7]), file_index=np.array([2, 1, 0]))
     assert leaf.revision(moved, 16, leaves_of(4, 1, 2, 3)) == leaf.revision(BASE, 16, LEAVES)
 
@@ -90,18 +90,18 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_revision_changes_with_any_field(other: str) -> None:
+def test_changing_any_input_changes_revision(other: str) -> None:
     table, leaf_bytes, leaves = OTHERS[other]
     assert leaf.revision(table, leaf_bytes, leaves) != leaf.revision(BASE, 16, LEAVES)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
-def test_small_tables_match_recorded_revisions(num_rows: int) -> None:
+def test_revision_of_small_table_has_version_prefix(num_rows: int) -> None:
     table = BASE.take(range(num_rows))
     assert leaf.revision(table, 16, LEAVES[: 2 * num_rows]).startswith("w1-")
 
 
-def test_headers_revision_ignores_header_order() -> None:
+def test_revision_of_headers_ignores_their_order() -> None:
     assert leaf.headers_revision([b"1", b"2"]) == leaf.headers_revision([b"2", b"1"])
     assert leaf.headers_revision([b"1", b"2"]) != leaf.headers_revision([b"1"])
     assert leaf.headers_revision([]).startswith("h1-")

@@ -47,7 +47,7 @@ def checker(body: bytearray) -> TensorChecker:
     return TensorChecker(found)
 
 
-def test_correct_leaves_pass_verification_in_any_batches(body: bytearray) -> None:
+def test_correct_leaves_pass_in_batches_of_any_size(body: bytearray) -> None:
     held, view = checker(body), memoryview(body)
     held.check(0, 0, view[:25], uri="f")
     held.check(0, 10, view[10:20], uri="f")
@@ -72,7 +72,7 @@ def test_verification_locates_flipped_bit(body: bytearray, at: int) -> None:
     assert error.blame == "source" and not error.mutated and error.hint
 
 
-def test_partial_batch_is_compared_with_its_leaves(body: bytearray) -> None:
+def test_wrong_leaf_in_partial_batch_raises_integrity_error(body: bytearray) -> None:
     with pytest.raises(IntegrityError, match=r"\[10, 20\)"):
         checker(body).check(0, 10, memoryview(body)[:10], uri="f")
 
@@ -145,7 +145,7 @@ def test_verification_of_complete_slabs_is_planned_once(cuda: None, monkeypatch:
     assert FakeLayout.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
 
 
-def test_incomplete_slab_leaves_are_planned_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_of_incomplete_slabs_are_planned_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(3, has_all=False)
     held = checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks)
     held.prepare()
@@ -154,7 +154,7 @@ def test_incomplete_slab_leaves_are_planned_per_batch(cuda: None, monkeypatch: p
     assert [slabs for slabs, _ in FakeLayout.made] == [[2, 1]]
 
 
-def test_low_memory_uses_less_scratch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_with_low_memory_uses_less_scratch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checker_of(Place(3, has_all=True), monkeypatch, SMALL_SLAB_BLOCKS).prepare()
     assert FakeLayout.made == [([0, 1, 2], SMALL_SLAB_BLOCKS)]
 

@@ -175,7 +175,7 @@ def test_error_in_finish_stops_run(ticket: RunState, make: Make) -> None:
     assert step.ends == [], "finished, though badly: not abandoned as well"
 
 
-def test_device_work_completes_in_order(ticket: RunState, make: Make) -> None:
+def test_device_work_finishes_in_post_order(ticket: RunState, make: Make) -> None:
     executor = make()
     works = [Work() for _ in range(3)]
     steps = [Recorded([], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]

@@ -32,7 +32,7 @@ HALF = FIRST_BYTES // 2
         ([1, 0, 0], 3),
     ],
 )
-def test_first_allocations_cover_requested_bytes(slab_nbytes: list[int], num_first: int) -> None:
+def test_first_slabs_cover_minimum_bytes(slab_nbytes: list[int], num_first: int) -> None:
     assert num_first_slabs(slab_nbytes) == num_first
 
 

@@ -37,7 +37,7 @@ def test_items_run_through_executors_until_finish(run: Run) -> None:
     assert [(span[0], span[1], span[5]) for span in run.trace.take()] == [("fetch", "read", 3), ("compute", "check", 1)]
 
 
-def test_closing_run_cancels_items_and_threads(run: Run) -> None:
+def test_close_cancels_waiting_items_and_stops_threads(run: Run) -> None:
     executor, gate, log = run.executor("fetch", 1), threading.Event(), list[str]()
     began = threading.Event()
 
@@ -86,7 +86,7 @@ def test_item_error_is_raised_by_wait(run: Run) -> None:
         run.wait()
 
 
-def test_idle_run_without_bytes_stalls() -> None:
+def test_idle_run_without_bytes_raises_source_stalled() -> None:
     with Run(10, trace=Trace(enabled=False), stall_s=0.1) as run:
         run.executor("fetch", 1)
         with pytest.raises(SourceStalled, match="0 of 10 bytes"):
@@ -144,7 +144,7 @@ def test_failed_thread_start_queues_nothing(run: Run, monkeypatch: pytest.Monkey
     assert log == ["b"]
 
 
-def test_quick_run_shortens_thread_switch_interval() -> None:
+def test_thread_switch_interval_is_shorter_during_quick_run() -> None:
     before, seen = sys.getswitchinterval(), list[float]()
     with Run(1, trace=Trace(enabled=False), stall_s=30.0, is_quick=True) as run:
         executor = run.executor("fetch", 2)
@@ -155,7 +155,7 @@ def test_quick_run_shortens_thread_switch_interval() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_thread_start_error_is_raised_by_wait(run: Run) -> None:
+def test_on_thread_start_error_is_raised_by_wait(run: Run) -> None:
     def fail() -> None:
         raise SourceUnavailable("no device", uri="x")
 

@@ -19,7 +19,7 @@ def idle() -> bool:
     return False
 
 
-def test_finish_wakes_waiter() -> None:
+def test_finish_wakes_waiting_thread() -> None:
     ticket = RunState(10, idle)
     assert not ticket.done and not ticket.stopped
     threading.Timer(0.02, ticket.finish).start()
@@ -96,7 +96,7 @@ def test_progress_extends_deadline() -> None:
     assert ticket.moved_bytes == 10
 
 
-def test_suspended_process_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_suspended_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.5, 61.5, 62.0, 62.25])
     monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     ticket = RunState(10, idle)

@@ -35,7 +35,7 @@ def test_trace_spans_become_complete_events(tmp_path: Path) -> None:
     assert trace.busy_s() == pytest.approx({"fetch": 4.5, "place": 0.25})
 
 
-def test_trace_stages_do_not_count_as_busy(tmp_path: Path) -> None:
+def test_trace_stages_do_not_count_as_busy_time(tmp_path: Path) -> None:
     trace = Trace(enabled=True)
     with trace.stage("plan"), pytest.raises(ZeroDivisionError), trace.stage("fails"):
         1 / 0

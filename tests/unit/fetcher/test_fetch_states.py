@@ -274,7 +274,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 # -- States of the fetch.
 
 
-def test_fetch_passes_through_its_states() -> None:
+def test_successful_fetch_goes_from_new_to_closed() -> None:
     fetch = Fetch({"A": "gives"})
     assert fetch.run.state is FetchState.NEW and not fetch.holders and not fetch.num_first
     with fetch.run:
@@ -287,7 +287,7 @@ def test_fetch_passes_through_its_states() -> None:
     fetch.assert_complete()
 
 
-def test_fetch_without_sources_requests_no_byte() -> None:
+def test_fetch_without_sources_requests_no_bytes() -> None:
     fetch = Fetch({}, stall_s=0.2)
     with fetch.run:
         fetch.run.start()
@@ -435,7 +435,7 @@ NEXT = {
 
 @pytest.mark.parametrize("before", list(HubState))
 @pytest.mark.parametrize("after", list(HubState))
-def test_fetch_hub_state_follows_listed_transitions(before: HubState, after: HubState) -> None:
+def test_hub_state_changes_only_along_listed_transitions(before: HubState, after: HubState) -> None:
     hub = Fetch({}).run.hub
     assert before is HubState.UNKNOWN or hub.become(before)
     is_allowed = after.name in NEXT[before.name]

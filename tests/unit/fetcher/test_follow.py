@@ -261,7 +261,7 @@ def test_chunk_updates_are_requested_from_each_parent(fetch: Assignment) -> None
     assert asked(fetch) == {"A", "D", "G"}
 
 
-def test_unlisted_upstream_is_used_when_others_stall(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_used_when_listed_upstreams_stall(fetch: Assignment) -> None:
     fetch.follow(reply_of("AZ", "DZ"))
     readers(fetch)["A"].is_connected = False
     fetch.follow(reply_of("AG", "DG"))
@@ -299,7 +299,7 @@ def test_spare_reader_stays_while_parent_is_stalled(fetch: Assignment) -> None:
     assert "G" in readers(fetch)
 
 
-def test_unlisted_upstream_is_closed_once_parents_send(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_closed_when_parents_send(fetch: Assignment) -> None:
     fetch.follow(reply_of("PZ", "QZ"))
     fetch.follow(reply_of("PG", "QG"))
     leave_unneeded(fetch)

@@ -33,7 +33,7 @@ def test_retry_pauses_double_up_to_deadline(times: RetryTimes) -> None:
     assert times.may_try("b", 100.0)
 
 
-def test_silent_member_is_avoided_longer_with_storage(times: RetryTimes) -> None:
+def test_silent_member_is_retried_later_if_storage_is_readable(times: RetryTimes) -> None:
     fail(times, 0.0, SourceStalled)
     assert times.may_try("a", FORGIVE_S)
     fail(times, 0.0, SourceStalled, can_read_storage=True)

@@ -38,7 +38,7 @@ def allocate(target: FetchTarget) -> tuple[LocalWeights, dict[str, torch.Tensor]
     return weights, dict(zip(target.layout.table.names, make(), strict=True))
 
 
-def test_allocated_tensors_share_memory_with_rows() -> None:
+def test_allocated_tensors_share_memory_with_byte_rows() -> None:
     # The names are not in sorted order, which the layout uses.
     weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
     assert list(tensors) == sorted(TENSORS)

@@ -59,7 +59,9 @@ def test_parent_and_next_upstream_connect_immediately(ranks: tuple[int, ...], mo
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (UNNAMED, 2), (UNNAMED, UNNAMED)])
-def test_other_upstreams_connect_on_request(ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_ranked_upstream_connects_only_on_request(
+    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.0)
     peer = Peer()
     reader = follow(peer, ranks, Timing(spare_pause_s=0.01))

@@ -29,7 +29,7 @@ def arrived(*chunks: int, wanted: U64 | None = None) -> ReceivedChunks:
     return ReceivedChunks(chunks=np.array(chunks), wanted=wanted, path="a path", upstream_reader=None)
 
 
-def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
+def test_waiting_chunks_are_divided_among_verify_threads(monkeypatch) -> None:
     waiting = deque(arrived(i) for i in range(5))
     first = next_batch(waiting, 2)
     assert [int(one.chunks[0]) for one in first] == [0, 1, 2]
@@ -42,7 +42,7 @@ def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
     assert len(next_batch(waiting, 1)) == 2
 
 
-def test_correct_chunks_are_accepted_next_to_wrong_chunks() -> None:
+def test_wrong_chunks_are_reported_and_correct_chunks_accepted() -> None:
     holding = make()
     right = holding.digest(np.array([0, 3]))
     other = holding.digest(np.array([5, 6]))

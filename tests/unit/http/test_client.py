@@ -78,7 +78,7 @@ def test_complete_response_body_is_received(server: Server, said: bytes, is_reus
         assert server.get(said).read(len(BODY)) == BODY
 
 
-def test_body_without_length_extends_to_close(server: Server) -> None:
+def test_body_without_length_is_read_until_close(server: Server) -> None:
     reply = server.get(OK + b"\r\n" + BODY, ends=True)
     assert reply.length is None
     assert received(reply, 1000) == BODY
@@ -89,7 +89,7 @@ def test_body_without_length_extends_to_close(server: Server) -> None:
     ("method", "line"),
     [("HEAD", b"200 OK\r\nContent-Length: 5"), ("GET", b"204 No"), ("GET", b"304 Not\r\nContent-Length: 5")],
 )
-def test_response_without_body_is_empty(server: Server, method: str, line: bytes) -> None:
+def test_bodyless_response_reads_as_empty(server: Server, method: str, line: bytes) -> None:
     said = b"HTTP/1.1 " + line + b"\r\n\r\n"
     for _ in range(2):
         reply = server.get(said, method)
@@ -131,7 +131,7 @@ def test_empty_chunked_body_is_received(server: Server, said: bytes) -> None:
         reply.readinto(memoryview(bytearray(10)))
 
 
-def test_slow_request_reader_is_aborted_at_deadline() -> None:
+def test_request_to_slowly_reading_server_raises_timeout_error() -> None:
     mine, theirs = socket.socketpair()
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     stop = threading.Event()

@@ -69,7 +69,7 @@ def read(
     return asked
 
 
-def test_slow_link_is_compressed(clock: Clock) -> None:
+def test_compression_is_chosen_for_slow_link(clock: Clock) -> None:
     choice = CompressionChoice()
     assert "too few" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
@@ -80,13 +80,13 @@ def test_slow_link_is_compressed(clock: Clock) -> None:
     assert why == "1.50x by byte planes: 0.19 GB/s, raw 0.12"
 
 
-def test_fast_link_is_never_compressed(clock: Clock) -> None:
+def test_compression_is_never_tried_on_fast_link(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
     assert choice.decision() == (False, "not compressed: the link has 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
 
 
-def test_small_gain_is_not_compressed(clock: Clock) -> None:
+def test_compression_with_small_gain_is_never_tried(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.0, coded=2.0, codec=MARGIN - 0.01))
 
@@ -126,7 +126,7 @@ def test_declining_peer_disables_compression(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: the peer does not compress")
 
 
-def test_mixed_responses_are_excluded_from_compression_rate(clock: Clock) -> None:
+def test_compression_rate_ignores_mixed_transfers(clock: Clock) -> None:
     """A connection still receives uncompressed bytes, so the rate is of both kinds."""
     choice = CompressionChoice()
     straggler = choice.begin()

@@ -163,7 +163,7 @@ def test_interim_responses_are_skipped_and_limited() -> None:
     theirs.close()
 
 
-def test_response_heads_share_one_deadline() -> None:
+def test_trickling_head_is_refused_at_deadline() -> None:
     connection, theirs = connected()
     stop = threading.Event()
 

@@ -106,7 +106,7 @@ def test_unusable_proxy_raises_config_error(value: str, said: str) -> None:
     assert proxy_of(urlsplit(HOST), {"ALL_PROXY": value, "NO_PROXY": "example.org"}) is None
 
 
-def test_obstore_exclusions_omit_ports() -> None:
+def test_no_proxy_entries_with_ports_are_omitted_for_obstore() -> None:
     assert exclusions({"NO_PROXY": "a.org, b.org:80 [::1],10.0.0.0/8"}) == "a.org,::1,10.0.0.0/8"
 
 
@@ -158,7 +158,7 @@ def test_ca_bundle_directory_is_accepted(tmp_path: Path) -> None:
         "64:ff9b::6464:64c8",
     ],
 )
-def test_every_link_local_address_form_is_detected(address: str) -> None:
+def test_link_local_address_is_detected_in_every_notation(address: str) -> None:
     assert is_local_service(address)
 
 

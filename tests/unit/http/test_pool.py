@@ -68,7 +68,7 @@ def test_invalid_proxy_address_raises_config_error(pool: Pool, monkeypatch: pyte
         pool.get(urlsplit("http://host/x"))
 
 
-def test_host_name_is_validated_before_proxy(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_is_validated_before_proxy_is_contacted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(ConfigError, match="host name is not valid"):

@@ -56,6 +56,6 @@ def test_missing_gpu_error_contains_its_number(device: int | str) -> None:
 
 @pytest.mark.parametrize("device", [-1, True, "0", 0.0, None])
 def test_invalid_device_raises(device: object) -> None:
-    with pytest.raises(ConfigError, match="is not a device") as caught:
+    with pytest.raises(ConfigError, match="is not a valid device") as caught:
         resolve_device(device)
     assert "the number N of a GPU" in str(caught.value)

@@ -130,7 +130,7 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("situation", OTHER_SHAPES)
-def test_codes_with_unknown_shape_are_copied_or_rejected(situation):
+def test_quantised_codes_with_unknown_shape_are_never_converted(situation):
     parts, config = OTHER_SHAPES[situation]
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:
@@ -156,7 +156,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("writer", FOREIGN)
-def test_codes_from_unknown_writer_are_copied_or_rejected(writer):
+def test_quantised_codes_from_unknown_writer_are_never_converted(writer):
     parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot read") as raised:
@@ -200,7 +200,7 @@ def e2m1(packed: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("experts", "rows", "blocks"), [(3, 10, 5), (1, 1, 1), (2, 5, 3), (1, 32, 1), (0, 2, 2), (2, 4, 0)]
 )
-def test_gpt_oss_blocks_are_dequantised_transposed(experts, rows, blocks, exponents):
+def test_gpt_oss_blocks_are_dequantised_and_transposed(experts, rows, blocks, exponents):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (experts, rows, blocks, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 255, (experts, rows, blocks), dtype=torch.uint8, generator=generator)
@@ -220,7 +220,7 @@ def test_gpt_oss_blocks_are_dequantised_transposed(experts, rows, blocks, expone
 
 
 @pytest.mark.parametrize("second", [torch.tensor(0.3), torch.full((1,), 3e-5)])
-def test_modelopt_nvfp4_matches_its_library(second):
+def test_modelopt_nvfp4_dequantises_like_modelopt(second):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (5, 24), dtype=torch.uint8, generator=generator)
     scales = (torch.rand(5, 3, generator=generator) * 448).to(torch.float8_e4m3fn)
@@ -260,7 +260,7 @@ def test_comfyui_scale_weight_is_applied(scale):
     assert {kept[name].dtype for name in others} == {torch.bfloat16}
 
 
-def test_parameters_named_scale_are_ordinary_tensors():
+def test_parameters_named_scale_are_treated_as_ordinary_tensors():
     given = {
         "norm.weight": torch.ones(4),
         "norm.scale": torch.ones(4),

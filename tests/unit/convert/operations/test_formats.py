@@ -32,7 +32,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sliced_block_quantisation_matches_unsliced_tensor(tag, dtype):
+def test_sliced_block_quantisation_matches_unsliced_quantisation(tag, dtype):
     given, form = weights(dtype), format_of(tag)
     found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
@@ -121,7 +121,7 @@ CODES = torch.randn(256, 384, generator=torch.Generator().manual_seed(7)).to(tor
         ("weight_scale_inv", (256, 12), (1, 32)),
     ],
 )
-def test_foreign_fp8_is_dequantised_with_any_scales(name, shape, block, dtype):
+def test_foreign_fp8_with_any_scale_shape_is_dequantised(name, shape, block, dtype):
     """Qwen3-FP8's BF16 blocks, llm-compressor's FP8_BLOCK, FP8_DYNAMIC and FP8, FBGEMM's rows."""
     scales = torch.exp2(torch.randint(-6, 6, shape, generator=torch.Generator().manual_seed(1)).float()).to(dtype)
     given = {"a.weight": CODES, f"a.{name}": scales, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(4)}
@@ -166,7 +166,7 @@ def test_unreadable_quantised_tensor_is_refused(parts, says):
             merge.recipes([table_of(given), table_of(given)])
 
 
-def test_unknown_quantisation_config_is_refused_with_method():
+def test_unsupported_quantisation_config_error_states_reason():
     given = table_of({"a.qweight": torch.ones(8, 8, dtype=torch.int32), "a.scales": torch.ones(8, 1)})
     gptq = {"quant_method": "gptq", "bits": 4, "modules_to_not_convert": ["lm_head"] * 1000}
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_declared_block_shape_overrides_default():
     assert torch.equal(found["a.weight"], CODES.float() * scales.repeat_interleave(64, 0).repeat_interleave(64, 1))
 
 
-def test_compressed_tensors_integers_are_read_when_declared():
+def test_compressed_tensors_int8_is_read_if_config_declares_it():
     codes = torch.randint(-127, 128, (8, 16), dtype=torch.int8)
     given = {"a.weight": codes, "a.weight_scale": torch.rand(8, 1)}
     said = {

@@ -33,7 +33,7 @@ def ours(values: Floats) -> bytes:
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-7, 1e-3, 1.0, 300.0, 1e6])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_values_match_gguf_package(scale: float, seed: int) -> None:
+def test_quantised_random_values_match_gguf_package(scale: float, seed: int) -> None:
     values = (np.random.default_rng(seed).standard_normal((64, 512)) * scale).astype(np.float32)
     assert ours(values) == theirs(values)
 
@@ -43,14 +43,14 @@ SPECIAL = [0.0, -0.0, TINY, -TINY, np.float32(1.1754944e-38), np.float32(3e-39),
 
 
 @pytest.mark.parametrize("value", SPECIAL)
-def test_constant_blocks_match_gguf_package(value: float) -> None:
+def test_quantised_constant_blocks_match_gguf_package(value: float) -> None:
     same, one = np.full((1, 32), value, np.float32), np.zeros((1, 32), np.float32)
     one[0, 7] = value
     for values in (same, one):
         assert ours(values) == theirs(values)
 
 
-def test_ties_are_rounded_away_from_zero() -> None:
+def test_half_integers_are_rounded_away_from_zero() -> None:
     values = np.concatenate([np.arange(-15.5, 15.5), [127.0]]).astype(np.float32).reshape(1, 32)
     assert ours(values) == theirs(values)
     codes = np.frombuffer(ours(values), np.int8)[2:]
@@ -59,7 +59,7 @@ def test_ties_are_rounded_away_from_zero() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(arrays.arrays(np.float32, (2, 64), elements=st.floats(-float(LARGE), float(LARGE), width=32)))
-def test_finite_values_match_gguf_package(values: Floats) -> None:
+def test_quantised_finite_values_match_gguf_package(values: Floats) -> None:
     assert ours(values) == theirs(values)
 
 
@@ -72,7 +72,7 @@ def test_unrepresentable_values_are_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_quantise_like_fp32(dtype: torch.dtype) -> None:
+def test_non_fp32_input_is_quantised_like_fp32(dtype: torch.dtype) -> None:
     values = torch.randn(8, 3, 64).to(dtype)
     assert quantise_q8_0(values).numpy().tobytes() == theirs(values.float().numpy())
 

@@ -129,7 +129,7 @@ def ties(base: torch.Tensor, models: list[torch.Tensor], density: float, weights
     shape=st.sampled_from([(40, 23), (7, 5, 3), (100,), (1,)]),
     coarse=st.booleans(),
 )
-def test_ties_merge_trims_votes_and_averages(density, weights, scale, shape, coarse):
+def test_ties_merge_matches_reference_implementation(density, weights, scale, shape, coarse):
     chance = torch.Generator().manual_seed(3)
     base, *models = (torch.randn(shape, generator=chance) for _ in range(1 + len(weights)))
     if coarse:  # many changes of one size, many votes that end in a tie
@@ -138,7 +138,7 @@ def test_ties_merge_trims_votes_and_averages(density, weights, scale, shape, coa
     assert torch.allclose(found.double(), ties(base, models, density, weights, scale), atol=1e-5)
 
 
-def test_ties_merge_is_consistent_across_blocks():
+def test_ties_merge_of_long_tensors_matches_reference():
     given_ = sources(3, torch.bfloat16, **LONG)
     found = outputs_of(Ties(0.1), *given_)["w"]
     base, *models = (one["w"] for one in given_)
@@ -154,7 +154,7 @@ def test_merge_preserves_nan():
         assert outputs_of(operation, {"w": base}, {"w": model})["w"][3].isnan(), operation.name
 
 
-def test_mismatched_sources_are_refused_with_differences():
+def test_mismatched_sources_error_lists_differences():
     a, b = sources(2)
     del b["a"]
     b["more"] = torch.zeros(1)
@@ -174,14 +174,14 @@ def test_wrong_number_of_sources_is_refused(operation, count):
         operation.recipes([table_of(one) for one in sources(count)])
 
 
-def test_out_of_range_settings_are_rejected():
+def test_invalid_merge_settings_are_rejected():
     with pytest.raises(ConfigError, match="density"):
         Ties(0.0)
     with pytest.raises(PlanError, match="sum is zero"):
         Linear((1.0, -1.0)).recipes([table_of(one) for one in sources(2)])
 
 
-def test_merge_then_store_is_identical_for_any_slicing():
+def test_slicing_does_not_change_merge_and_store_results():
     tensors = [{"model.layers.0.mlp.up_proj.weight": torch.randn(700, 500), "b": torch.randn(7)} for _ in range(3)]
     for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
         chained = operation_of([{"op": "ties", "density": 0.4}, words])
@@ -258,7 +258,7 @@ def test_unsupported_adapter_configuration_is_refused(told):
         LoraMerge(told)
 
 
-def test_mismatched_adapter_is_refused():
+def test_adapter_not_matching_base_is_refused():
     tables = [table_of(BASE), table_of(adapter(8, 600, 64, "model.layers.9.q_proj"))]
     with pytest.raises(PlanError, match="2 adapter tensors match no tensor in the base"):
         LoraMerge({}).recipes(tables)

@@ -131,7 +131,7 @@ def test_rename_dropping_everything_is_refused():
         Rename(((".", ""),)).recipes([table(a=(1,))])
 
 
-def test_invalid_operation_arguments_raise_with_usage():
+def test_invalid_operation_arguments_raise_config_error():
     assert operation_of([]).name == "copy"
     assert operation_of([{"op": "rename", "rules": [["a", "b"]]}, {"op": "copy"}]).name == "rename(a=b), copy"
     with pytest.raises(ConfigError, match="unknown operation 'fly'"):

@@ -90,7 +90,7 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.parametrize(("have", "want"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("layout", ["directories", "vllm"])
-def test_any_rank_count_reshards_to_any_other(have, want, layout):
+def test_checkpoint_is_resharded_between_rank_counts(have, want, layout):
     found = check_rows(Reshard(want, layout=layout, heads=HEADS), *ranks(have))
     equal(found, model() if want == 1 and layout == "directories" else by_hand(want, layout))
 
@@ -121,21 +121,21 @@ def test_user_reshard_rules_override_defaults():
     assert torch.equal(found["rank-00001-of-00002/norm.q_proj.weight"], given["norm.q_proj.weight"][2:])
 
 
-def test_tensors_without_rule_are_listed():
+def test_error_lists_tensors_without_split_rule():
     with pytest.raises(PlanError, match=r"no rule for splitting 2 tensors: a, b"):
         Reshard(2).recipes([table_of({"a": torch.zeros(4), "b": torch.zeros(4), "c.norm": torch.zeros(4)})])
     with pytest.raises(PlanError, match="the number of heads is unknown"):
         Reshard(2).recipes([table_of({"a.qkv_proj.weight": torch.zeros(16, 2)})])
 
 
-def test_inconsistent_ranks_are_refused():
+def test_replicated_tensor_differing_between_ranks_is_refused():
     given = [{"norm.weight": torch.tensor([float(i), 1.0])} for i in range(2)]
     with pytest.raises(PlanError, match="ranks 0 and 1 have different bytes") as caught:
         outputs_of(Reshard(1), *given)
     assert caught.value.tensor == "norm.weight"
 
 
-def test_uneven_shares_are_refused():
+def test_shapes_not_divisible_by_ranks_are_refused():
     with pytest.raises(PlanError, match="cannot be divided among 4"):
         Reshard(4).recipes([table_of({"a.up_proj.weight": torch.zeros(6, 2)})])
     for heads, count, name in (((8, 3), 4, "k"), ((6, 2), 4, "q"), ((2, 2), 4, "k"), ((8, 4), 6, "v")):
@@ -185,7 +185,7 @@ def rank_of(name: str, tensor: torch.Tensor, rank: int, count: int) -> torch.Ten
 
 
 @pytest.mark.parametrize(("have", "want"), [(1, 4), (1, 8), (4, 1), (8, 2), (4, 8), (8, 4), (2, 8)])
-def test_key_heads_below_ranks_are_replicated(have, want):
+def test_key_heads_fewer_than_ranks_are_replicated(have, want):
     whole = grouped_query()
     sources = [{name: rank_of(name, one, rank, have) for name, one in whole.items()} for rank in range(have)]
     found = check_rows(Reshard(want, heads=(8, 2)), *sources)
@@ -214,7 +214,7 @@ def test_differing_replicated_heads_are_rejected(name, want):
     assert caught.value.tensor == name
 
 
-def test_heads_of_other_modules_are_not_replicated():
+def test_vision_module_heads_are_not_replicated():
     encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
     with pytest.raises(PlanError, match="do not match 2 and 8 heads") as caught:
         Reshard(4, heads=(8, 2)).recipes([table_of(encoder)])
@@ -231,7 +231,7 @@ def test_per_tensor_scale_is_copied_to_ranks():
     assert found["rank-00001-of-00002/a.q_proj.weight_scale"].tolist() == [1.0]
 
 
-def test_invalid_options_are_refused():
+def test_invalid_reshard_options_are_refused():
     for told in (
         {"to": 0},
         {"to": 2, "layout": "x"},

@@ -23,7 +23,7 @@ def test_usage_lists_every_operation_with_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["slurp", "help", ""])
-def test_unknown_operation_error_lists_all(name: str) -> None:
+def test_unknown_operation_error_lists_every_operation(name: str) -> None:
     for ask in (lambda: maker_of(name), lambda: operation_of([{"op": name}]), lambda: operation_spec(name)):
         with pytest.raises(ConfigError, match="unknown operation") as caught:
             ask()
@@ -33,7 +33,7 @@ def test_unknown_operation_error_lists_all(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "near"), [("slurp", "slerp"), ("lora_merge", "lora-merge"), ("Dequantize", "dequantise")]
 )
-def test_mistyped_operation_suggests_nearest(name: str, near: str) -> None:
+def test_mistyped_operation_error_suggests_nearest_name(name: str, near: str) -> None:
     with pytest.raises(ConfigError) as caught:
         maker_of(name)
     assert f"did you mean {near!r}?" in str(caught.value.hint)

@@ -136,7 +136,7 @@ def test_invalid_user_function_raises_config_error():
         function_of(here("Named"), wanted="x")
 
 
-def test_changed_function_code_changes_job(tmp_path, monkeypatch) -> None:
+def test_edited_function_source_changes_its_digest(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "of_the_user.py"
     file.write_text("def same(tensor, name):\n    return tensor\n")
@@ -147,7 +147,7 @@ def test_changed_function_code_changes_job(tmp_path, monkeypatch) -> None:
     assert code_of(first) != codes[0]
 
 
-def test_changed_function_behind_partial_changes_job(tmp_path, monkeypatch) -> None:
+def test_edited_function_inside_partial_changes_digest(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "partly.py"
     told = (

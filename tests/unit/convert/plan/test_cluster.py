@@ -42,12 +42,12 @@ def test_invalid_cluster_json_raises_config_error(raw: bytes) -> None:
         {"straggler_slowdown": 0.5},
     ],
 )
-def test_impossible_cluster_numbers_are_refused(fields) -> None:
+def test_out_of_range_cluster_field_raises_plan_error(fields) -> None:
     with pytest.raises(PlanError):
         msgspec.structs.replace(H200, **fields).check()
 
 
-def test_impossible_cluster_rates_are_rejected() -> None:
+def test_out_of_range_cluster_rate_raises_plan_error() -> None:
     for field, value in (("digest_gb_per_s", 0.0), ("hop_s", -1.0)):
         with pytest.raises(PlanError):
             msgspec.structs.replace(CLUSTERS["h200"][1], **{field: value}).check()
@@ -62,7 +62,7 @@ def test_links_within_node_use_nvlink_rate() -> None:
     assert far.tolist() == beside.tolist()  # two GPUs a NIC
 
 
-def test_stragglers_depend_on_share_and_seed() -> None:
+def test_straggler_share_and_seed_select_slow_gpus() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=10, straggler_share=0.1, straggler_slowdown=3.0)
     slow = slowdowns(cluster, 7)
     assert (slow == 3.0).sum() == 8

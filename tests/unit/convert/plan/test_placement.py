@@ -111,13 +111,13 @@ def test_queue_of_slowing_worker_is_reassigned():
     assert placement.num_stolen or placement.num_twice
 
 
-def test_tasks_of_stopped_worker_are_duplicated():
+def test_tasks_of_stalled_worker_are_duplicated():
     placement = Placement(COSTS)
     assert play(placement, COSTS, FOUR, slows={"w2": (98.5, 1e6)}) <= 105.0
     assert placement.num_twice >= 1
 
 
-def test_tasks_of_dead_worker_run_elsewhere():
+def test_tasks_of_dead_worker_run_on_other_workers():
     ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 300
     assert play(Placement(COSTS), COSTS, FOUR, dies={"w1": 50.0}) <= 1.05 * ideal
 
@@ -127,7 +127,7 @@ def test_large_task_does_not_delay_small_tasks():
     assert play(Placement(costs), costs, FOUR) <= 1.05 * sum(costs) / 400
 
 
-def test_tasks_run_on_host_caching_bytes():
+def test_worker_first_receives_tasks_with_cached_input():
     placement = Placement([10] * 40)
     placement.join("a", 0.0, holds=range(20, 40))
     placement.join("b", 0.0)
@@ -146,7 +146,7 @@ def test_idle_workers_steal_reserved_tasks():
     assert placement.num_stolen == 4
 
 
-def test_workers_on_host_share_reserved_tasks():
+def test_workers_on_one_host_share_its_reserved_tasks():
     placement = Placement([10] * 24)
     placement.join("a", 0.0, holds=range(12, 24), at="host 1")
     placement.join("b", 0.0, holds=range(12, 24), at="host 1")
@@ -168,7 +168,7 @@ def test_workers_on_host_share_reserved_tasks():
     assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
 
 
-def test_tasks_cached_on_two_hosts_are_not_stolen():
+def test_tasks_cached_on_two_hosts_do_not_count_as_stolen():
     placement = Placement([10] * 8)
     placement.join("a", 0.0, holds=range(8), at="host 1")
     placement.join("b", 0.0, holds=range(4, 8), at="host 2")
@@ -228,7 +228,7 @@ def test_resumed_job_runs_only_remaining_tasks():
     assert placement.num_left == 2
 
 
-def test_worker_queue_is_limited_and_rejoining_raises():
+def test_queue_depth_is_limited_and_duplicate_join_raises():
     placement = Placement([1] * 100)
     placement.join("a", 0.0)
     assert len(placement.next("a", 0.0).tasks) == DEPTH

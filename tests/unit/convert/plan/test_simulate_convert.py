@@ -47,7 +47,7 @@ def test_workers_share_tasks_evenly(workers: int) -> None:
     assert least_s * 0.999 <= found.predicted_s <= least_s + 1 / 50 + 1e-9  # the last may begin one more, stolen
 
 
-def test_worker_rate_limits_reading() -> None:
+def test_reading_speed_is_limited_by_worker_rate() -> None:
     slow = msgspec.structs.replace(RATES, worker_gb_per_s=10.0)
     assert run(80, cluster(2), rates=slow).predicted_s == pytest.approx(40 / 10, rel=0.05)
     disk = cluster(2, node_storage_gb_per_s=4.0)
@@ -63,14 +63,14 @@ def test_gpu_conversion_prediction_matches_measurement(gpus: int, measured_s: fl
     assert abs(found.off_by(measured_s=measured_s)) < 0.1
 
 
-def test_host_rate_limits_its_workers() -> None:
+def test_worker_speed_is_limited_by_host_rate() -> None:
     bound = msgspec.structs.replace(RATES, host_gb_per_s=20.0)
     assert run(160, cluster(4), rates=bound).predicted_s == pytest.approx(160 / 20, rel=0.05)
     assert run(160, cluster(1), rates=bound).predicted_s == pytest.approx(160 / 20, rel=0.05)
     assert run(160, cluster(1)).predicted_s == pytest.approx(160 / 50, rel=0.05)
 
 
-def test_shared_storage_limits_all_workers() -> None:
+def test_all_workers_are_limited_by_shared_storage() -> None:
     alone, four = (run(400, cluster(count, storage_gb_per_s=5.0)) for count in (1, 4))
     assert four.predicted_s == pytest.approx(alone.predicted_s, rel=0.02)
 
@@ -98,7 +98,7 @@ def test_empty_job_is_predicted_to_take_zero_seconds() -> None:
         simulate_convert(np.ones(2, np.int64), np.ones(1, np.int64), cluster(1), RATES)
 
 
-def test_conversion_picture_shows_every_stage() -> None:
+def test_conversion_diagram_shows_every_stage() -> None:
     drawn = svg(run(20, cluster(2, node_storage_gb_per_s=5.0)))
     for word in ("GPU 0 fetch", "GPU 1 send", "fetched", "placed", "sent"):
         assert word in drawn

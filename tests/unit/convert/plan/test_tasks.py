@@ -47,7 +47,7 @@ def block(name: str, shape: tuple[int, int]) -> Recipe:
     leaf_bytes=st.sampled_from([1, 256, 4096]),
     data=st.data(),
 )
-def test_every_recipe_row_is_in_one_task(shapes, task_bytes, leaf_bytes, data):
+def test_every_recipe_row_belongs_to_exactly_one_task(shapes, task_bytes, leaf_bytes, data):
     aligns = [data.draw(st.sampled_from([0, 1, 128])) for _ in shapes]
     recipes = [
         block(f"t{i}", shape) if align == 128 else cast(f"t{i}", shape, align)
@@ -102,12 +102,12 @@ def test_task_bounds_align_to_leaves():
 
 
 @pytest.mark.parametrize("task_bytes", [0, -1])
-def test_tasks_without_bytes_are_refused(task_bytes):
+def test_non_positive_task_bytes_are_refused(task_bytes):
     with pytest.raises(ConfigError, match="task_bytes"):
         cut([block("w", (300, 256))], task_bytes=task_bytes)
 
 
-def test_concatenated_input_returns_only_its_rows():
+def test_concatenated_input_selects_only_its_own_rows():
     source = spec("part", (10, 4))
     one = Input(source=1, spec=source, box=Box(start=(2, 0), stop=(8, 4)), at=100)
     assert one.taken(0, 100) is None
@@ -138,7 +138,7 @@ def test_scale_rows_correspond_to_blocks():
     assert out.byte_range(128, 300) == (8, 24)
 
 
-def test_tensors_with_wide_elements_precede_others():
+def test_tensors_are_stored_by_descending_element_width():
     specs = [
         spec("a", (3,), DType.U8),
         spec("b", (2,), DType.F64),
@@ -157,7 +157,7 @@ def test_duplicate_tensor_name_is_refused():
     assert caught.value.tensor == "a"
 
 
-def test_elements_not_filling_a_byte_are_refused():
+def test_tensor_ending_within_a_byte_is_refused():
     with pytest.raises(PlanError, match="whole bytes"):
         lay_out([spec("a", (3,), DType.F4)], shard_bytes=100)
 

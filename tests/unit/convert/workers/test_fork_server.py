@@ -44,7 +44,7 @@ def ends(pid: int) -> bool:
         os.close(fd)
 
 
-def test_exit_code_is_function_result(fork_server: ForkServer) -> None:
+def test_forked_process_exits_with_function_result(fork_server: ForkServer) -> None:
     process = fork_server.fork("operator:add", [2, 3])
     assert process.wait(ENDED_S) == 5
     assert process.wait(ENDED_S) == process.poll() == 5
@@ -66,7 +66,7 @@ def test_arguments_are_hidden_from_proc(fork_server: ForkServer) -> None:
         assert b"600.125" not in Path(f"/proc/{process.pid}/{name}").read_bytes()
 
 
-def test_stopped_process_is_killed(fork_server: ForkServer) -> None:
+def test_suspended_process_is_killed_by_sigkill(fork_server: ForkServer) -> None:
     process = sleeping(fork_server)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -110,7 +110,7 @@ def test_unresponsive_fork_server_is_reported_dead(fork_server: ForkServer, monk
     assert ends(process.pid)
 
 
-def test_interrupted_response_is_not_returned_later(fork_server: ForkServer) -> None:
+def test_interrupted_request_stops_fork_server_and_children(fork_server: ForkServer) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -127,7 +127,7 @@ def test_interrupted_response_is_not_returned_later(fork_server: ForkServer) -> 
     assert ends(process.pid)
 
 
-def test_fork_server_exits_with_its_thread() -> None:
+def test_fork_server_exits_when_starting_thread_exits() -> None:
     found = list[tuple[ForkServer, Forked]]()
 
     def start() -> None:

@@ -83,7 +83,7 @@ def test_staged_copy_reads_consecutive_pieces_of_step_size() -> None:
     assert asked == [(0, 3000), (3000, 3000), (6000, 3000), (9000, 1000)]
 
 
-def test_failed_read_returns_its_buffer() -> None:
+def test_failed_read_releases_its_buffer() -> None:
     def read(at: int, into: memoryview) -> None:
         raise OSError("gone")
 

@@ -151,7 +151,7 @@ class Staged(HostCompute):
 
 @pytest.mark.parametrize("leaf_bytes", [0, 4096])
 @pytest.mark.parametrize("words", [FP8, SLERP, LINEAR, RESHARD])
-def test_staging_in_pieces_is_bit_identical(stack, tmp_path, monkeypatch, words, leaf_bytes) -> None:
+def test_input_staged_in_pieces_gives_identical_output(stack, tmp_path, monkeypatch, words, leaf_bytes) -> None:
     count = 2 if words in (SLERP, LINEAR) else 1
     sources = [write(tmp_path / f"source{i}", i, leaf_bytes) for i in range(count)]
     _, expected, _ = run(stack, sources, words, tmp_path / "whole" / "out")
@@ -202,7 +202,7 @@ def test_copy_operation_buffers_only_few_leaves(stack, tmp_path, monkeypatch, le
             run(stack, [source], [], tmp_path / "refused", task_bytes=2 * MIB)
 
 
-def test_pieces_beyond_remaining_memory_are_rejected(stack, tmp_path, monkeypatch) -> None:
+def test_job_below_minimum_memory_raises_budget_too_small(stack, tmp_path, monkeypatch) -> None:
     sources = [tmp_path / f"source{i}" for i in range(2)]
     for i, source in enumerate(sources):
         source.mkdir()

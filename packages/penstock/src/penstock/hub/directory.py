@@ -138,7 +138,7 @@ class Directory:
         known = None if entry is None else snapshot.MEMBER_DECODER.decode(entry.value)
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             message = f"member {hello.member} belongs to another process, or has left"
-            raise PermissionDenied(message, hint="a new process takes a new id")
+            raise PermissionDenied(message, hint="use a new member id for each process")
         # An identical hello from a known member repeats a request whose response was lost.
         if known is None:
             self._limits.admit(hello.member, caller.name)
@@ -161,7 +161,7 @@ class Directory:
         if theirs != certificate:
             audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
             message = f"member {member} registered with a different certificate"
-            raise PermissionDenied(message, hint="a new process takes a new id")
+            raise PermissionDenied(message, hint="use a new member id for each process")
 
     def beat(self, member: str, beat: messages.Beat, caller: Caller = ANYBODY) -> messages.BeatReply:
         """Renew a member's lease, and drop the keys that the heartbeat omits. Return an operator's order to drain it.
@@ -222,14 +222,15 @@ class Directory:
                 raise _unknown(member)
             if not caller.may_ask(models):
                 raise PermissionDenied(
-                    f"this token is not for every model that member {member} holds", hint="use a token for all of them"
+                    f"this token may not access every model that member {member} holds",
+                    hint="use a token for all these models",
                 )
             # An older heartbeat must not restore the order, even while the hub is new.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
         else:
-            raise HubUnavailable(f"too many requests change member {member} at once", hint="try again")
+            raise HubUnavailable(f"too many requests change member {member} at once", hint="retry the request")
         # Change the holdings now instead of with the next heartbeat, because new readers must not be sent to the
         # member.
         for key, holder in holders.items():
@@ -331,7 +332,7 @@ class Directory:
         self._record_request(request.member, request.holding, reads_storage=request.ask)
         reply = self._assign(request, caller, attempts=_ATTEMPTS)
         if reply is None:
-            raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="claim again")
+            raise HubUnavailable("too many members claim chunks of one key at the same moment", hint="retry the claim")
         return reply
 
     def _assign(self, request: messages.ClaimRequest, caller: Caller, *, attempts: int) -> messages.ClaimReply | None:
@@ -383,7 +384,7 @@ class Directory:
             # A hidden model and a member without holdings raise the same error, so the error reveals no holder.
             audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
             raise PermissionDenied(
-                f"this token is not for models with the key {complaint.key}",
+                f"this token may not access models with the key {complaint.key}",
                 hint="only readers of a model may complain about its holders",
             )
         self._known(complaint.member)
@@ -391,7 +392,7 @@ class Directory:
             return
         if not self._limits.complaints.allow(caller.name):
             hint = "wait before you send more, because the earlier complaints count"
-            raise SourceBusy("too many complaints at once", hint=hint)
+            raise SourceBusy("too many complaints from this caller", hint=hint)
         self.counts["complaints"] += 1
         record_complaint(self.store, complaint, caller.name)
 
@@ -431,7 +432,7 @@ class Directory:
         """
         if not self._limits.job_reports.allow(caller.name):
             hint = "wait a second, because the next report will be a full one"
-            raise SourceBusy("too many reports about conversions at once", hint=hint)
+            raise SourceBusy("too many conversion reports from this caller", hint=hint)
         now, most = self._clock(), self.capacity.conversions
         record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)
 
@@ -464,7 +465,7 @@ class Directory:
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
-                raise HubUnavailable("the store lost an entry that was just written")
+                raise HubUnavailable("the store lost the hub's signing seed right after the hub wrote it")
             if self._signer is None or entry.value != self._seed:
                 self._seed = entry.value
                 self._signer = GrantSigner(entry.value)

@@ -177,7 +177,7 @@ class GrantChecker:
             # A caller with an invalid grant may use any reader's name, so all refusals share one rate.
             if self._lines.allow("refused"):
                 audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, signed)
-            raise GrantRefused(f"grant refused: {signed}", hint="ask the hub for upstreams again")
+            raise GrantRefused(f"grant refused: {signed}", hint="request upstreams from the hub again")
         audit.info("event=used key=%s reader=%s source=%s", key, reader, self._source)
         return signed.caller
 

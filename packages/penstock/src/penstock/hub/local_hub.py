@@ -106,7 +106,7 @@ class LocalEndpoint(HubEndpoint):
                     self._pass_over_stopped()
             time.sleep(0.01)
         where = self._directory / f"hub-{_generation(self._directory)}.sock"
-        raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
+        raise HubUnavailable("the process that hosts this host's hub is not listening", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
         """Return the socket of the current hub, or None if it is not ready. Host it here if no other process does."""

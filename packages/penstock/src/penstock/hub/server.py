@@ -70,9 +70,9 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if host and port.isdecimal() and int(port) > 65535:
-        raise ConfigError(f"cannot listen on {listen!r}: {port} is no valid port", hint="give a port from 0 to 65535")
+        raise ConfigError(f"cannot listen on {listen!r}: port {port} is invalid", hint="use a port from 0 to 65535")
     if not port.isdecimal() or not host:
-        raise ConfigError(f"cannot listen on {listen!r}: not a valid address", hint="write host:port or unix:///path")
+        raise ConfigError(f"cannot listen on {listen!r}: not a valid address", hint="use host:port or unix:///path")
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -81,8 +81,8 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     # Every user of this host can connect to loopback too.
     if not auth.guards:
         raise ConfigError(
-            f"everyone who reaches {listen}, including other users of this host, could use the hub unauthenticated",
-            hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
+            f"anyone who can reach {listen}, even other users of this host, could use the hub without authentication",
+            hint="pass --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
         )
     if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
         _log.warning("clients send tokens to %s unencrypted. Set --cert and --key to encrypt them.", listen)
@@ -106,7 +106,7 @@ def _bind_unix(path: Path) -> socket.socket:
         # A socket's file remains after its process exits. Remove it only if no process listens on it.
         if path.exists():
             if not stat.S_ISSOCK(path.lstat().st_mode) or _is_listening(path):
-                raise ConfigError(f"{path} is in use", hint="choose another path")
+                raise ConfigError(f"cannot listen on unix://{path}: the path is in use", hint="choose another path")
             path.unlink()
         # Set the mode before bind, because the socket would otherwise be open to other users for a moment.
         os.fchmod(bound.fileno(), 0o600)

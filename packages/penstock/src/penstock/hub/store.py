@@ -279,7 +279,7 @@ class RedisStore:
         try:
             import redis
         except ImportError as error:
-            raise MissingExtra("a hub on Redis needs redis", hint=install_hint("redis")) from error
+            raise MissingExtra("a hub on Redis needs the redis package", hint=install_hint("redis")) from error
         self._redis = redis
         try:
             self._client = redis.Redis.from_url(
@@ -355,7 +355,7 @@ class RedisStore:
             raise PermissionDenied(f"Redis refused access: {error}", uri=self._where, hint=hint) from error
         except self._redis.RedisError as error:
             hint = "check with `redis-cli -u URL ping` that it runs and that the hub's host can reach it"
-            raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
+            raise HubUnavailable(f"Redis does not respond: {error}", uri=self._where, hint=hint) from error
         finally:
             if self._closed:
                 # A call that was running when the store was closed may have opened a new connection.

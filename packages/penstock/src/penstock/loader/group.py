@@ -112,12 +112,13 @@ class LoadGroup(GroupCollectives):
         lost = [rank for rank, word in enumerate(digests) if not any(word)]
         if lost:
             raise PeerLost(
-                f"ranks {lost} of the group failed before they had a plan", hint="see the errors of these ranks"
+                f"ranks {lost} of the group failed before planning the load", hint="see the errors of these ranks"
             )
         odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
         if odd:
             raise PlanError(
-                f"ranks {odd} have different weights or options from rank 0", hint="give all ranks the same ones"
+                f"ranks {odd} have different weights or options from rank 0",
+                hint="use the same weights and options on all ranks",
             )
 
 

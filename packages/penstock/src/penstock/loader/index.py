@@ -90,7 +90,7 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """
     if isinstance(index, list):
         if index:
-            raise IndexRefused("an index by a list is not supported", hint='use framework="pt"')
+            raise IndexRefused("indexing with a list is not supported", hint='use framework="pt"')
         index = slice(0, 0)
     raw = index if isinstance(index, tuple) else (index,)
     entries = [_numpy_slice(entry) if isinstance(entry, slice) else entry for entry in raw]
@@ -98,7 +98,7 @@ def numpy_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
         raise IndexRefused("only one ellipsis (...) is allowed in an index")
     num_indices = sum(not isinstance(entry, EllipsisType) for entry in entries)
     if num_indices > len(shape):
-        raise IndexRefused(f"{num_indices} indices for a tensor with {len(shape)} dims")
+        raise IndexRefused(f"too many indices: {num_indices} for a tensor with {len(shape)} dims")
     bounds: list[int | slice] = []
     for position, entry in enumerate(entries):
         if isinstance(entry, EllipsisType):
@@ -123,7 +123,7 @@ def _numpy_entry(entry: Any, size: int, position: int) -> int | slice:
         number = operator.index(entry)
     except TypeError:
         kind = type(entry).__name__
-        hint = 'use framework="pt" for it'
+        hint = 'use framework="pt" for this index'
         raise IndexRefused(f"index {position}: expected slice, int or ellipsis, not {kind}", hint=hint) from None
     if not -size <= number < size:
         raise IndexRefused(f"index {number} is out of bounds for dim {position} of size {size}")

@@ -127,7 +127,7 @@ def _into_empty(
         if wanted is None:
             continue
         if wanted in made:
-            raise PlanError(f"rename= maps {name} and another tensor to {wanted}", hint="correct rename=")
+            raise PlanError(f"rename= maps {name} and another tensor to {wanted}", hint="use distinct names")
         made[wanted] = tensor.to(dtype) if isinstance(dtype, torch.dtype) and can_cast(tensor.dtype, dtype) else tensor
     if arena:
         rehome(made)
@@ -242,7 +242,7 @@ def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
     # A load uses one device for staging, streams and the checker. An empty target may be on any device.
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     if devices:
-        raise PlanError("the targets are on several devices", hint="call load_into once for the targets on each device")
+        raise PlanError("the targets are on several devices", hint="call load_into for each device")
     return device
 
 

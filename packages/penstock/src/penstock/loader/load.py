@@ -99,12 +99,12 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     def report(self) -> LoadReport:
         """Return the report of the whole stream. Raise Cancelled if the stream was not read to its end."""
         if self._report is None:
-            raise Cancelled("the stream was not read to its end", hint="iterate to the end first")
+            raise Cancelled("the stream was not read to its end", hint="iterate the stream to its end first")
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._pid != os.getpid():
-            raise ConfigError("the stream was opened before this process was forked", hint="open it in the child")
+            raise ConfigError("the stream was opened before this process was forked", hint="open a stream in the child")
         with self._turn, deferred_interrupts(self._group):
             return self._next()
 
@@ -251,7 +251,7 @@ def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSett
     """Return the settings from an argument. Raise ConfigError if they request an arena, which `verb` cannot make."""
     settings = ReadSettings.of(settings)
     if settings.arena:
-        raise ConfigError(f"{verb} moves nothing into an arena", hint="leave out arena=True, or use load_into")
+        raise ConfigError(f"{verb} cannot move tensors into an arena", hint="omit arena=True, or use load_into")
     return settings
 
 

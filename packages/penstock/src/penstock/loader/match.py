@@ -69,7 +69,7 @@ def require_cast(dtype: object) -> Cast:
     """Check the `dtype` argument of a verb. Raise ConfigError unless it is a plain floating-point dtype."""
     if dtype is None or dtype == "target" or (isinstance(dtype, torch.dtype) and dtype in _CASTABLE):
         return dtype
-    hint = 'give torch.bfloat16, torch.float16, torch.float32, torch.float64, or "target" for the dtype of each target'
+    hint = 'pass torch.bfloat16, torch.float16, torch.float32, torch.float64, or "target" for the dtype of each target'
     raise ConfigError(f"weights cannot be cast to dtype={dtype!r}", hint=hint)
 
 

@@ -447,7 +447,7 @@ class ReadAhead:
                         f"no byte arrived for {self._stall_s:g} s",
                         uri=self.uri,
                         byte_range=(block.start, block.stop),
-                        hint="check the file server, or raise PENSTOCK_STALL_S",
+                        hint="check the file server, or increase PENSTOCK_STALL_S",
                     )
             error, block.error = block.error, None
         if error is not None:

@@ -214,7 +214,7 @@ class safe_open:
 
     def _open(self) -> _OpenFile:
         if self._file is None:
-            raise _compatible(ConfigError("file is closed", hint="use it inside its `with` block"))
+            raise _compatible(ConfigError("file is closed", hint="use the file inside its `with` block"))
         return self._file
 
 

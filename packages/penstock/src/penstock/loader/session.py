@@ -122,7 +122,8 @@ class Intake:
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} only allows chunks of {chunk} bytes", minimum_bytes=4 * MIN_CHUNK_BYTES
+                f"memory_bytes={memory_bytes} is too small: it allows only chunks of {chunk} bytes",
+                minimum_bytes=4 * MIN_CHUNK_BYTES,
             )
         return chunk
 
@@ -169,7 +170,7 @@ class Intake:
 def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
     """Download a model into the local cache of its hub. Return its pinned URI."""
     if not isinstance(uri, str | os.PathLike):
-        raise ConfigError("cache=True takes one URI, not a list", hint="give org/name or hf://")
+        raise ConfigError("cache=True takes one URI, not a list", hint="pass org/name or an hf:// URI")
     from penstock.storage.fill import fill_weights
 
     stored = options.settings.storage_options
@@ -491,7 +492,7 @@ class LoadSession(Closeable):
         self.verified = num_equal == num_files
         # Raise only if there are no other digests. A comparison stops if a chunk is more than `stall_s` late.
         if self.options.verify and not self.verified and len(self._digested) == num_files:
-            raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or raise stall_s")
+            raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or increase stall_s")
 
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
         """Yield names and tensors for the rows of each slab, with the preceding empty rows, in file order.
@@ -609,7 +610,7 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} is not a device", hint=_DEVICES) from error
+        raise ConfigError(f"{device!r} is not a valid device", hint=_DEVICES) from error
     if resolved.type not in {"cpu", "cuda"}:
         raise ConfigError(f"device {resolved} is not supported", hint=_DEVICES)
     if resolved.type == "cuda":

@@ -171,8 +171,8 @@ class SharedFiles:
             while not self._ranks.agree(intent.word, intent.digest, error=intent.error):
                 if time.monotonic() > deadline:
                     raise PeerLost(
-                        f"the program of another rank has paused for {MAX_PAUSE_S} s",
-                        hint="check that rank, because all ranks must make the same loads",
+                        f"the program on another rank has paused for {MAX_PAUSE_S} s",
+                        hint="check that rank, because all ranks must load the same files",
                     )
             intent.is_agreed.set()
             return intent
@@ -183,9 +183,9 @@ class SharedFiles:
             if self._read is not None and file in self._members:
                 return self._read
             if self._is_broken:
-                raise PeerLost("an earlier load with this group failed", hint="start again with all ranks")
+                raise PeerLost("an earlier load with this group failed", hint="restart all ranks")
             if file not in self._open:
-                raise ConfigError("file is closed", uri=file.uri, hint="use it inside its `with` block")
+                raise ConfigError("file is closed", uri=file.uri, hint="use the file inside its `with` block")
             try:
                 self._finish_read()
                 self._begin_read(file)

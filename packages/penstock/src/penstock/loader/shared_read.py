@@ -110,7 +110,7 @@ class RankWords(GroupCollectives):
         if odd:
             raise PlanError(
                 f"ranks {odd} load different weights from rank 0, or with different options",
-                hint="give all ranks the same model, revision and options, and make the same calls on all of them",
+                hint="use the same model, revision and options on all ranks, and make the same calls on all ranks",
             )
         return True
 
@@ -295,7 +295,7 @@ class SharedRead:
             if self._error is not None:
                 raise self._error
             if self._discards:
-                raise Cancelled("the files were closed during a wait for one of their tensors")
+                raise Cancelled("the files were closed before a requested tensor arrived")
             if self._done.is_set():
                 raise Cancelled("the exchange ended before this tensor arrived")
             # All waits in the exchange thread have deadlines. That thread wakes this one with its error.

@@ -107,7 +107,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except ModuleNotFoundError as error:
         hint = 'pip install ml_dtypes, or open the file with framework="pt"'
-        raise MissingExtra(f"numpy alone has no dtype for {dtype}", hint=hint) from error
+        raise MissingExtra(f"numpy has no dtype for {dtype} without ml_dtypes", hint=hint) from error
     return kind
 
 

@@ -159,7 +159,7 @@ def _check_signed(
     pem = read_key(public_key)
     if not isinstance(uri, str | os.PathLike):
         raise ConfigError(
-            "a signature can only be checked for one weight set", hint="give one directory, prefix or file"
+            "a signature can only be checked for one weight set", hint="pass one directory, prefix or file"
         )
     place = str(uri)
     raw = read_small(sidecar_uri(place), settings=settings, storage_options=storage_options)
@@ -167,7 +167,9 @@ def _check_signed(
     if raw is None or signature is None:
         missing = "manifest" if raw is None else "signature"
         raise NotFound(
-            f"there is no {missing} to verify", uri=place, hint="create it with `penstock manifest URI --sign KEY`"
+            f"the weights have no {missing} to verify",
+            uri=place,
+            hint="create it with `penstock manifest URI --sign KEY`",
         )
     # Check the signature first, so that unsigned bytes are not parsed.
     check_signature(raw, signature, pem)
@@ -265,7 +267,7 @@ def manifest(
     place = pinned(texts_of(text_of(uri))[0], settings=settings, storage_options=storage_options)
     target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
-        raise ConfigError("cannot write to plain http(s)", uri=target, hint="give --out FILE and upload that file")
+        raise ConfigError("cannot write to an http(s) URL", uri=target, hint="pass --out FILE, and upload that file")
     # Check before reading the tensor bytes, so that a wrong path fails at once.
     key = None if sign is None else read_key(sign)
     _require_regular(target)
@@ -289,7 +291,7 @@ def manifest(
         raw = before
     elif before is not None and key is None and _read_existing(f"{target}.sig", settings, storage_options) is not None:
         raise ConfigError(
-            "the existing manifest is signed, and its signature would be invalid for a new one. Nothing was written",
+            "the existing manifest is signed, and its signature would not match the new manifest. Nothing was written",
             uri=f"{target}.sig",
             hint="sign the new manifest with --sign KEY, or remove the signature first",
         )
@@ -324,7 +326,7 @@ def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
                 with contextlib.suppress(OSError):
                     is_same = os.path.samefile(local_path(file), local_path(source.uri))
             if is_same:
-                hint = "give the manifest a different name"
+                hint = "use a different name for the manifest"
                 raise ConfigError("the manifest would replace a file of the weights", uri=file, hint=hint)
 
 
@@ -333,8 +335,8 @@ def _require_regular(uri: str) -> None:
         path = local_path(file)
         # A rename as root would replace a device such as /dev/full with a file.
         if os.path.exists(path) and not os.path.isfile(path):
-            hint = "give the path of a regular file or of a new file"
-            raise ConfigError("cannot write the manifest because this is not a regular file", uri=file, hint=hint)
+            hint = "use the path of a regular file or of a new file"
+            raise ConfigError("the manifest's path is not a regular file", uri=file, hint=hint)
 
 
 def _read_existing(uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
@@ -354,7 +356,7 @@ def _decode_stated(raw: bytes, uri: str) -> Manifest:
         raise FormatError(
             f"the existing file is not a readable manifest ({error.message}). Nothing was written",
             uri=uri,
-            hint="replace it with --force (replace=True) if the weights are known to be right",
+            hint="replace it with --force (replace=True) if the weights are known to be correct",
         ) from error
 
 

@@ -39,7 +39,9 @@ def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
         if placement.is_partial() or not hasattr(placement, "dim"):
             hint = "reduce the tensor first: tensor.redistribute(placements=...)"
             raise PlanError(
-                f"the tensor is {placement} on mesh axis {axis}, so no rank has its values", tensor=name, hint=hint
+                f"the tensor is {placement} on mesh axis {axis}, so no rank has its complete values",
+                tensor=name,
+                hint=hint,
             )
         # Only strided shards, whose class is private in torch, have a split factor.
         cuts[placement.dim].append(
@@ -50,7 +52,7 @@ def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
     # If torch's rule for uneven shards ever changes, the boxes would be wrong.
     if extent != tuple(local.shape):
         raise PlanError(
-            f"the local tensor has shape {list(local.shape)}, but its placements give {list(extent)}", tensor=name
+            f"the local tensor has shape {list(local.shape)}, but its placements imply {list(extent)}", tensor=name
         )
     for box in product(*(_placed(dim) for dim in runs)):
         part = local[tuple(slice(at, at + stop - start) for start, stop, at in box)] if box else local

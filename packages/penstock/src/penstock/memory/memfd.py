@@ -147,10 +147,10 @@ def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
     try:
         path_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerLost(f"descriptor {fd} of process {pid} is gone", uri=uri) from error
+        raise PeerLost(f"descriptor {fd} of process {pid} no longer exists", uri=uri) from error
     except PermissionError as error:
         hint = "run both processes as one user, in one container, and dumpable"
-        raise PermissionDenied(f"descriptor {fd} of process {pid} may not be opened", uri=uri, hint=hint) from error
+        raise PermissionDenied(f"no permission to open descriptor {fd} of process {pid}", uri=uri, hint=hint) from error
     except OSError as error:
         raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     try:
