@@ -128,7 +128,7 @@ def test_busy_step_may_exceed_stall_deadline() -> None:
     assert ticket.done and time.monotonic() - begin > 0.25
 
 
-def test_wait_returns_when_condition_is_reached() -> None:
+def test_wait_returns_when_condition_is_met() -> None:
     ticket = RunState(10, idle)
     seen = [False]
 

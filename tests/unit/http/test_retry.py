@@ -31,7 +31,7 @@ def patience(clock: Clock, *, retries: int = 5, stall_s: float = 30.0) -> Patien
     return Patience("s3://b/k", Settings(retries=retries, stall_s=stall_s), clock=clock, sleep=clock.sleep)
 
 
-def test_retry_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
+def test_retry_delay_doubles_with_jitter_up_to_limit(clock: Clock) -> None:
     one = patience(clock, retries=12)
     for _ in range(12):
         one.pause(RequestFailed("503"), (0, 1))
@@ -40,7 +40,7 @@ def test_retry_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
         assert whole_s / 2 <= pause_s <= whole_s
 
 
-def test_retries_stop_after_configured_failures(clock: Clock) -> None:
+def test_retries_stop_after_configured_number_of_failures(clock: Clock) -> None:
     one, cause = patience(clock, retries=2), OSError("reset")
     one.pause(RequestFailed("reset", cause=cause), (5, 9))
     one.pause(RequestFailed("reset", cause=cause), (5, 9))
@@ -49,7 +49,7 @@ def test_retries_stop_after_configured_failures(clock: Clock) -> None:
     assert (caught.value.uri, caught.value.byte_range, caught.value.__cause__) == ("s3://b/k", (5, 9), cause)
 
 
-def test_received_byte_resets_retries(clock: Clock) -> None:
+def test_received_byte_resets_retry_count(clock: Clock) -> None:
     one = patience(clock, retries=1)
     for _ in range(50):
         one.progress()
@@ -69,7 +69,7 @@ def test_repeated_silence_raises_source_stalled(clock: Clock) -> None:
         one.pause(RequestFailed("timed out", silent=True), (0, 1))
 
 
-def test_retry_after_is_honoured_within_limits(clock: Clock) -> None:
+def test_retry_after_header_is_honoured_within_limit(clock: Clock) -> None:
     one = patience(clock, stall_s=7.0)
     one.pause(RequestFailed("429", wait_s=2.0), (0, 1))
     one.pause(RequestFailed("429", wait_s=86_400.0), (0, 1))

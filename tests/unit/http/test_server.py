@@ -106,7 +106,7 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_server_connection_stays_open_until_client_closes(path: str) -> None:
+def test_connection_stays_open_until_client_requests_close(path: str) -> None:
     with connect(path) as sock:
         assert send_request(sock, post("/echo", b"one")) == (200, b"one")
         assert send_request(sock, get("/gone")) == (410, b"")
@@ -116,7 +116,7 @@ def test_server_connection_stays_open_until_client_closes(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_pipelined_requests_receive_ordered_responses(path: str) -> None:
+def test_pipelined_requests_receive_responses_in_order(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
         assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
@@ -163,7 +163,7 @@ def test_unread_request_body_closes_connection(path: str) -> None:
         assert has_ended(sock)
 
 
-def test_expect_continue_is_sent_for_accepted_body(path: str) -> None:
+def test_continue_response_is_sent_only_for_accepted_body(path: str) -> None:
     expecting = "Expect: 100-continue"
     with connect(path) as sock:
         assert send_request(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
@@ -180,7 +180,7 @@ def test_error_after_response_head_closes_connection(path: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(head_s=1.0)])
-def test_head_and_body_share_one_deadline(path: str) -> None:
+def test_request_head_and_body_share_one_deadline(path: str) -> None:
     with connect(path) as sock:
         begun = time.monotonic()
         raw = post("/echo", b"0123456789")
@@ -216,7 +216,7 @@ def test_closing_server_stops_connections_and_threads(tmp_path: Path) -> None:
     assert server.admission.num_open == 0
 
 
-def test_forked_child_neither_closes_nor_holds_connections(path: str) -> None:
+def test_forked_child_does_not_affect_parent_connections(path: str) -> None:
     ready, done = os.pipe(), os.pipe()
     with connect(path) as kept, connect(path) as ended:
         for sock in (kept, ended):

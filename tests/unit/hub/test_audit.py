@@ -33,7 +33,7 @@ def log_lines(log: logging.Logger, caller: str, *lines: str) -> None:
     contextvars.copy_context().run(write_line)
 
 
-def test_looping_caller_hides_no_other_audit_lines(log, tmp_path, monkeypatch) -> None:
+def test_caller_flooding_audit_log_does_not_hide_other_callers(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -48,7 +48,7 @@ def test_looping_caller_hides_no_other_audit_lines(log, tmp_path, monkeypatch) -
     ]  # fmt: skip
 
 
-def test_looping_unauthenticated_client_hides_no_lines(log, tmp_path, monkeypatch) -> None:
+def test_client_flooding_audit_log_does_not_hide_other_clients(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "STRANGER_LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "STRANGER_LINES_AT_ONCE", 2)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -78,7 +78,7 @@ def test_unwritable_audit_file_raises_config_error(tmp_path: Path) -> None:
         audit.audit_handler(tmp_path / "none" / "audit.log")
 
 
-def test_audit_rate_limit_recovers_and_tracks_few_callers() -> None:
+def test_audit_rate_limit_refills_for_limited_number_of_callers() -> None:
     now = 0.0
     limit = RateLimit(2.0, 4.0, clock=lambda: now)
     assert [limit.allow("a") for _ in range(6)] == [True] * 4 + [False] * 2

@@ -43,14 +43,14 @@ def test_missing_token_file_allows_everyone() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "spaces-are-patterns!but-not-this\n"])
-def test_token_file_without_valid_token_is_refused(tmp_path, text) -> None:
+def test_token_file_without_valid_token_is_rejected(tmp_path, text) -> None:
     file = tmp_path / "tokens"
     file.write_text(text)
     with pytest.raises(ConfigError):
         Auth.of(token_file=file)
 
 
-def test_incomplete_tls_settings_are_refused(tmp_path) -> None:
+def test_incomplete_tls_settings_are_rejected(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot read token file"):
         Auth.of(token_file=tmp_path / "none")
     with pytest.raises(ConfigError, match="requires its private key"):

@@ -28,7 +28,7 @@ from penstock.hub.store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
-def test_client_sends_certificate_from_environment(name: str, monkeypatch, tmp_path) -> None:
+def test_missing_tls_file_from_environment_raises_config_error(name: str, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(name, str(tmp_path / "absent.pem"))
     with (
         HubClient.connect("https://127.0.0.1:1", timeout_s=0.2) as hub,
@@ -83,7 +83,7 @@ def test_connection_dropped_during_open_raises_hub_unavailable(monkeypatch) -> N
         hub.status()
 
 
-def test_short_deadline_does_not_mark_hub_silent(monkeypatch) -> None:
+def test_short_request_deadline_does_not_mark_hub_silent(monkeypatch) -> None:
     line, clock = _Told(), _Clock()
 
     class Slow:
@@ -119,7 +119,7 @@ def test_unresponsive_hub_is_marked_silent(monkeypatch) -> None:
     "raised",
     [GrantRefused("m", hint="h"), PermissionDenied("m"), PlanError("m"), IntegrityError("m"), FormatError("m")],
 )
-def test_error_class_is_preserved_through_hub(raised: PenstockError, tmp_path) -> None:
+def test_hub_error_is_raised_with_same_class_in_client(raised: PenstockError, tmp_path) -> None:
     class Failing(Directory):
         def status(self, model: str | None = None) -> Status:
             raise raised

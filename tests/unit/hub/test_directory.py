@@ -68,13 +68,13 @@ def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str
     raise AssertionError("goes on for ever")
 
 
-def test_single_reader_receives_claim_immediately(bench, hub) -> None:
+def test_single_reader_claims_chunks_immediately(bench, hub) -> None:
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
-def test_members_read_storage_once_in_total(bench, hub, count) -> None:
+def test_members_together_read_each_chunk_once_from_storage(bench, hub, count) -> None:
     members = [f"m{i}" for i in range(count)]
     bench.join(hub, *members)
     read = fill(bench, [hub], members)
@@ -87,7 +87,7 @@ def request_upstreams_and_claim(hub: Directory, member: str, state: HoldingState
     return hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
 
 
-def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
+def test_claim_in_upstreams_request_behaves_like_separate_claim(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.beat(hub, "a", key_state(((0, 50),)))
     reply = request_upstreams_and_claim(hub, "b", key_state())
@@ -104,14 +104,14 @@ def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     assert hub.upstreams(plain).claim is None
 
 
-def test_new_hub_returns_no_claim_with_upstreams(bench) -> None:
+def test_new_hub_assigns_no_chunks_in_upstreams_reply(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
     claim = request_upstreams_and_claim(hub, "a", key_state()).claim
     assert claim is not None and not claim.ranges and "new" in claim.why
 
 
-def test_upstreams_are_returned_despite_claim_races(bench, monkeypatch) -> None:
+def test_upstreams_are_returned_despite_claim_write_conflict(bench, monkeypatch) -> None:
     class Raced(MemoryStore):
         def write(self, name, value, *, ttl_s=None, expected=ANY):
             if name.startswith("claim/"):
@@ -129,7 +129,7 @@ def test_upstreams_are_returned_despite_claim_races(bench, monkeypatch) -> None:
         bench.claim(hub, "b", key_state())
 
 
-def test_older_holders_receive_separately_signed_grants(bench, hub) -> None:
+def test_grant_for_older_holder_is_signed_separately(bench, hub) -> None:
     bench.join(hub, "new", "reader")
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.4"))
     checkers = {name: GrantChecker(hub._grants().public_key, name) for name in ("new", "old")}
@@ -146,7 +146,7 @@ def test_older_holders_receive_separately_signed_grants(bench, hub) -> None:
         msgspec.msgpack.decode(grants["new"][64:], type=Grant)
 
 
-def test_two_hubs_assign_each_chunk_once(bench, hub) -> None:
+def test_two_hubs_sharing_store_assign_each_chunk_once(bench, hub) -> None:
     members = [f"m{i}" for i in range(6)]
     bench.join(hub, *members)
     read = fill(bench, [hub, bench.hub()], members)
@@ -193,7 +193,7 @@ def test_concurrent_claims_do_not_overlap(bench, hub) -> None:
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
 
 
-def test_complete_holder_is_preferred_to_fragmented_member(bench, hub, monkeypatch) -> None:
+def test_usable_complete_holder_makes_all_chunks_readable(bench, hub, monkeypatch) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "a", key_state(tuple((chunk, chunk + 1) for chunk in range(0, 100, 2))))
@@ -208,7 +208,7 @@ def test_complete_holder_is_preferred_to_fragmented_member(bench, hub, monkeypat
     assert hub._view(IDENTITY.key()).readable_chunks("a", 100).all()
 
 
-def test_claims_are_quarter_of_equal_share(bench, hub) -> None:
+def test_claim_covers_quarter_of_equal_share_within_limits(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -219,7 +219,7 @@ def test_claims_are_quarter_of_equal_share(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
-def test_last_claims_share_the_remainder(bench, hub) -> None:
+def test_remaining_chunks_are_divided_among_last_claims(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -267,7 +267,7 @@ def test_chunks_of_dead_reader_are_reassigned(bench, hub) -> None:
         bench.beat(hub, "a", key_state())
 
 
-def test_chunks_sent_by_dead_reader_stay_claimed(bench, hub) -> None:
+def test_chunks_received_from_dead_reader_are_not_claimed_again(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.claim(hub, "a", key_state())
     bench.beat(hub, "a", key_state(((0, 20),)))
@@ -287,7 +287,7 @@ def test_stalled_reader_loses_its_claim(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state(given)).ranges[0][0] == 0
 
 
-def test_slow_claim_is_not_reassigned_for_one_hour(bench, hub) -> None:
+def test_claim_of_slow_reader_is_kept_for_one_hour(bench, hub) -> None:
     bench.join(hub, "a")
     bench.claim(hub, "a", key_state())
     for minute in range(60):
@@ -311,7 +311,7 @@ def test_slow_reader_with_progress_keeps_claim(bench, hub) -> None:
         assert not chunks(bench.claim(hub, "b", key_state(((25, 100),))).ranges)
 
 
-def test_new_hub_assigns_nothing_before_announcements(bench) -> None:
+def test_new_hub_assigns_no_chunks_before_members_report(bench) -> None:
     hub = bench.hub(fresh=False)
     hub.begin()
     bench.join(hub, "a", "b")
@@ -325,7 +325,7 @@ def test_new_hub_assigns_nothing_before_announcements(bench) -> None:
     assert bench.claim(hub, "a", key_state(((0, 40),), claims=((40, 60),))).ranges
 
 
-def test_hub_with_empty_store_requests_registration(bench, hub) -> None:
+def test_members_register_again_at_hub_with_empty_store(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", key_state(WHOLE))
     new = HubBench(now=bench.now)
@@ -337,7 +337,7 @@ def test_hub_with_empty_store_requests_registration(bench, hub) -> None:
     assert new.parents(again, [("b", key_state())]) == {"b": ("a",)}
 
 
-def test_hub_replicas_share_key_after_store_loss() -> None:
+def test_hub_replicas_share_grant_key_after_store_loss() -> None:
     bench = HubBench()
     first, second = bench.hub(), bench.hub(fresh=False)
 
@@ -351,7 +351,7 @@ def test_hub_replicas_share_key_after_store_loss() -> None:
     assert key(third, "c") == key(first, "a") == key(second, "b")
 
 
-def test_restored_empty_store_grants_no_claims(bench, hub) -> None:
+def test_hub_assigns_no_chunks_after_life_mark_expires(bench, hub) -> None:
     hub.begin()
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges
@@ -367,7 +367,7 @@ def test_overlapping_claims_after_restart_stay_valid(bench, hub) -> None:
     assert not chunks(reply.ranges) & set(range(10))
 
 
-def test_late_member_joins_running_distribution(bench, hub) -> None:
+def test_late_member_receives_upstreams_and_claim(bench, hub) -> None:
     bench.join(hub, "a", "b")
     states = [("a", key_state(((0, 50),))), ("b", key_state(((50, 80),)))]
     assert bench.parents(hub, states) == {"a": ("b",), "b": ("a",)}
@@ -376,7 +376,7 @@ def test_late_member_joins_running_distribution(bench, hub) -> None:
     assert found["late"] and min(chunks(bench.claim(hub, "late", key_state()).ranges)) >= 80
 
 
-def test_receivers_are_assigned_complete_holder(bench, hub) -> None:
+def test_reader_receives_complete_and_partial_holders_as_upstreams(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
     checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
@@ -391,7 +391,7 @@ def test_receivers_are_assigned_complete_holder(bench, hub) -> None:
         assert upstream.doors == (f"unix:///{upstream.member}",)
 
 
-def test_request_cost_is_independent_of_other_models(bench, hub, monkeypatch) -> None:
+def test_status_query_cost_is_independent_of_other_models(bench, hub, monkeypatch) -> None:
     other = msgspec.structs.replace(IDENTITY, model="other/llama")
     bench.join(hub, "w", "idle", *(f"m{i}" for i in range(20)))
     bench.beat(hub, "w", key_state(WHOLE))
@@ -416,7 +416,7 @@ def test_request_cost_is_independent_of_other_models(bench, hub, monkeypatch) ->
     assert len(hub.status().members) == 22
 
 
-def test_reader_without_layout_receives_upstreams(bench, hub) -> None:
+def test_reader_that_lacks_layout_receives_upstreams(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     asked = msgspec.structs.replace(key_state(), num_chunks=0, nbytes=0)
@@ -426,7 +426,7 @@ def test_reader_without_layout_receives_upstreams(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "stalled"])
-def test_several_complaints_move_all_readers(bench, hub, fault) -> None:
+def test_several_complaints_redirect_all_readers_to_another_holder(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "v", key_state(WHOLE))
@@ -446,7 +446,7 @@ def test_several_complaints_move_all_readers(bench, hub, fault) -> None:
     assert hub.status().members[-1].complaints == 2
 
 
-def test_unproven_complaints_move_only_complainers(bench, hub) -> None:
+def test_unproven_complaint_redirects_only_the_complaining_reader(bench, hub) -> None:
     bench.join(hub, "w", "v", "honest", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     for liar in "ab":
@@ -469,7 +469,7 @@ def test_older_release_complaint_with_proof_counts_as_unproven(bench, hub) -> No
     assert entry is not None and len(entry.value) < 500  # the proof is not stored
 
 
-def test_wrong_bytes_complaint_outlives_later_complaint(bench, hub) -> None:
+def test_wrong_bytes_complaint_is_kept_after_lesser_complaint(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
@@ -489,7 +489,7 @@ def test_complaints_from_one_caller_count_once(bench, hub) -> None:
     assert bench.claim(hub, "honest", key_state()).ranges == ()  # its chunks count
 
 
-def test_complaints_are_checked_for_access_and_rate(bench, hub) -> None:
+def test_unauthorised_or_too_frequent_complaint_raises(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complaint = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
@@ -535,7 +535,7 @@ def test_complaints_expire_after_their_ttl(bench, hub) -> None:
         assert counted() == left
 
 
-def test_lesser_complaint_does_not_replace_graver_complaint(bench, hub) -> None:
+def test_lesser_complaint_does_not_shorten_graver_complaint_lifetime(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
@@ -547,7 +547,7 @@ def test_lesser_complaint_does_not_replace_graver_complaint(bench, hub) -> None:
     assert hub.status().members[-1].complaints == 1
 
 
-def test_unreachable_holder_chunks_are_claimed_again(bench, hub) -> None:
+def test_reader_of_unreachable_holder_can_claim_its_chunks(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     assert bench.claim(hub, "a", key_state()).ranges == ()
@@ -556,7 +556,7 @@ def test_unreachable_holder_chunks_are_claimed_again(bench, hub) -> None:
     assert bench.claim(hub, "b", key_state()).ranges == ()
 
 
-def test_departed_member_cannot_return(bench, hub) -> None:
+def test_departed_member_cannot_rejoin_hub(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     hub.leave("w")
@@ -568,14 +568,14 @@ def test_departed_member_cannot_return(bench, hub) -> None:
         bench.join(hub, "w")
 
 
-def test_member_id_belongs_to_one_process(bench, hub) -> None:
+def test_member_id_used_by_another_process_is_rejected(bench, hub) -> None:
     bench.join(hub, "a")
     bench.join(hub, "a")
     with pytest.raises(PermissionDenied, match="another process"):
         bench.join(hub, "a", host="elsewhere")
 
 
-def test_holding_missing_from_heartbeat_is_removed(bench, hub) -> None:
+def test_weights_missing_from_heartbeat_are_removed(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.now += 3
@@ -597,7 +597,7 @@ def test_holding_missing_from_heartbeat_is_removed(bench, hub) -> None:
         {"state": "whole"},
     ],
 )
-def test_contradictory_holding_is_refused(bench, hub, bad) -> None:
+def test_contradictory_weights_report_raises_plan_error(bench, hub, bad) -> None:
     bench.join(hub, "a")
     with pytest.raises(PlanError):
         bench.beat(hub, "a", msgspec.structs.replace(key_state(), **bad))
@@ -614,7 +614,7 @@ def test_unknown_member_is_asked_to_register(bench, hub) -> None:
             ask()
 
 
-def test_why_query_lists_key_differences_and_complainers(bench, hub) -> None:
+def test_why_query_lists_identity_differences_and_complaints(bench, hub) -> None:
     other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
     bench.join(hub, "w", "v", "q", "a")
     bench.beat(hub, "w", key_state(WHOLE))
@@ -639,7 +639,7 @@ def test_why_query_lists_key_differences_and_complainers(bench, hub) -> None:
     assert sum("the identities differ" in line for line in asked) == 3
 
 
-def test_why_query_limits_its_number_of_lines(bench, hub, monkeypatch) -> None:
+def test_why_query_returns_limited_number_of_lines(bench, hub, monkeypatch) -> None:
     members = [f"m{i}" for i in range(60)]
     bench.join(hub, "w", *members)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -670,7 +670,7 @@ def test_hub_status_shows_every_field(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [0, 100])
-def test_grant_key_must_match_identity(bench, hub, num_chunks) -> None:
+def test_upstreams_request_with_mismatched_key_raises(bench, hub, num_chunks) -> None:
     bench.join(hub, "holder", "reader")
     bench.beat(hub, "holder", key_state(WHOLE))
     other = msgspec.structs.replace(IDENTITY, model="allowed")
@@ -713,7 +713,7 @@ def test_failures_of_departed_member_are_listed_once(bench, hub) -> None:
     assert hub.status().failures == ()
 
 
-def test_repeated_failures_are_listed_for_one_hour(bench, hub) -> None:
+def test_repeatedly_reported_failure_is_listed_for_one_hour(bench, hub) -> None:
     bench.join(hub, "a")
     hub.beat("a", Beat(failures=(failure("old", FAILURE_TTL_S), failure("newer", 3000.0), failure())))
     assert [entry.message for entry in hub.status().failures] == ["no holder", "newer"]
@@ -746,7 +746,7 @@ def job(phase: str = "running") -> JobState:
     )
 
 
-def test_conversion_state_is_limited_in_size(bench, hub) -> None:
+def test_oversized_conversion_state_raises_plan_error(bench, hub) -> None:
     lost = WorkerState(worker="w0", device="cuda:0", state="lost", end="e" * MAX_TEXT)
     hub.job("a", msgspec.structs.replace(job(), workers=(lost,) * MAX_WORKERS))
     huge = WorkerState(worker="w" * MAX_TEXT, device="d" * MAX_TEXT, end="e" * MAX_TEXT)

@@ -39,7 +39,7 @@ def upstreams(hub: Directory, member: str = "r", **more) -> list[str]:
     return [upstream.member for upstream in hub.upstreams(request).upstreams]
 
 
-def test_readers_avoid_drained_member_until_restored(bench: HubBench, hub: Directory) -> None:
+def test_readers_avoid_drained_member_until_drain_is_undone(bench: HubBench, hub: Directory) -> None:
     assert set(upstreams(hub)) == {"a", "b"}
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 1
@@ -77,7 +77,7 @@ def test_drained_member_can_still_fetch(bench: HubBench, hub: Directory) -> None
     assert set(upstreams(hub)) == {"a", "b"}
 
 
-def test_drain_state_and_reason_are_shown(bench: HubBench, hub: Directory) -> None:
+def test_status_shows_drain_state_and_reason(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     shown = {member.member: member for member in hub.status().members}
     assert shown["a"].drain == Drain(by="token:operator", reason="a new driver")
@@ -87,7 +87,7 @@ def test_drain_state_and_reason_are_shown(bench: HubBench, hub: Directory) -> No
     assert "a: is whole; an operator drains it" in "\n".join(hub.why(WhyRequest(model="llama", member="r")).lines)
 
 
-def test_drain_is_removed_with_its_member(bench: HubBench, hub: Directory) -> None:
+def test_drain_order_is_removed_with_its_member(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 11  # longer than the time to live of a silent member
     bench.join(hub, "a")
@@ -97,7 +97,7 @@ def test_drain_is_removed_with_its_member(bench: HubBench, hub: Directory) -> No
         hub.drain("nobody", ORDER, OPERATOR)
 
 
-def test_restarted_hub_learns_drain_from_heartbeat(bench: HubBench, hub: Directory) -> None:
+def test_restarted_hub_learns_drain_order_from_heartbeat(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     order = hub.beat("a", Beat(holdings=(key_state(WHOLE),))).drain
     assert order == Drain(by="token:operator", reason="a new driver")
@@ -116,7 +116,7 @@ def test_restarted_hub_learns_drain_from_heartbeat(bench: HubBench, hub: Directo
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None
 
 
-def test_every_drain_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_drain_order_is_written_to_audit_log(hub: Directory, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "penstock.audit"):
         hub.drain("a", ORDER, OPERATOR)
         hub.drain("a", None, OPERATOR)
@@ -126,7 +126,7 @@ def test_every_drain_order_is_audited(hub: Directory, caplog: pytest.LogCaptureF
     ]
 
 
-def test_member_text_cannot_forge_audit_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_from_member_cannot_forge_audit_lines(caplog: pytest.LogCaptureFixture) -> None:
     bench = HubBench()
     hub = bench.hub(fresh=False)
     hub.begin()
@@ -137,7 +137,7 @@ def test_member_text_cannot_forge_audit_lines(caplog: pytest.LogCaptureFixture) 
     assert line.startswith("event=drain_restored member=a ") and "\n" not in line
 
 
-def test_limited_operator_cannot_drain_other_models(bench: HubBench, hub: Directory) -> None:
+def test_operator_cannot_drain_member_with_forbidden_model(bench: HubBench, hub: Directory) -> None:
     limited = Caller(models=("llama",), name="token:limited", is_operator=True)
     hub.drain("a", ORDER, limited)
     bench.beat(hub, "b", key_state(WHOLE), key_state(WHOLE, identity=Identity(model="secret")))
@@ -145,7 +145,7 @@ def test_limited_operator_cannot_drain_other_models(bench: HubBench, hub: Direct
         hub.drain("b", ORDER, limited)
 
 
-def test_token_file_grants_operator_right(tmp_path) -> None:
+def test_token_file_entry_grants_operator_right(tmp_path) -> None:
     path = tmp_path / "tokens"
     path.write_text("member-0123456789 llama*\noperator-0123456789 @operator\nsome-of-it-0123456789 llama* @operator\n")
     auth = Auth.of(token_file=path)

@@ -63,7 +63,7 @@ def test_valid_grant_is_accepted_once(hub, checker) -> None:
     checker.check(hub.sign(), key=KEY, reader="reader")
 
 
-def test_single_older_source_grant_is_accepted_once(hub, checker) -> None:
+def test_separately_signed_grant_is_accepted_once(hub, checker) -> None:
     grant = hub.sign(is_alone=True)
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
@@ -73,7 +73,7 @@ def test_single_older_source_grant_is_accepted_once(hub, checker) -> None:
     assert msgspec.msgpack.decode(grant[64:], type=Grant).source == "source"
 
 
-def test_caller_name_in_grant_differs_per_source(hub, clock) -> None:
+def test_caller_name_in_grant_differs_for_each_source(hub, clock) -> None:
     def caller(name: str, reader: str = "reader", source: str = "source", seed: bytes = b"s" * 32) -> str:
         checker, hub = GrantChecker(GrantSigner(seed).public_key, source, clock=clock), Hub(seed)
         grant = hub.sign(source=source, epoch=checker.epoch(), reader=reader, caller=name)
@@ -106,7 +106,7 @@ def test_grant_is_accepted_only_at_its_source(hub, clock, count) -> None:
         checkers[source].check(grant, key=KEY, reader="reader")
 
 
-def test_replicas_with_one_seed_accept_same_grants(hub, checker) -> None:
+def test_grant_from_replica_with_same_seed_is_accepted(hub, checker) -> None:
     other = Hub()
     other.epoch = hub.epoch
     checker.check(other.sign(), key=KEY, reader="reader")
@@ -128,7 +128,7 @@ def test_grant_for_wrong_target_is_refused(hub, checker, made, why) -> None:
 
 
 @pytest.mark.parametrize("age_s", [0.0, EPOCH_S, EPOCH_S + GRACE_S - 0.1])
-def test_grant_is_valid_for_its_epoch(hub, checker, clock, age_s) -> None:
+def test_grant_is_valid_during_epoch_and_grace_period(hub, checker, clock, age_s) -> None:
     grant = hub.sign()
     clock.now += age_s
     assert (checker.epoch() == hub.epoch) == (age_s < EPOCH_S)
@@ -137,7 +137,7 @@ def test_grant_is_valid_for_its_epoch(hub, checker, clock, age_s) -> None:
         checker.check(grant, key=KEY, reader="reader")
 
 
-def test_grant_expires_by_source_clock_after_pause(hub, checker, clock) -> None:
+def test_grant_expires_although_checker_was_idle(hub, checker, clock) -> None:
     grant = hub.sign()
     clock.now += EPOCH_S + GRACE_S  # no call replaced the epoch meanwhile
     with pytest.raises(GrantRefused, match="expired"):
@@ -153,7 +153,7 @@ def test_grant_is_refused_after_source_restart(hub, checker, clock) -> None:
         GrantChecker(hub.signer.public_key, "source", clock=clock).check(grant, key=KEY, reader="reader")
 
 
-def test_nonces_are_removed_with_their_epoch(hub, checker, clock) -> None:
+def test_nonces_are_removed_when_their_epoch_expires(hub, checker, clock) -> None:
     for _ in range(50):
         hub.epoch = checker.epoch()
         checker.check(hub.sign(), key=KEY, reader="reader")

@@ -53,7 +53,7 @@ def job(name: str) -> JobState:
     )  # fmt: skip
 
 
-def test_flood_of_failures_hides_no_other_failure(bench) -> None:
+def test_failure_flood_does_not_hide_other_callers_failures(bench) -> None:
     hub = bench.hub(failing_members=20)
     for number in range(25):
         bench.now += 0.01
@@ -69,7 +69,7 @@ def test_flood_of_failures_hides_no_other_failure(bench) -> None:
     assert len(shown) == 20 and {"the failure of q", "the failure of r", "nothing 49"} <= set(shown)
 
 
-def test_flood_of_conversions_hides_no_other_conversion(bench) -> None:
+def test_conversion_flood_does_not_block_other_callers_conversion(bench) -> None:
     hub = bench.hub(conversions=5)
     for number in range(5):
         hub.job(f"f{number}", job("other-a"), FLOODING_CALLER)
@@ -99,7 +99,7 @@ def test_members_per_caller_are_limited(bench) -> None:
     join(hub, "q6", OTHER_CALLER)
 
 
-def test_hubs_sharing_store_count_members_together(bench) -> None:
+def test_hubs_sharing_store_apply_one_member_limit(bench) -> None:
     hubs = [bench.hub(members_bytes=10 * MEMBER_BYTES) for _ in range(3)]
 
     def beat() -> None:
@@ -130,7 +130,7 @@ def test_hubs_sharing_store_count_members_together(bench) -> None:
     assert sum(name.startswith("q") for name in left) == 5 and len(left) == 10
 
 
-def test_member_limit_counts_syncs_on_other_hubs(bench) -> None:
+def test_member_limit_counts_syncs_reported_to_other_hubs(bench) -> None:
     one, other = bench.hub(members_bytes=4 * MEMBER_BYTES), bench.hub(members_bytes=4 * MEMBER_BYTES)
     join(other, "f", FLOODING_CALLER)
     many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(16))
@@ -150,7 +150,7 @@ def test_hub_with_few_members_skips_store_scan(bench, hub, monkeypatch) -> None:
     hub.begin()
 
 
-def test_silent_members_release_their_share(bench) -> None:
+def test_silent_members_stop_counting_against_caller_limit(bench) -> None:
     hub = bench.hub(members_bytes=3 * MEMBER_BYTES)
     for number in range(3):
         join(hub, f"f{number}", FLOODING_CALLER)
@@ -158,7 +158,7 @@ def test_silent_members_release_their_share(bench) -> None:
     join(hub, "f3", FLOODING_CALLER)
 
 
-def test_large_heartbeats_count_against_caller_limit(bench) -> None:
+def test_large_heartbeat_above_caller_limit_is_rejected(bench) -> None:
     hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     join(hub, "f", FLOODING_CALLER)
     named = [Identity(model=f"other-{number}") for number in range(200)]
@@ -172,7 +172,7 @@ def test_large_heartbeats_count_against_caller_limit(bench) -> None:
     join(hub, "q", OTHER_CALLER)
 
 
-def test_claims_for_fake_models_do_not_affect_others(bench) -> None:
+def test_claims_for_fake_models_do_not_evict_real_claims(bench) -> None:
     hub = bench.hub(tables_bytes=100_000)
     join(hub, "f", FLOODING_CALLER)
     join(hub, "q", OTHER_CALLER)
@@ -206,7 +206,7 @@ def test_decisions_per_caller_are_limited(bench) -> None:
     assert len(bench.store.scan("decision/")) == 4
 
 
-def test_leave_requests_of_fake_members_are_limited(bench, hub) -> None:
+def test_leave_requests_from_fake_members_are_limited(bench, hub) -> None:
     for number in range(LEAVES_AT_ONCE + 50):
         hub.leave(f"f{number}", FLOODING_CALLER)
     assert len(bench.store.scan("gone/")) <= LEAVES_AT_ONCE
@@ -215,7 +215,7 @@ def test_leave_requests_of_fake_members_are_limited(bench, hub) -> None:
     assert "q" in bench.store.scan("gone/")
 
 
-def test_limited_operator_cannot_probe_hidden_members(bench, hub) -> None:
+def test_operator_cannot_detect_members_with_hidden_models(bench, hub) -> None:
     operator = Caller(models=("other-*",), name="token:o", is_operator=True)
     join(hub, "q", OTHER_CALLER)
     hub.beat("q", Beat(holdings=(key_state(),)), OTHER_CALLER)

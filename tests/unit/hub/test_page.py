@@ -69,7 +69,7 @@ class Fleet:
         return present, json.loads(message) if message else None
 
 
-def test_path_text_is_parsed_into_shares() -> None:
+def test_path_text_is_parsed_into_percent_transport_and_source() -> None:
     assert shares("75% shm <- 3f9c02ab, 25% storage s3://b/m/") == [
         {"percent": 75, "transport": "shm", "source": "3f9c02ab"},
         {"percent": 25, "transport": "storage", "source": "s3://b/m/"},
@@ -77,7 +77,7 @@ def test_path_text_is_parsed_into_shares() -> None:
     assert shares("") == []
 
 
-def test_page_viewer_receives_state_then_changes() -> None:
+def test_page_viewer_receives_full_state_then_changes() -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
     cursor, message = fleet.read()
@@ -92,7 +92,7 @@ def test_page_viewer_receives_state_then_changes() -> None:
     assert message is not None and (message["rows"], message["gone"]) == ([], ["a"])
 
 
-def test_elapsed_time_alone_sends_no_change() -> None:
+def test_elapsed_time_alone_does_not_change_page_row() -> None:
     first = member("a")
     second = MemberStatus(**{name: getattr(first, name) for name in first.__struct_fields__} | {"age_s": 9.0})
     assert row_of(first) == row_of(second)
@@ -109,7 +109,7 @@ def test_cursor_from_another_hub_returns_full_state() -> None:
     assert message is not None and message["full"] and len(message["rows"]) == 2
 
 
-def test_viewer_missing_departures_receives_full_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_that_missed_departures_receives_full_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_GONE", 2)
     fleet = Fleet()
     fleet.members = {name: member(name) for name in "abcd"}
@@ -121,7 +121,7 @@ def test_viewer_missing_departures_receives_full_state(monkeypatch: pytest.Monke
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["d"]
 
 
-def test_limited_page_viewer_receives_only_its_models() -> None:
+def test_limited_page_viewer_receives_only_permitted_models() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -147,7 +147,7 @@ def test_change_to_hidden_model_sends_no_event() -> None:
     assert later != cursor and message is not None and [row["id"] for row in message["rows"]] == ["a"]
 
 
-def test_complaints_about_hidden_holdings_are_hidden() -> None:
+def test_limited_viewer_sees_no_complaints_about_hidden_weights() -> None:
     fleet = Fleet()
     both = msgspec.structs.replace(member("a"), complaints=3)
     fleet.members = {"a": msgspec.structs.replace(both, holdings=(*both.holdings, *member("a", model="s").holdings))}
@@ -171,7 +171,7 @@ def job(name: str, **more) -> JobStatus:
     return JobStatus(job=name[0] * 32, age_s=3.0, silent_s=0.1, state=state)
 
 
-def test_changed_jobs_reach_only_permitted_viewers() -> None:
+def test_job_changes_are_sent_only_to_permitted_viewers() -> None:
     late = WorkerState(worker="w0", device="cpu", num_tasks=2, state="running", task=1, task_s=9.0, expected_s=1.0)
     failure = FleetFailure(
         age_s=60.0, verb="fetch", model="secret", error="NotFound", message="no holder", blame="source",
@@ -283,7 +283,7 @@ class _Away(FleetFeed):
         raise HubUnavailable("the store does not answer")
 
 
-def test_unavailable_store_is_reported_in_stream() -> None:
+def test_unavailable_store_is_reported_in_event_stream() -> None:
     app = HubApp()
     page.add_page(app, _Away(Status), lambda request: ALL)
     bound = socket.create_server(("127.0.0.1", 0))
@@ -302,7 +302,7 @@ def test_unavailable_store_is_reported_in_stream() -> None:
         bound.close()
 
 
-def test_streams_per_token_are_limited(get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_streams_per_token_are_limited(get, monkeypatch: pytest.MonkeyPatch) -> None:
     flood = [get("/v1/events", LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
     assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
     others = [get("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
@@ -326,7 +326,7 @@ def two_models(hub: HubThread) -> tuple[str, str]:
     return members[0], members[1]
 
 
-def test_metrics_for_limited_token_show_its_models(get, two_models) -> None:
+def test_metrics_for_limited_token_show_only_its_models(get, two_models) -> None:
     text = get("/metrics", LIMITED).read().decode()
     assert 'model="llama"' in text and "secret" not in text
     assert "penstock_hub_members 1.0" in text
@@ -336,7 +336,7 @@ def test_metrics_for_limited_token_show_its_models(get, two_models) -> None:
     assert "penstock_hub_hellos_total 2.0" in everything and "request_seconds" in everything
 
 
-def test_complaint_does_not_reveal_hidden_model_holder(hub: HubThread, two_models) -> None:
+def test_refused_complaint_does_not_reveal_holder_of_hidden_model(hub: HubThread, two_models) -> None:
     holder, _ = two_models
     key = Identity(model="secret").key()
     with HubClient.connect(hub.url, LIMITED) as client, HubClient.connect(hub.url, TOKEN) as all_models:

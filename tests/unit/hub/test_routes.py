@@ -127,7 +127,7 @@ def test_trailing_slash_is_redirected(app) -> None:
         (PenstockError("m", hint="give one"), 500, None),
     ],
 )
-def test_errors_return_status_and_are_counted(error, status, header) -> None:
+def test_handler_error_returns_matching_status_and_is_counted(error, status, header) -> None:
     shown, headers, body = call_app(fails(error), "GET", "/")
     assert (shown, COUNTED) == (status, [status])
     fault = msgspec.json.decode(body, type=Fault)
@@ -137,7 +137,7 @@ def test_errors_return_status_and_are_counted(error, status, header) -> None:
     )
 
 
-def test_unexpected_exception_returns_500_and_reaches_server() -> None:
+def test_unexpected_exception_returns_500_and_is_reraised() -> None:
     sent: list[Any] = []
     with pytest.raises(ZeroDivisionError):
         call_app(fails(ZeroDivisionError("secret")), "GET", "/", sent)
@@ -147,7 +147,7 @@ def test_unexpected_exception_returns_500_and_reaches_server() -> None:
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError(), ClientDisconnect()])
-def test_error_after_response_start_sends_no_response(error, caplog) -> None:
+def test_error_after_response_start_sends_no_second_response(error, caplog) -> None:
     async def parts():
         yield b"part"
         raise error
@@ -164,7 +164,7 @@ def test_error_after_response_start_sends_no_response(error, caplog) -> None:
     assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))
 
 
-def test_lifespan_starts_and_stops_around_requests() -> None:
+def test_lifespan_events_enter_and_exit_context() -> None:
     events: list[str] = []
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ from penstock.hub import store
 from penstock.hub.store import MemoryStore, RunningTimeClock
 
 
-def test_resumed_hub_retains_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_resumed_after_suspension_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     kept = MemoryStore(RunningTimeClock(most_s=1.0))

@@ -44,7 +44,7 @@ def parents(reply: UpstreamsReply) -> list[str]:
     return [reply.upstreams[order[0]].member for order in reply.orders]
 
 
-def test_large_fleet_receives_one_member_order_per_tree(hub: Directory) -> None:
+def test_upstreams_reply_has_one_member_order_per_tree(hub: Directory) -> None:
     two = 0
     for member in MEMBERS:
         reply = request_upstreams(hub, member)
@@ -57,7 +57,7 @@ def test_large_fleet_receives_one_member_order_per_tree(hub: Directory) -> None:
     assert two > len(MEMBERS) * 3 / 4
 
 
-def test_parents_stay_unchanged_after_reports(bench: HubBench, hub: Directory) -> None:
+def test_reported_parents_stay_unchanged_on_another_hub(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     assert {member: parents(request_upstreams(hub, member)) for member in MEMBERS} == first
     reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
@@ -69,7 +69,7 @@ def test_parents_stay_unchanged_after_reports(bench: HubBench, hub: Directory) -
         assert parents(request_upstreams(other, member, parent=up, second_parent=second)) == [up, second]
 
 
-def test_departed_member_is_not_a_parent(bench: HubBench, hub: Directory) -> None:
+def test_departed_member_is_replaced_as_parent(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     gone = next(up for member in MEMBERS for up in first[member] if up != "w")
     hub.leave(gone)
@@ -112,7 +112,7 @@ def test_two_trees_remain_when_older_member_joins(bench: HubBench, hub: Director
     assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
 
 
-def test_reply_from_older_hub_decodes_with_defaults(hub: Directory) -> None:
+def test_upstreams_reply_from_older_hub_decodes_with_defaults(hub: Directory) -> None:
     said = msgspec.json.decode(msgspec.json.encode(request_upstreams(hub, "m1")))
     for name in ("orders", "is_placed"):
         del said[name]
@@ -120,7 +120,7 @@ def test_reply_from_older_hub_decodes_with_defaults(hub: Directory) -> None:
     assert old.orders == () and old.is_placed
 
 
-def test_member_missing_from_snapshot_is_not_placed(bench: HubBench) -> None:
+def test_member_missing_from_snapshot_is_not_placed_in_trees(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     bench.join(hub, "w", "a", "b")
@@ -130,7 +130,7 @@ def test_member_missing_from_snapshot_is_not_placed(bench: HubBench) -> None:
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
-def test_newcomer_in_large_fleet_retries_soon(bench: HubBench) -> None:
+def test_newcomer_in_large_fleet_receives_short_retry_delay(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(300)]
@@ -168,7 +168,7 @@ def test_newcomer_without_complete_holder_is_placed_immediately(bench: HubBench)
     assert again.ask_again_s > 3.7
 
 
-def test_newcomer_is_counted_in_storage_shares(bench: HubBench) -> None:
+def test_claim_size_accounts_for_newcomers(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(8)]
@@ -183,7 +183,7 @@ def test_newcomer_is_counted_in_storage_shares(bench: HubBench) -> None:
     assert pieces == [64] * 6 + [57, 50]
 
 
-def test_members_starting_together_retry_soon(bench: HubBench) -> None:
+def test_members_starting_together_receive_short_retry_delay(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = ["a", "b", "c"]
@@ -197,7 +197,7 @@ def test_members_starting_together_retry_soon(bench: HubBench) -> None:
     assert any(request_upstreams(hub, "a").ask_again_s > 0.7 for _ in range(100))
 
 
-def test_why_query_lists_chunks_from_each_parent(hub: Directory) -> None:
+def test_why_query_lists_parents_for_even_and_odd_chunks(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(request_upstreams(hub, m)))) == NUM_TREES)
     even, odd = parents(request_upstreams(hub, member))
     lines = hub.why(WhyRequest(model="llama", member=member)).lines
@@ -207,7 +207,7 @@ def test_why_query_lists_chunks_from_each_parent(hub: Directory) -> None:
     assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)
 
 
-def test_parents_are_returned_during_relay_rebuild(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_are_returned_while_relay_is_rebuilt(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     request_upstreams(hub, "m1")
     view = hub._view(key_state().key)
     before, sizes = view.parents, itertools.count(7)
@@ -222,7 +222,7 @@ def test_parents_are_returned_during_relay_rebuild(hub: Directory, monkeypatch: 
     assert view.parents == before
 
 
-def test_claim_conflict_builds_one_relay(bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_claim_builds_relay_only_once(bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     made, lost = [], []
     write = MemoryStore.write
 

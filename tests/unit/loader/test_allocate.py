@@ -66,7 +66,7 @@ class Load:
         assert reached in (None, self._is_under_way)
 
 
-def test_memory_is_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_allocates_memory_in_caller_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Load(monkeypatch)
     ring = threading.Thread(target=loading.place.allocate, name="ring")
 
@@ -81,13 +81,13 @@ def test_memory_is_allocated_by_caller_thread(monkeypatch: pytest.MonkeyPatch) -
     assert loading.place.allocated_by == [threading.current_thread().name]
 
 
-def test_tensors_are_created_after_load_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tensors_are_created_once_load_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Load(monkeypatch)
     load._gather(loading.session, None)
     assert loading.steps == ["prepare", "allocate", "under way", "views", "all bytes"]
 
 
-def test_many_tensors_are_created_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tensors_are_created_before_load_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Load(monkeypatch, num_tensors=load.MANY_TENSORS)
     load._gather(loading.session, None)
     assert loading.steps == ["prepare", "allocate", "views", "all bytes"]

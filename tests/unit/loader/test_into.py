@@ -75,7 +75,7 @@ def test_module_is_filled_in_place(path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
-def test_dict_with_large_tensors_is_loaded_into(tmp_path: Path, memory_bytes: str | None) -> None:
+def test_dict_with_large_tensors_is_filled(tmp_path: Path, memory_bytes: str | None) -> None:
     wanted = {f"t{i}": torch.randint(0, 1 << 62, (MIB // 4 + i,)) for i in range(4)}
     save_file(wanted, tmp_path / "m.safetensors")
     targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -83,7 +83,7 @@ def test_dict_with_large_tensors_is_loaded_into(tmp_path: Path, memory_bytes: st
     assert state(targets) == state(wanted)
 
 
-def test_tied_weights_saved_twice_are_written_once(tmp_path: Path, path: Path) -> None:
+def test_tied_weights_saved_under_two_names_are_written_once(tmp_path: Path, path: Path) -> None:
     wanted = load_file(path)
     save_file({**wanted, "head.weight": wanted["embed.weight"].clone()}, tmp_path / "both.safetensors")
     model = Model()
@@ -107,7 +107,7 @@ def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) 
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("differ_at", [0, -1])
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
-def test_tied_target_with_different_tensors_raises(
+def test_tied_target_with_different_source_tensors_raises(
     tmp_path: Path, with_manifest: bool, differ_at: int, verb: str
 ) -> None:
     source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=differ_at)
@@ -121,7 +121,7 @@ def test_tied_target_with_different_tensors_raises(
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_tied_dict_with_equal_tensors_is_filled(tmp_path: Path, with_manifest: bool) -> None:
+def test_tied_dict_entries_with_equal_sources_are_filled(tmp_path: Path, with_manifest: bool) -> None:
     source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=None)
     shared = torch.zeros(300, 40)
     penstock.load_into({"embed.weight": shared, "head.weight": shared}, source, strict=False)
@@ -153,7 +153,7 @@ def test_lazy_module_raises_plan_error(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_backward_after_fill_raises(tmp_path: Path, strided: bool) -> None:
+def test_backward_through_overwritten_weight_raises(tmp_path: Path, strided: bool) -> None:
     save_file({"w": torch.full((4, 4), 3.0)}, tmp_path / "m.safetensors")
     weight = torch.ones(4, 4).t() if strided else torch.ones(4, 4)
     weight.requires_grad_(True)
@@ -225,7 +225,7 @@ def test_non_strict_load_fills_only_common_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_disjoint_tensor_names_raise_plan_error(path: Path, strict: bool) -> None:
+def test_target_without_common_names_raises_plan_error(path: Path, strict: bool) -> None:
     target = {"a.mean": torch.zeros(7), "extra": torch.zeros(3)}
     with pytest.raises(penstock.PlanError, match="do not fit" if strict else "no name matches") as caught:
         penstock.load_into(target, path, strict=strict)
@@ -233,7 +233,7 @@ def test_disjoint_tensor_names_raise_plan_error(path: Path, strict: bool) -> Non
     assert not any(tensor.any() for tensor in target.values())
 
 
-def test_common_dtype_mismatch_is_reported_once(tmp_path: Path) -> None:
+def test_dtype_mismatch_of_many_tensors_is_summarised(tmp_path: Path) -> None:
     save_file({f"layer.{i}": torch.zeros(4) for i in range(300)}, tmp_path / "m.safetensors")
     targets = {f"layer.{i}": torch.zeros(4, dtype=torch.bfloat16) for i in range(300)}
     with pytest.raises(PlanError) as raised:
@@ -270,7 +270,7 @@ def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str,
         (torch.float8_e4m3fn, torch.bfloat16, "target"),
     ],
 )
-def test_cast_changing_quantised_codes_raises(
+def test_unsupported_cast_raises_plan_error(
     tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any
 ) -> None:
     save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
@@ -279,7 +279,7 @@ def test_cast_changing_quantised_codes_raises(
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16", 3, torch.float8_e4m3fn])
-def test_unknown_cast_raises_config_error(path: Path, dtype: Any) -> None:
+def test_invalid_dtype_argument_raises_config_error(path: Path, dtype: Any) -> None:
     for verb in (penstock.load_into, penstock.modules.load_in_background):
         with pytest.raises(penstock.ConfigError, match="cannot be cast"):
             verb(Model(), path, dtype=dtype)
@@ -296,7 +296,7 @@ def test_empty_mapping_receives_new_tensors(path: Path, kind: type[Any]) -> None
     assert {tensor.dtype for tensor in cast.values()} == {torch.float32} and len(cast) == 2
 
 
-def test_empty_mapping_stays_empty_after_failure(path: Path) -> None:
+def test_empty_mapping_stays_empty_after_failed_load(path: Path) -> None:
     target: dict[str, torch.Tensor] = {}
     with pytest.raises(PlanError, match="another tensor to x"):
         penstock.load_into(target, path, rename=lambda name: "x")
@@ -319,7 +319,7 @@ def test_two_tensors_for_one_target_raise(path: Path) -> None:
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
 
 
-def test_meta_target_error_suggests_to_empty_method(path: Path) -> None:
+def test_meta_device_target_error_mentions_to_empty(path: Path) -> None:
     with torch.device("meta"):
         model = Model()
     with pytest.raises(penstock.PlanError, match="to_empty"):
@@ -379,7 +379,7 @@ def test_failed_source_reports_whether_target_is_mutated(
     assert caught.value.mutated == (after > 0) == any(bool(tensor.any()) for tensor in targets.values())
 
 
-def test_target_is_freed_without_garbage_collector(path: Path) -> None:
+def test_loaded_target_is_freed_without_garbage_collector(path: Path) -> None:
     gc.collect()
     gc.disable()
     try:

@@ -73,7 +73,7 @@ def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, aligned: bool, co
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
 
 
-def test_dtypes_missing_in_torch_raise_unless_skipped(tmp_path: Path) -> None:
+def test_dtype_unsupported_by_torch_raises_unless_skipped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     made = every_dtype(path)
     with pytest.raises(penstock.PlanError, match="F6") as caught:
@@ -86,7 +86,7 @@ def test_dtypes_missing_in_torch_raise_unless_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copy", [None, True, False])
 @pytest.mark.parametrize("memory_bytes", [None, "1M", 256 << 10])
-def test_sharded_checkpoint_loads_with_any_budget(
+def test_sharded_checkpoint_loads_with_any_memory_budget(
     sharded: Path, copy: bool | None, memory_bytes: int | str | None
 ) -> None:
     weights = penstock.load(sharded, settings=penstock.ReadSettings(copy=copy, memory_bytes=memory_bytes))
@@ -118,7 +118,7 @@ def test_small_tensors_share_allocations_without_overlap(tmp_path: Path, copy: b
     assert [name for name in wanted if bits(weights[name]) != bits(wanted[name])] == [victim]
 
 
-def test_tensors_are_in_file_order_with_manifest(sharded: Path) -> None:
+def test_loaded_tensors_follow_file_order_of_manifest(sharded: Path) -> None:
     weights = penstock.load(sharded)
     table = weights.manifest.tensors
     order = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
@@ -156,7 +156,7 @@ def test_unknown_tensor_name_raises_plan_error(sharded: Path) -> None:
 
 @pytest.mark.parametrize("name", ["experts", "wide", "tall", "line", "four", "tiny"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_tensor_is_sliced_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
+def test_slice_along_each_dim_is_loaded(stacked: Path, name: str, num_parts: int) -> None:
     whole = load_file(stacked)[name]
     for dim in range(whole.dim()):
         for rank in range(num_parts):
@@ -180,7 +180,7 @@ def test_slice_function_reads_few_extra_bytes(stacked: Path) -> None:
     assert found.report.nbytes <= found.report.read_bytes <= found.report.nbytes + len(wanted) * (64 << 10)
 
 
-def test_slice_inside_every_dim_is_loaded(stacked: Path) -> None:
+def test_slice_along_all_dims_is_loaded(stacked: Path) -> None:
     whole = load_file(stacked)["four"]
     box = Box(start=(1, 1, 3, 5), stop=(5, 3, 8, 17))
     found = penstock.load(stacked, names="four", boxes={"four": box})
@@ -223,7 +223,7 @@ def big(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("verify", [True, False])
-def test_dropped_weights_unmap_file_without_garbage_collector(big: Path, verify: bool) -> None:
+def test_dropping_weights_unmaps_file_without_garbage_collector(big: Path, verify: bool) -> None:
     if verify:
         digest(big)
     weights = penstock.load(big)
@@ -239,7 +239,7 @@ def test_dropped_weights_unmap_file_without_garbage_collector(big: Path, verify:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [False, True])
-def test_copies_are_freed_without_garbage_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_weights_are_freed_without_garbage_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engine.place import HostPlace
 
     made: list[weakref.ref[Any]] = []
@@ -264,7 +264,7 @@ def test_copies_are_freed_without_garbage_collector(big: Path, failing: bool, mo
     assert made and all(ref() is None for ref in made)
 
 
-def test_loaded_tensors_are_private(big: Path) -> None:
+def test_changing_loaded_tensor_does_not_affect_file_or_other_loads(big: Path) -> None:
     before = big.read_bytes()
     for copy in (True, False):
         first, second = (
@@ -276,7 +276,7 @@ def test_loaded_tensors_are_private(big: Path) -> None:
     assert big.read_bytes() == before
 
 
-def test_loaded_weights_outlive_file(big: Path) -> None:
+def test_loaded_weights_outlive_deleted_file(big: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
     mapped, copied = penstock.load(big), penstock.load(big, settings=penstock.ReadSettings(copy=True))
     big.unlink()
@@ -403,7 +403,7 @@ def test_report_explains_why_io_uring_is_unused(stacked: Path, monkeypatch: pyte
     assert whys.get("page-cache", "by threads: this kernel has none") == "by threads: this kernel has none"
 
 
-def test_load_of_cached_object_reports_cache(big: Path, tmp_path: Path, monkeypatch) -> None:
+def test_second_load_of_remote_file_reports_cache(big: Path, tmp_path: Path, monkeypatch) -> None:
     from penstock.testing.http_server import RangeServer
 
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))

@@ -18,7 +18,7 @@ def test_switch_interval_is_shortened_and_restored() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_overlapping_loads_restore_switch_interval_once() -> None:
+def test_switch_interval_is_restored_after_last_overlapping_load() -> None:
     before = sys.getswitchinterval()
     first, second = quick_handover(), quick_handover()
     first.__enter__()
@@ -39,7 +39,7 @@ def test_shorter_switch_interval_is_not_changed() -> None:
         sys.setswitchinterval(before)
 
 
-def test_garbage_collector_pauses_only_inside_block() -> None:
+def test_garbage_collector_is_paused_only_inside_block() -> None:
     assert gc.isenabled()
     with paused_gc(), paused_gc():
         assert not gc.isenabled()

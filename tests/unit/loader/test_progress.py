@@ -19,7 +19,7 @@ def test_wait_with_progress_bar_raises_at_deadline() -> None:
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_wait_returns_when_condition_is_reached(is_drawn: bool) -> None:
+def test_wait_returns_when_condition_is_met(is_drawn: bool) -> None:
     ticket, calls = RunState(100, is_busy=lambda: False), list[tuple[int, int]]()
     wanted = (lambda done, total: calls.append((done, total))) if is_drawn else False
     with Progress(wanted, "weights") as shown:
@@ -52,7 +52,7 @@ def text(shown: Progress) -> str:
     return str(shown._bar.tasks[0].fields["text"])
 
 
-def test_progress_shows_share_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_shows_percentage_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "weights") as shown:
         shown(0, 4_000_000_000)
@@ -72,7 +72,7 @@ def test_progress_shows_share_rate_and_remaining_time(monkeypatch: pytest.Monkey
         assert text(shown) == "100 % of 4.00 GB, 133.33 MB/s, in 0:30"
 
 
-def test_resumed_progress_is_excluded_from_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_done_before_resume_are_excluded_from_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "out", unit="tasks") as shown:
         shown.state("starting workers", 90, 100)
@@ -106,7 +106,7 @@ def test_error_removes_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_program_output_stays_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_writes_nothing_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, "weights") as shown:
         print("data")
         shown(1, 1)

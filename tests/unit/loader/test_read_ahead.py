@@ -108,7 +108,7 @@ def test_nearly_sequential_reads_refetch_few_bytes(file: ReadAhead, source: Coun
     assert source.num_reads < len(order) / 10
 
 
-def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: CountingSource) -> None:
+def test_interleaved_sequential_reads_are_read_ahead(file: ReadAhead, source: CountingSource) -> None:
     half = SIZE // 2
     for first, second in zip(tensors(50_000, half), tensors(50_000, half), strict=True):
         read(file, *first)
@@ -139,7 +139,7 @@ def layers_by_number(count: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("count", [40, 1500])
-def test_hinted_order_reads_each_byte_once(
+def test_reads_in_hinted_order_fetch_each_byte_once(
     file: ReadAhead, source: CountingSource, count: int, num_threads: int
 ) -> None:
     order = layers_by_number(count)
@@ -153,7 +153,7 @@ def test_hinted_order_reads_each_byte_once(
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: CountingSource) -> None:
+def test_reads_against_hinted_order_stay_within_memory_limit(file: ReadAhead, source: CountingSource) -> None:
     file.expect(tensors(MIB))
     for start in reversed(range(0, SIZE, 2 * MIB)):
         read(file, start, start + 1000)
@@ -171,7 +171,7 @@ def test_read_hint_outside_file_raises(file: ReadAhead) -> None:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
 )
-def test_random_requests_after_hint_are_correct(hints: list[tuple[int, int]], requests: list[tuple[int, int]]) -> None:
+def test_random_reads_after_hint_return_correct_bytes(hints: list[tuple[int, int]], requests: list[tuple[int, int]]) -> None:
     file = ReadAhead(CountingSource(), SETTINGS, num_reads=3)
     file.expect((start, min(start + nbytes, SIZE)) for start, nbytes in hints)
     for start, nbytes in requests:
@@ -179,7 +179,7 @@ def test_random_requests_after_hint_are_correct(hints: list[tuple[int, int]], re
     file.close()
 
 
-def test_concurrent_files_share_memory(source: CountingSource) -> None:
+def test_concurrently_read_files_stay_within_memory_limit(source: CountingSource) -> None:
     sources = [source, CountingSource(), CountingSource()]
     files = [ReadAhead(each, SETTINGS, num_reads=4) for each in sources]
     with ThreadPoolExecutor(6) as pool:
@@ -189,7 +189,7 @@ def test_concurrent_files_share_memory(source: CountingSource) -> None:
         file.close()
 
 
-def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: CountingSource) -> None:
+def test_failed_read_raises_and_later_read_succeeds(file: ReadAhead, source: CountingSource) -> None:
     def fail(start: int, stop: int) -> None:
         if stop > 4 * MIB:
             raise SourceUnavailable("broken", uri="memory:")
@@ -204,7 +204,7 @@ def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: Counti
         read(file, start, stop)
 
 
-def test_partly_failed_large_read_raises(file: ReadAhead, source: CountingSource) -> None:
+def test_partially_failed_large_read_raises(file: ReadAhead, source: CountingSource) -> None:
     def fail(start: int, stop: int) -> None:
         if start >= 3 * MIB:
             raise SourceUnavailable("broken", uri="memory:")
@@ -243,7 +243,7 @@ def test_close_returns_before_last_read_completes(source: CountingSource) -> Non
         read(file, 0, 10)
 
 
-def test_hanging_source_is_reported() -> None:
+def test_hanging_source_raises_source_stalled() -> None:
     source = CountingSource()
     file = ReadAhead(source, SETTINGS, num_reads=2, stall_s=0.2)
     read(file, 0, 1000)
@@ -255,7 +255,7 @@ def test_hanging_source_is_reported() -> None:
     file.close()
 
 
-def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_does_not_block_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SLOW_S", 0.2)
     dead = CountingSource()
     going_on = threading.Event()
@@ -272,7 +272,7 @@ def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) ->
         file.close()
 
 
-def test_hanging_read_raises_stall_during_other_reads() -> None:
+def test_hanging_read_raises_source_stalled_during_other_reads() -> None:
     dead = CountingSource()
     going_on = threading.Event()
     dead.before = lambda start, stop: [None, going_on.wait(30)][0]

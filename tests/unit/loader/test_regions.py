@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("verify", [None, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_regions_match_slices(source: Path, verify: bool | None, seed: int) -> None:
+def test_loaded_random_regions_match_tensor_slices(source: Path, verify: bool | None, seed: int) -> None:
     chance, wanted = random.Random(seed), load_file(source / "m.safetensors")
     boxes = {}
     for name, tensor in wanted.items():
@@ -60,7 +60,7 @@ def test_random_regions_match_slices(source: Path, verify: bool | None, seed: in
 
 
 @pytest.mark.parametrize("at", [0, LEAF_BYTES + 5, 2 * LEAF_BYTES - 1])
-def test_flipped_bit_inside_region_leaf_is_detected(tmp_path: Path, at: int) -> None:
+def test_flipped_bit_in_leaf_of_loaded_region_is_detected(tmp_path: Path, at: int) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(16, LEAF_BYTES // 8, dtype=torch.int16)}, file)
     ps.manifest(tmp_path)
@@ -74,7 +74,7 @@ def test_flipped_bit_inside_region_leaf_is_detected(tmp_path: Path, at: int) -> 
     assert ps.load(tmp_path, boxes=box, verify=False)["w"].shape == (4, LEAF_BYTES // 8)
 
 
-def test_flipped_bit_outside_read_leaves_is_ignored(tmp_path: Path) -> None:
+def test_flipped_bit_outside_leaves_of_loaded_region_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(16, LEAF_BYTES // 8, dtype=torch.int16)}, file)
     ps.manifest(tmp_path)
@@ -84,7 +84,7 @@ def test_flipped_bit_outside_read_leaves_is_ignored(tmp_path: Path) -> None:
     assert loaded.report.read_bytes == 2 * LEAF_BYTES
 
 
-def test_gaps_of_complete_leaves_are_not_read(tmp_path: Path) -> None:
+def test_leaves_outside_requested_region_are_not_read(tmp_path: Path) -> None:
     # One of four leaves is needed for each of 3 experts.
     experts = torch.arange(3 * LEAF_BYTES, dtype=torch.int32).view(3, 4, LEAF_BYTES // 4)
     save_file({"experts": experts}, tmp_path / "m.safetensors")
@@ -168,7 +168,7 @@ def llama(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_tensor_parallel_rank_matches_reshard(llama: Path, tmp_path: Path, size: int) -> None:
+def test_tensor_parallel_load_matches_resharded_checkpoint(llama: Path, tmp_path: Path, size: int) -> None:
     ps.convert(llama, tmp_path / "out", operations={"op": "reshard", "to": size}, workers=1, devices="cpu")
     for rank in range(size):
         mine = ps.load(llama, boxes=ps.tensor_parallel(rank=rank, size=size))
@@ -209,6 +209,6 @@ def test_tensor_without_rule_raises(tmp_path: Path) -> None:
         {"rank": 0, "size": 2, "rules": [("a", "x")]},
     ],
 )
-def test_wrong_rank_raises_config_error(options: dict[str, Any]) -> None:
+def test_invalid_tensor_parallel_option_raises_config_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ps.tensor_parallel(**options)

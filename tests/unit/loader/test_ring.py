@@ -168,7 +168,7 @@ def test_reads_in_flight_are_limited(make: Callable[..., Bench], limits_workers:
     assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
 
 
-def test_sources_other_than_files_use_reader_threads(make: Callable[..., Bench]) -> None:
+def test_bytes_from_memory_source_are_copied_by_ring_thread(make: Callable[..., Bench]) -> None:
     bench = make(1, memory_nbytes=10 * CHUNK)
     threads = set()
     bench.place.on_copy = lambda number: threads.add(threading.current_thread().name)
@@ -179,7 +179,7 @@ def test_sources_other_than_files_use_reader_threads(make: Callable[..., Bench])
     assert threads == {"penstock-fetch-ring"}
 
 
-def test_changed_file_raises_before_delivery(make: Callable[..., Bench]) -> None:
+def test_file_modified_during_load_raises_source_changed(make: Callable[..., Bench]) -> None:
     bench = make()
 
     def change(number: int) -> None:
@@ -212,7 +212,7 @@ def test_failed_device_copy_fails_run(make: Callable[..., Bench]) -> None:
         list(bench.start().slabs())
 
 
-def test_cancel_waits_for_device_and_kernel(make: Callable[..., Bench]) -> None:
+def test_cancel_waits_for_running_copies_and_reads(make: Callable[..., Bench]) -> None:
     bench = make()
     bench.place.is_held.set()
     is_copying = threading.Event()
@@ -239,7 +239,7 @@ def test_failed_thread_start_fails_run(make: Callable[..., Bench], refuse_thread
     assert "cannot start a thread" in str(error)
 
 
-def test_failed_ring_thread_awaits_reads_in_flight(
+def test_failed_ring_thread_waits_for_reads_in_flight(
     make: Callable[..., Bench],
 ) -> None:
     bench = make()
@@ -256,7 +256,7 @@ def test_failed_ring_thread_awaits_reads_in_flight(
     assert not run.fetch.is_busy()
 
 
-def test_unqueued_read_fails_run_without_waiting(make: Callable[..., Bench]) -> None:
+def test_read_that_cannot_be_queued_fails_run(make: Callable[..., Bench]) -> None:
     bench = make()
     queue_read = bench.ring.queue_read
     tokens: list[int] = []
@@ -307,7 +307,7 @@ def test_failed_ring_keeps_memory_of_pending_reads(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
-def test_tmpfs_files_are_read_by_ring() -> None:
+def test_tmpfs_file_can_be_read_by_ring() -> None:
     path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"
     path.write_bytes(sample(CHUNK))
     try:

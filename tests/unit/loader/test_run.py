@@ -315,7 +315,7 @@ def test_slow_consumer_raises_no_stall(make: Make) -> None:
     assert seen == list(range(3)) and run.ticket.moved_bytes == 3 * CHUNK
 
 
-def test_silent_source_fails_at_its_own_deadline(make: Make) -> None:
+def test_ticket_deadline_does_not_fail_running_read(make: Make) -> None:
     """The source's deadline applies while a read runs, and the ticket's deadline otherwise."""
     bench = make(CHUNK)
     bench.source.open.clear()
@@ -325,7 +325,7 @@ def test_silent_source_fails_at_its_own_deadline(make: Make) -> None:
     run.ticket.wait(stall_s=1.0)
 
 
-def test_unposted_reads_raise_source_stalled(make: Make) -> None:
+def test_wait_for_read_that_never_arrives_raises_source_stalled(make: Make) -> None:
     bench = make(CHUNK, CHUNK)
     run = bench.start(reads=[0])
     with pytest.raises(SourceStalled):
@@ -333,7 +333,7 @@ def test_unposted_reads_raise_source_stalled(make: Make) -> None:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 3 * CHUNK])
-def test_slabs_are_ready_after_verification(make: Make, window_bytes: int) -> None:
+def test_verified_slabs_are_delivered_with_correct_bytes(make: Make, window_bytes: int) -> None:
     bench = make(*[CHUNK, 10, 3 * CHUNK, CHUNK + 5] * 4)
     _, checker = leaves_of(bench)
     run = bench.start(checker=checker, window_bytes=window_bytes)
@@ -359,7 +359,7 @@ def test_corrupt_slab_is_never_delivered(make: Make, batch_bytes: int, window_by
     assert bench.all_buffers_are_back() and not own_threads()
 
 
-def test_verification_error_is_raised_by_wait(make: Make) -> None:
+def test_exception_in_verification_is_raised_by_wait(make: Make) -> None:
     class Broken:
         num_threads = batch_bytes = 1
 
@@ -396,7 +396,7 @@ def test_last_verification_batch_is_small(make: Make, monkeypatch: pytest.Monkey
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
-def test_run_is_under_way_after_one_eighth(make: Make) -> None:
+def test_run_is_under_way_after_one_eighth_of_bytes(make: Make) -> None:
     bench, seen = make(*[CHUNK] * 64), list[int]()
     bench.source.open.clear()
     run = bench.start(num_threads=1)
@@ -429,7 +429,7 @@ class Preparing:
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_verification_is_prepared_once(make: Make, is_asked: bool) -> None:
+def test_verification_checker_is_prepared_only_once(make: Make, is_asked: bool) -> None:
     bench, checker = make(*[CHUNK] * 8), Preparing()
     bench.source.open.clear()
     run = bench.start(checker=checker)
@@ -443,7 +443,7 @@ def test_verification_is_prepared_once(make: Make, is_asked: bool) -> None:
     assert checker.num_prepared == 1
 
 
-def test_verification_without_bytes_is_not_prepared(make: Make) -> None:
+def test_empty_run_does_not_prepare_verification_checker(make: Make) -> None:
     checker = Preparing()
     run = make().start(checker=checker)
     run.prepare_checker()
@@ -451,7 +451,7 @@ def test_verification_without_bytes_is_not_prepared(make: Make) -> None:
     assert checker.num_prepared == 0
 
 
-def test_trace_contains_every_step(make: Make) -> None:
+def test_trace_contains_every_read_and_placement(make: Make) -> None:
     trace = Trace(enabled=True)
     bench = make(*[CHUNK] * 5)
     _, checker = leaves_of(bench)

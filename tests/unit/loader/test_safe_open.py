@@ -115,13 +115,13 @@ class TestWholeTensors:
                 assert mine.get_slice(name).get_shape() == true.get_slice(name).get_shape()
                 assert mine.get_slice(name).get_dtype() == true.get_slice(name).get_dtype()
 
-    def test_absent_metadata_returns_none(self, tmp_path: Path) -> None:
+    def test_file_without_metadata_returns_none(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", {"a": (DType.F32, (2,))})
         assert safe_open(path).metadata() is None
 
     @pytest.mark.parametrize("dtype", HELD)
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
-    def test_sliced_dtype_matches_safetensors(self, file: Path, dtype: DType, backend: str) -> None:
+    def test_every_dtype_matches_safetensors(self, file: Path, dtype: DType, backend: str) -> None:
         with safe_open(file, "pt", backend=backend) as mine, theirs(file) as true:
             assert_same(mine.get_tensor(f"z.{dtype}"), true.get_tensor(f"z.{dtype}"))
 
@@ -134,7 +134,7 @@ class TestWholeTensors:
     @pytest.mark.parametrize("name", ["a.scalar", "empty", "cube", *(f"z.{d}" for d in PLAIN)])
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
     @pytest.mark.parametrize("framework", ["np", "numpy"])
-    def test_numpy_tensor_matches_and_is_writable(self, file: Path, name: str, backend: str, framework: str) -> None:
+    def test_numpy_tensor_matches_safetensors_and_is_writable(self, file: Path, name: str, backend: str, framework: str) -> None:
         with safe_open(file, framework, backend=backend) as mine, theirs(file, "np") as true:
             found = mine.get_tensor(name)
             assert_same(found, true.get_tensor(name))
@@ -173,7 +173,7 @@ class TestWholeTensors:
 
     @pytest.mark.parametrize("framework", ["pt", "np"])
     @pytest.mark.parametrize("dtype", sorted(F6))
-    def test_f6_raises_like_safetensors(self, file: Path, framework: str, dtype: DType) -> None:
+    def test_f6_tensor_raises_safetensor_error(self, file: Path, framework: str, dtype: DType) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, framework).get_tensor(f"z.{dtype}")
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -209,7 +209,7 @@ class TestTorchSlices:
     @pytest.mark.parametrize("index", TORCH_FORMS, ids=repr)
     @pytest.mark.parametrize("name", ["cube", "a.scalar", "empty"])
     @pytest.mark.parametrize("place", ["mapped", "read", "remote"])
-    def test_every_index_form_matches_safetensors(
+    def test_every_kind_of_index_matches_safetensors(
         self, file: Path, name: str, index: Any, place: str, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         true = outcome(lambda: theirs(file).get_slice(name)[index])
@@ -225,7 +225,7 @@ class TestTorchSlices:
 
     @pytest.mark.parametrize("dtype", [d for d in HELD if d is not DType.F4])
     @pytest.mark.parametrize("index", [0, np.s_[1:3], np.s_[:, 2:7:2], np.s_[-1, -1]], ids=repr)
-    def test_sliced_dtype_matches_safetensors(
+    def test_slice_of_every_dtype_matches_safetensors(
         self, file: Path, dtype: DType, index: Any, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         true = theirs(file).get_slice(f"z.{dtype}")[index]
@@ -322,7 +322,7 @@ class TestNumpySlices:
          (0, 0, 0, 0), "a", 1.5, b"a", {}, 10**30],
         ids=repr,
     )  # fmt: skip
-    def test_slice_unsupported_by_safetensors_raises(self, file: Path, index: Any) -> None:
+    def test_index_unsupported_by_safetensors_raises(self, file: Path, index: Any) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, "np").get_slice("cube")[index]
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -330,12 +330,12 @@ class TestNumpySlices:
         assert isinstance(caught.value, IndexError)
         assert caught.value.blame == "plan"
 
-    def test_float_bound_raises_type_error(self, file: Path) -> None:
+    def test_float_slice_bound_raises_type_error(self, file: Path) -> None:
         with pytest.raises(TypeError):
             safe_open(file, "np").get_slice("cube")[0:1.5]
 
     @pytest.mark.parametrize("index", [np.s_[2:1], np.s_[5:9], np.s_[-2:], np.s_[:, -10:10], np.s_[:7]], ids=repr)
-    def test_extra_slice_forms_match_numpy(self, file: Path, index: Any) -> None:
+    def test_out_of_range_and_negative_slices_match_numpy(self, file: Path, index: Any) -> None:
         whole = theirs(file, "np").get_tensor("cube")
         assert_same(safe_open(file, "np").get_slice("cube")[index], whole[index])
 
@@ -360,7 +360,7 @@ class TestSliceReads:
         assert source.read_bytes - before == 4 * 1999
         assert_same(part, np.ascontiguousarray(theirs(path, "np").get_slice("wide")[:, 1000:3000:2]))
 
-    def test_failing_index_reads_nothing(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
+    def test_invalid_index_reads_no_bytes(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
         opened, source = remote
         f = opened()
         before = source.read_bytes
@@ -389,7 +389,7 @@ class TestLargeFiles:
         assert load_file(big, backend="pread").keys() == {"t", "u"}
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
-    def test_strided_object_slice_reads_few_bytes(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_strided_slice_of_remote_file_reads_few_bytes(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = Recorder(big.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
         with safe_open(source.uri) as mine, theirs(big) as true:
@@ -417,7 +417,7 @@ class TestErrors:
             assert isinstance(caught.value, NotFound)
             assert caught.value.tensor == "nope"
 
-    def test_closed_file_raises(self, file: Path) -> None:
+    def test_call_on_closed_file_raises(self, file: Path) -> None:
         with safe_open(file) as f:
             pass
         calls = (f.keys, f.offset_keys, f.metadata, f.get_tensors, lambda: f.get_tensor("cube"))
@@ -447,7 +447,7 @@ class TestErrors:
             safe_open(file, "pt", device=device)
         assert isinstance(caught.value, ConfigError)
 
-    def test_numpy_with_device_raises(self, file: Path) -> None:
+    def test_numpy_framework_with_device_raises(self, file: Path) -> None:
         with pytest.raises(safetensors.SafetensorError, match="numpy"):
             safe_open(file, "np", device="cuda:0")
 
@@ -464,7 +464,7 @@ class TestErrors:
         with pytest.raises(TypeError):
             safe_open(file).get_tensor(3)  # type: ignore[arg-type]
 
-    def test_errors_are_typed_without_safetensors_import(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_tensor_raises_not_found_without_safetensors_import(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(__import__("sys").modules, "safetensors")
         with pytest.raises(NotFound) as caught:
             safe_open(file).get_tensor("nope")

@@ -19,7 +19,7 @@ from penstock.loader.session import LoadSession, ReadOptions
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_background_load_uses_caller_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_load_uses_cuda_stream_of_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streams: dict[int, str] = {threading.get_ident(): "the caller's"}
 
     def current_stream(device: torch.device) -> str:

@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verb", [load_into, load_in_background, reload_failed])
-def test_views_in_state_dict_are_loaded_into(path: Path, verb: Verb) -> None:
+def test_views_in_state_dict_are_filled(path: Path, verb: Verb) -> None:
     module = Stacked()
     verb(module, path)
     assert module.stack[:, 0, 0].tolist() == [1.0, 2.0]
@@ -85,13 +85,13 @@ def test_copies_in_state_dict_raise_plan_error(path: Path, verb: Callable[..., o
     assert not module.stack.any()
 
 
-def test_plain_attribute_in_state_dict_is_filled(path: Path) -> None:
+def test_plain_tensor_attribute_in_state_dict_is_filled(path: Path) -> None:
     module = Attribute()
     load_into(module, path)
     assert module.codes.eq(1).all()
 
 
-def test_plain_attribute_in_background_load_raises(path: Path) -> None:
+def test_plain_tensor_attribute_in_background_load_raises(path: Path) -> None:
     module = Attribute()
     with pytest.raises(PlanError, match="not a parameter or buffer"):
         load_in_background(module, path)
@@ -99,7 +99,7 @@ def test_plain_attribute_in_background_load_raises(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [load_into, load_in_background])
-def test_unmatched_copy_in_state_dict_is_accepted(path: Path, verb: Verb) -> None:
+def test_state_dict_entry_without_checkpoint_tensor_is_accepted(path: Path, verb: Verb) -> None:
     def count(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         state[f"{prefix}count"] = torch.tensor([2])
 

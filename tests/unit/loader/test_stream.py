@@ -136,7 +136,7 @@ def test_stream_reads_stay_within_read_ahead(big: Path, copy: bool) -> None:
     assert len(list(tensors)) == NUM_TENSORS - 1
 
 
-def test_stream_failure_is_raised_once(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_failure_is_raised_only_once(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FileSource.readv
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:

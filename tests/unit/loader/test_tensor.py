@@ -63,7 +63,7 @@ def test_tensor_view_keeps_buffer_alive() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(F6))
-def test_f6_raises_in_both_frameworks(dtype: DType) -> None:
+def test_f6_dtype_raises_for_torch_and_numpy(dtype: DType) -> None:
     with pytest.raises(PlanError, match=dtype):
         torch_dtype(dtype)
     with pytest.raises(PlanError, match=dtype):
@@ -76,13 +76,13 @@ def test_f4_requires_even_last_dim(shape: tuple[int, ...]) -> None:
         torch_shape(DType.F4, shape)
 
 
-def test_torch_dtype_without_format_name_raises() -> None:
+def test_unsupported_torch_dtype_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="complex128"):
         dtype_of(torch.complex128)
 
 
 @pytest.mark.parametrize("dtype", [d for d in HELD if d.name[:2] not in ("F4", "F8", "BF")])
-def test_numpy_values_match_torch(dtype: DType) -> None:
+def test_numpy_array_matches_torch_tensor(dtype: DType) -> None:
     raw = some_bytes(bits_to_bytes(12, dtype), most=2)
     array = as_array(memoryview(raw), dtype, (3, 4))
     tensor = as_tensor(memoryview(raw), dtype, (3, 4))
@@ -90,7 +90,7 @@ def test_numpy_values_match_torch(dtype: DType) -> None:
     assert array.dtype == tensor.numpy().dtype
 
 
-def test_missing_ml_dtypes_error_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ml_dtypes_error_mentions_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(MissingExtra, match="ml_dtypes"):
         numpy_dtype(DType.BF16)

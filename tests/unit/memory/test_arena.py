@@ -22,7 +22,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_arena_runs_are_ordered_and_aligned() -> None:
+def test_arena_offsets_are_ordered_and_aligned() -> None:
     lengths = [1, 512, 0, 513, 7]
     arena = Arena.allocate(needed_bytes(lengths))
     assert arena.place(lengths) == [0, 512, 1024, 1024, 2048]
@@ -39,7 +39,7 @@ def test_full_arena_error_states_needed_bytes() -> None:
     assert arena.place([400]) == [512]
 
 
-def test_arena_runs_are_views_despite_gaps() -> None:
+def test_runs_at_returns_views_of_arena_memory() -> None:
     lengths = [1, 512, 0, 513, 7, 0]
     arena = Arena.allocate(needed_bytes(lengths) + 100)
     offsets = arena.place(lengths)
@@ -71,7 +71,7 @@ def test_views_keep_memory_until_dropped() -> None:
     assert fds() == before
 
 
-def test_shared_memory_is_found_during_concurrent_changes() -> None:
+def test_arena_lookup_succeeds_during_concurrent_allocations() -> None:
     """Switch threads every microsecond, so that a lookup runs in the middle of a change."""
     arenas = [Arena.allocate(512) for _ in range(50)]
     address, until, interval = arenas[-1].address, time.monotonic() + 0.5, sys.getswitchinterval()
@@ -94,7 +94,7 @@ def test_shared_memory_is_found_during_concurrent_changes() -> None:
         changing.join(10)
 
 
-def test_invalid_arena_raises() -> None:
+def test_invalid_arena_size_device_or_range_raises() -> None:
     with pytest.raises(DestinationError, match="available"):
         Arena.allocate(1 << 60)
     with pytest.raises(ConfigError):
@@ -106,7 +106,7 @@ def test_invalid_arena_raises() -> None:
     assert Arena.allocate(0).bytes_at(0, 0).numel() == 0
 
 
-def test_exhausted_descriptors_raise_destination_error(monkeypatch) -> None:
+def test_exhausted_file_descriptors_raise_destination_error(monkeypatch) -> None:
     def full(*_) -> int:
         raise OSError(24, "Too many open files")
 
@@ -115,7 +115,7 @@ def test_exhausted_descriptors_raise_destination_error(monkeypatch) -> None:
         Arena.allocate(100)
 
 
-def test_opening_unsealed_or_foreign_memory_raises(tmp_path) -> None:
+def test_unsealed_or_invalid_peer_memory_raises_peer_lost(tmp_path) -> None:
     sealed = create_memfd("sealed", 4096)
     readable = sealed.readable()
     check_peer_memfd(readable, 4096, "here")
@@ -133,7 +133,7 @@ def test_opening_unsealed_or_foreign_memory_raises(tmp_path) -> None:
             os.close(fd)
 
 
-def test_arena_is_writable_until_sealed() -> None:
+def test_arena_is_writable_by_other_processes_until_sealed() -> None:
     arena = Arena.allocate(5000)
     mapping = shared_at(arena.address, arena.nbytes)
     assert mapping is not None

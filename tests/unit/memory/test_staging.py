@@ -80,14 +80,14 @@ def test_buffers_are_disjoint_aligned_and_writable(make: Make) -> None:
     assert pool.peak_bytes == 4 * SIZE
 
 
-def test_sizes_are_rounded_to_pages_and_budget() -> None:
+def test_pool_rounds_buffer_size_to_pages_within_budget() -> None:
     pool = StagingPool.map(10 * mmap.PAGESIZE, mmap.PAGESIZE + 1)
     assert (pool.buffer_bytes, pool.num_buffers) == (2 * mmap.PAGESIZE, 5)
     pool.close()
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1, SIZE, 2 * SIZE - 1])
-def test_budget_below_two_buffers_states_minimum(memory_bytes: int) -> None:
+def test_budget_below_two_buffers_raises_with_minimum(memory_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         StagingPool.map(memory_bytes, SIZE)
     assert caught.value.minimum_bytes == 2 * SIZE
@@ -103,7 +103,7 @@ def test_last_released_buffer_is_reused_first(make: Make) -> None:
     assert pool.peak_bytes == 2 * SIZE
 
 
-def test_acquire_from_empty_pool_awaits_release(make: Make) -> None:
+def test_acquire_from_empty_pool_waits_for_release(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     assert pool.try_acquire() is None
@@ -113,7 +113,7 @@ def test_acquire_from_empty_pool_awaits_release(make: Make) -> None:
     assert outcome == [held[0]]
 
 
-def test_stalled_acquire_error_names_memory_bytes(make: Make) -> None:
+def test_stalled_acquire_error_mentions_memory_bytes_option(make: Make) -> None:
     pool = make(2)
     _ = [pool.acquire(stall_s=1) for _ in range(2)]
     with pytest.raises(SourceStalled, match="memory_bytes"):
@@ -221,7 +221,7 @@ def test_warming_pins_all_buffers_without_acquiring_them(make: Make) -> None:
     assert registrar.pinned == {}
 
 
-def test_failed_warming_is_raised_by_acquire(make: Make) -> None:
+def test_failed_pin_during_warming_is_raised_by_acquire(make: Make) -> None:
     registrar = Counting(room=0)
     pool = make(4, registrar=registrar)
     pool.warm(2)
@@ -231,7 +231,7 @@ def test_failed_warming_is_raised_by_acquire(make: Make) -> None:
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
 
 
-def test_warming_continues_with_fewer_threads(make: Make, refuse_thread: Callable[[str], None]) -> None:
+def test_warming_continues_if_one_thread_cannot_start(make: Make, refuse_thread: Callable[[str], None]) -> None:
     refuse_thread("penstock-staging-1")
     registrar = Counting()
     pool = make(4, registrar=registrar)

@@ -54,7 +54,7 @@ def test_targets_with_disjoint_views_are_accepted(tensors: tuple[torch.Tensor, .
 
 
 @pytest.mark.parametrize("other", [GRID, GRID.view(-1), GRID.view(torch.int32), torch.nn.Parameter(GRID)])
-def test_targets_with_same_memory_form_group(other: torch.Tensor) -> None:
+def test_targets_with_same_memory_form_one_group(other: torch.Tensor) -> None:
     assert groups(torch.zeros(2), GRID, MEMORY, other) == [[1, 3]]
 
 
@@ -88,7 +88,7 @@ def freed() -> torch.Tensor:
         (freed(), "freed"),
     ],
 )
-def test_target_without_memory_raises(tensor: torch.Tensor, why: str) -> None:
+def test_target_without_usable_memory_raises(tensor: torch.Tensor, why: str) -> None:
     with pytest.raises(PlanError, match=why) as raised:
         groups(MEMORY, tensor)
     assert raised.value.tensor == "t1" and not raised.value.mutated
@@ -102,7 +102,7 @@ def test_write_through_view_is_recorded_for_autograd() -> None:
         loss.backward()
 
 
-def test_writes_to_inference_tensors_are_not_recorded() -> None:
+def test_recording_write_to_inference_tensor_does_not_raise() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
     note_written([tensor])

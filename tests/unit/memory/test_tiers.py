@@ -229,7 +229,7 @@ def test_discard_frees_block_and_copy() -> None:
         assert [tier.used_bytes for tier in tiers.stats().tiers.values()] == [0, 0]
 
 
-def test_least_used_block_is_demoted_until_used_again() -> None:
+def test_least_recently_used_block_is_demoted_until_used() -> None:
     source = Source()
     with make(200, 200) as tiers:
         for i in range(3):
@@ -283,7 +283,7 @@ def test_block_moves_while_old_memory_is_pinned() -> None:
         assert tiers.stats().tiers["host"].used_bytes == 0
 
 
-def test_failed_source_leaves_no_block() -> None:
+def test_block_is_not_added_after_source_failure() -> None:
     def fails(room: Room) -> None:
         raise SourceUnavailable("it is away")
 
@@ -337,7 +337,7 @@ class RecordingTier(HeapTier):
         self.calls.append("trim")
 
 
-def test_freed_memory_is_reused_or_trimmed() -> None:
+def test_memory_of_closed_room_is_reused_or_trimmed() -> None:
     source, gpu = Source(), RecordingTier("gpu")
     with Tiers([Level(tier=gpu, budget_bytes=150), Level(tier=HeapTier("host"))]) as tiers:
         tiers.put(block(0), source.of(block(0)))
@@ -356,7 +356,7 @@ class Full(HeapTier):
         raise DiskFull("no room on the device")
 
 
-def test_full_disk_falls_back_to_source(caplog) -> None:
+def test_block_dropped_for_full_disk_is_reread_from_source(caplog) -> None:
     source = Source()
     levels = [Level(tier=HeapTier("gpu"), budget_bytes=100), Level(tier=Full("disk"), budget_bytes=1000)]
     with Tiers(levels) as tiers:
@@ -426,7 +426,7 @@ class RecordingUser:
         self.calls.append(tier)
 
 
-def test_memory_user_is_called_before_each_move() -> None:
+def test_block_user_is_notified_of_each_move() -> None:
     tenant, source = RecordingUser(), Source()
     with make(100, 100) as tiers:
         tiers.put(block(0), source.of(block(0)), user=tenant)

@@ -31,7 +31,7 @@ class Cuts:
         return connection
 
 
-def test_oldest_unauthenticated_connection_per_address_is_closed() -> None:
+def test_oldest_unauthenticated_connection_is_closed_at_address_limit() -> None:
     cuts = Cuts()
     for name in "abc":
         cuts.come(name, "10.0.0.1")
@@ -39,14 +39,14 @@ def test_oldest_unauthenticated_connection_per_address_is_closed() -> None:
     assert cuts.names == ["a"] and cuts.admission.num_open == 3
 
 
-def test_oldest_unauthenticated_connection_overall_is_closed() -> None:
+def test_oldest_unauthenticated_connection_is_closed_at_overall_limit() -> None:
     cuts = Cuts()
     for number in range(6):
         cuts.come(str(number), f"10.0.0.{number}")
     assert cuts.names == ["0", "1"]
 
 
-def test_authenticated_connection_displaces_unauthenticated_one() -> None:
+def test_new_connection_displaces_no_authenticated_connection() -> None:
     cuts = Cuts()
     for number in range(8):
         member = cuts.come(f"member {number}", "10.0.0.1")
@@ -55,7 +55,7 @@ def test_authenticated_connection_displaces_unauthenticated_one() -> None:
     assert not cuts.names and cuts.admission.num_open == 8
 
 
-def test_member_is_served_behind_shared_address() -> None:
+def test_member_sharing_address_with_flood_stays_connected() -> None:
     cuts = Cuts()
     for number in range(50):
         cuts.come(f"stranger {number}", "10.0.0.1")
@@ -66,13 +66,13 @@ def test_member_is_served_behind_shared_address() -> None:
     assert "member" not in cuts.names
 
 
-def test_recent_connections_are_not_displaced() -> None:
+def test_recent_connections_are_not_displaced_by_new_ones() -> None:
     cuts = Cuts(ConnectionLimits(total=8, unproven=4, unproven_per_address=2, grace_s=60.0))
     assert [cuts.come(name, "10.0.0.1") is not None for name in "abcd"] == [True, True, False, False]
     assert not cuts.names
 
 
-def test_caller_above_share_loses_idle_connection() -> None:
+def test_caller_above_connection_limit_loses_longest_idle_connection() -> None:
     cuts = Cuts()
     connections = []
     for number in range(3):
@@ -102,7 +102,7 @@ def test_connection_past_deadline_is_closed_once() -> None:
     assert cuts.names == ["late"] and cuts.admission.num_open == 1
 
 
-def test_process_suspension_extends_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_suspension_extends_connection_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr("penstock.net.admission.time.monotonic", lambda: now)
     cuts = Cuts()
@@ -137,7 +137,7 @@ def test_ipv6_network_counts_as_one_address() -> None:
 
 
 @pytest.mark.parametrize("num_descriptors", [64, 256, 1024, 20_000, 1 << 20])
-def test_limits_fit_available_descriptors(num_descriptors: int) -> None:
+def test_connection_limits_fit_available_file_descriptors(num_descriptors: int) -> None:
     limits = ConnectionLimits.for_descriptors(num_descriptors)
     assert limits.total <= max(16, num_descriptors - 128)
     assert limits.unproven_per_address <= limits.unproven < limits.total

@@ -49,7 +49,7 @@ def send_request(sock: socket.socket) -> bytes:
     return sock.recv(100)
 
 
-def test_listener_serves_members_without_free_descriptors() -> None:
+def test_listener_without_free_descriptors_still_serves_members() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER],
         stdin=subprocess.PIPE,
@@ -83,7 +83,7 @@ def test_listener_serves_members_without_free_descriptors() -> None:
     assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
 
 
-def test_missing_spare_descriptor_is_not_closed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_listener_does_not_close_reused_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = GuardedListener(socket.create_server(("127.0.0.1", 0)), Admission(ConnectionLimits(), name="test"))
     listener.listen()
     real_open = os.open

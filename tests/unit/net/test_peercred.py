@@ -39,7 +39,7 @@ def test_connection_from_another_user_is_detected() -> None:
 
 
 @AS_ROOT
-def test_listener_of_another_user_receives_nothing() -> None:
+def test_connecting_to_listener_of_another_user_raises() -> None:
     name = f"\0penstock-test-{os.getpid()}-theirs"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 

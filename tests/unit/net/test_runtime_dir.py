@@ -50,7 +50,7 @@ def test_only_directories_of_dead_processes_are_removed(somewhere: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["members.lock", "generation", "hub-0.lock"])
-def test_unusable_file_raises_config_error(somewhere: Path, name: str) -> None:
+def test_unusable_runtime_file_raises_config_error(somewhere: Path, name: str) -> None:
     (somewhere / name).mkdir()
     with pytest.raises(ConfigError, match="PENSTOCK_RUNTIME_DIR") as caught:
         endpoint = LocalEndpoint.open()
@@ -75,7 +75,7 @@ def test_unusable_file_raises_config_error(somewhere: Path, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("use", [RuntimeDir.open, LocalEndpoint.open, find_hub, host_id, own_address])
-def test_unusable_directory_raises_config_error(
+def test_unusable_runtime_directory_raises_config_error(
     place: str, use: Callable[[], object], somewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (somewhere / "file").write_text("")
@@ -84,14 +84,14 @@ def test_unusable_directory_raises_config_error(
         use()
 
 
-def test_special_characters_in_directory_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_characters_in_runtime_directory_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="p#%41?{}", dir="/tmp") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         with ps.cache.WeightCache() as keeper:
             assert find_hub() is not None and keeper.models() == []
 
 
-def test_full_file_system_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_runtime_file_system_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", str(tmp_path).encode(), b"tmpfs", 0, b"mode=700,size=4096"):
         pytest.skip("mounting is not allowed here")

@@ -21,7 +21,7 @@ def test_single_caller_can_use_full_limit() -> None:
     assert "a0" not in shares and "a4" in shares
 
 
-def test_greedy_caller_yields_until_shares_are_equal() -> None:
+def test_largest_caller_loses_entries_until_shares_are_equal() -> None:
     shares = filled(4, a=4)
     assert shares.enter("b0", "b") == ("a0",)
     assert shares.enter("b1", "b") == ("a1",)
@@ -29,7 +29,7 @@ def test_greedy_caller_yields_until_shares_are_equal() -> None:
     assert shares.enter("c0", "c") in {("a2",), ("b1",)}
 
 
-def test_caller_at_its_share_is_rejected() -> None:
+def test_new_entry_from_caller_at_its_share_is_rejected() -> None:
     shares = filled(4, a=4)
     assert shares.enter("a4", "a", displaces_own=False) is None
     assert not shares.has_room("a", displaces_own=False) and shares.has_room("b", displaces_own=False)
@@ -63,7 +63,7 @@ def test_rejected_entry_displaces_no_other_entry() -> None:
     assert "a0" in shares and shares.enter("c0", "c", 2) == ("a0",)
 
 
-def test_silent_entries_expire_when_space_is_needed() -> None:
+def test_expired_entries_are_removed_when_space_is_needed() -> None:
     now = [0.0]
     shares = Shares[str](2, ttl_s=10.0, clock=lambda: now[0])
     shares.enter("a0", "a")

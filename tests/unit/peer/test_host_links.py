@@ -54,7 +54,7 @@ def test_gpus_behind_one_switch_share_its_nic(host: Host) -> None:
         assert [host_links.nearest_link(f"uuid-{i}-{k}") for k in (1, 2)] == [f"mlx5_{i}"] * 2
 
 
-def test_equally_near_nics_return_no_link(host: Host) -> None:
+def test_gpu_with_equally_near_nics_has_no_nearest_link(host: Host) -> None:
     host.gpu("pci0000:10/0000:10:01.0/0000:11:00.0", "uuid")
     host.nic("pci0000:20/0000:20:01.0/0000:21:00.0", "mlx5_0")
     host.nic("pci0000:30/0000:30:01.0/0000:31:00.0", "mlx5_1")

@@ -28,7 +28,7 @@ def mark_verified(holding: LocalWeights, *chunks: int) -> None:
     holding.mark_verified(at, holding.digest(at))
 
 
-def test_log_lists_chunks_in_order_of_arrival() -> None:
+def test_chunk_log_lists_chunks_in_order_of_arrival() -> None:
     holding = make()
     mark_verified(holding, 3)
     mark_verified(holding, 0, 1)
@@ -54,7 +54,7 @@ def test_new_chunk_wakes_waiting_log_reader() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_flipped_bit_changes_its_chunk_digest_only() -> None:
+def test_flipped_bit_changes_only_digest_of_its_chunk() -> None:
     holding = make()
     chunks = np.arange(holding.layout.chunks.num_chunks)
     before = holding.digest(chunks)
@@ -72,7 +72,7 @@ def test_peer_digests_contradicting_manifest_are_rejected() -> None:
     assert weights.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
 
 
-def test_peers_without_manifest_must_agree() -> None:
+def test_conflicting_peer_digests_without_manifest_raise() -> None:
     holding = make()
     chunks = np.array([0, 1])
     leaves = holding.digest(chunks)
@@ -113,7 +113,7 @@ def test_each_arena_and_storage_forms_a_region() -> None:
     assert [region.nbytes for region in place.regions] == [1024, 1024, 32]
 
 
-def test_local_status_lists_verified_ranges() -> None:
+def test_weights_status_lists_verified_ranges() -> None:
     holding = make()
     mark_verified(holding, 0, 1, 4)
     state = holding.status()
@@ -144,7 +144,7 @@ def test_chunk_reads_never_overwrite_neighbouring_chunks() -> None:
     assert found.dst.tolist() == [0, 1536] and found.nbytes.tolist() == [1024, 1024]
 
 
-def test_failed_region_registration_rolls_back_all() -> None:
+def test_failed_registration_rolls_back_all_regions() -> None:
     """Leaked registrations would occupy the page until the process exits."""
     registered: list[str] = []
     closed: list[str] = []
