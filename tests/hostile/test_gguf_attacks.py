@@ -59,23 +59,26 @@ def one_tensor(**arguments: object) -> bytes:
 
 
 LIES: dict[str, tuple[bytes, str]] = {
-    "another version": (file_of(version=1), "GGUF of version 1"),
-    "version zero": (file_of(version=0), "GGUF of version 0"),
-    "a later version": (file_of(version=4), "GGUF of version 4"),
+    "another version": (file_of(version=1), "GGUF version 1"),
+    "version zero": (file_of(version=0), "GGUF version 0"),
+    "a later version": (file_of(version=4), "GGUF version 4"),
     "big-endian": (MAGIC + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "many tensors": (file_of(tensors=BIG), "tensors; at most"),
-    "more tensors than bytes": (file_of(tensors=1000), "1000 tensors in a file of"),
-    "many entries": (file_of(fields=BIG), "entries; at most"),
-    "more entries than bytes": (file_of(fields=1000), "1000 entries of metadata in a file of"),
-    "a long key": (file_of(struct.pack("<Q", BIG), fields=1), "a key of the metadata of"),
+    "many tensors": (file_of(tensors=BIG), "tensors, above the limit"),
+    "more tensors than bytes": (file_of(tensors=1000), "1000 tensors cannot fit in a file of"),
+    "many entries": (file_of(fields=BIG), "entries, above the limit"),
+    "more entries than bytes": (file_of(fields=1000), "1000 entries of metadata cannot fit in a file of"),
+    "a long key": (file_of(struct.pack("<Q", BIG), fields=1), "a key of the metadata has"),
     "a key that is not UTF-8": (one_field(U8, b"\1", key=b"\xff"), "not UTF-8"),
     "a key twice": (file_of(entry("k", U8, b"\1"), entry("k", U8, b"\2"), fields=2), "duplicate key 'k'"),
     "a reader's key": (one_field(STRING, text("{}"), key="GGUF.types"), "reserved for readers"),
     "an unknown type": (one_field(13, b"\1"), "unknown type 13"),
-    "a long string": (one_field(STRING, struct.pack("<Q", BIG)), "the value of 'k' of"),
+    "a long string": (one_field(STRING, struct.pack("<Q", BIG)), "the value of 'k' has"),
     "a string that is not UTF-8": (one_field(STRING, text(b"\xc3\x28")), "not UTF-8"),
-    "a long array": (one_field(ARRAY, struct.pack("<IQ", U32, 2**61)), "elements of 'k' in a file of"),
-    "a long array of strings": (one_field(ARRAY, struct.pack("<IQ", STRING, BIG)), "elements of 'k' in a file of"),
+    "a long array": (one_field(ARRAY, struct.pack("<IQ", U32, 2**61)), "elements of 'k' cannot fit in a file of"),
+    "a long array of strings": (
+        one_field(ARRAY, struct.pack("<IQ", STRING, BIG)),
+        "elements of 'k' cannot fit in a file of",
+    ),
     "an array of arrays": (one_field(ARRAY, struct.pack("<IQ", ARRAY, 1)), "an array of arrays"),
     "an array of an unknown type": (one_field(ARRAY, struct.pack("<IQ", 99, 1)), "an array of the unknown type 99"),
     "alignment of another type": (one_field(U16, b"\x20\0", key="general.alignment"), "general.alignment 32"),
@@ -87,13 +90,13 @@ LIES: dict[str, tuple[bytes, str]] = {
         one_field(ARRAY, struct.pack("<IQI", U32, 1, 32), key="general.alignment"),
         "general.alignment",
     ),
-    "a long name": (file_of(struct.pack("<Q", 2**20) + bytes(40), tensors=1), "the name of a tensor of 1048576"),
+    "a long name": (file_of(struct.pack("<Q", 2**20) + bytes(40), tensors=1), "the name of a tensor has 1048576"),
     "a name that is not UTF-8": (one_tensor(name=b"\xfe"), "not UTF-8"),
     "a name twice": (file_of(info("a"), info("a", offset=32), tensors=2), "lists this tensor twice"),
     "five dims": (one_tensor(dims=(1, 1, 1, 1, 1)), "rank 5"),
     "a rank of 32 bits": (file_of(text("a") + b"\xff" * 30, tensors=1), "rank 4294967295"),
-    "an unknown tensor type": (one_tensor(kind=4), "unknown type 4"),
-    "a type that was removed": (one_tensor(kind=31), "unknown type 31"),
+    "an unknown tensor type": (one_tensor(kind=4), "unknown tensor type 4"),
+    "a type that was removed": (one_tensor(kind=31), "unknown tensor type 31"),
     "half a block": (one_tensor(dims=(40,), kind=8), "rows must be multiples of 32"),
     "blocks without dims": (one_tensor(dims=(), kind=8), "rows must be multiples of 32"),
     "a dim of 64 bits": (one_tensor(dims=(BIG,)), "impossible shape"),
@@ -151,7 +154,7 @@ def test_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
-        (one_tensor(dims=(2**50,)), "tensor of 4503599627370496 bytes"),
+        (one_tensor(dims=(2**50,)), "the tensor has 4503599627370496 bytes"),
         (
             file_of(*(info(chr(97 + i), dims=(40,), offset=160 * i) for i in range(3)), tensors=3),
             "before the last tensor",
@@ -244,7 +247,7 @@ def test_renamed_gguf_split_is_rejected(tmp_path: Path) -> None:
 def test_swapped_gguf_split_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(FormatError, match=r"part 3 of 3 by its header, and so is 'm-00002-of-00003.gguf'"):
+    with pytest.raises(FormatError, match=r"part 3 of 3 per its header, and so is 'm-00002-of-00003.gguf'"):
         penstock.load(parts[0])
 
 

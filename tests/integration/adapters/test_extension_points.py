@@ -447,7 +447,7 @@ def test_second_storage_for_scheme_is_rejected() -> None:
 
 
 def test_unknown_scheme_error_lists_known_schemes() -> None:
-    with pytest.raises(ConfigError, match="no storage for nowhere://") as caught:
+    with pytest.raises(ConfigError, match="no storage supports nowhere://") as caught:
         penstock.load("nowhere://model")
     assert "s3://" in str(caught.value)
     assert "register_storage" in str(caught.value)

@@ -137,7 +137,7 @@ def test_members_with_same_token_share_leases(hub, small_checkpoint) -> None:
         with pytest.raises(ps.errors.SourceBusy, match="maximum number of readers"):
             lease(ALL)
         lease(SECOND)
-        with pytest.raises(ps.errors.SourceBusy, match="a token with fewer"):
+        with pytest.raises(ps.errors.SourceBusy, match="a caller with fewer"):
             first.log(0, 0.0)
         second.log(0, 0.0)
 

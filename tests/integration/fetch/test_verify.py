@@ -102,7 +102,7 @@ def test_corruption_error_names_holder(
         report = assert_fetched(reader, expected_tensors)
         if has_storage:
             # On a busy machine the holder's own check, at its next heartbeat, may come before the reader's.
-            why = ("digest", "does not hold that key")
+            why = ("digest", "does not hold the weights of this key")
             named = [fault for fault in report["faults"] if member[:8] in fault and any(text in fault for text in why)]
             assert named, report["faults"]
             assert report["storage_bytes"]  # The difference is all bytes if the wrong chunk is verified first.

@@ -239,7 +239,9 @@ def test_dropping_weights_unmaps_file_without_garbage_collector(big: Path, verif
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [False, True])
-def test_copied_weights_are_freed_without_garbage_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_weights_are_freed_without_garbage_collector(
+    big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from penstock.engine.place import HostPlace
 
     made: list[weakref.ref[Any]] = []

@@ -171,7 +171,9 @@ def test_read_hint_outside_file_raises(file: ReadAhead) -> None:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
 )
-def test_random_reads_after_hint_return_correct_bytes(hints: list[tuple[int, int]], requests: list[tuple[int, int]]) -> None:
+def test_random_reads_after_hint_return_correct_bytes(
+    hints: list[tuple[int, int]], requests: list[tuple[int, int]]
+) -> None:
     file = ReadAhead(CountingSource(), SETTINGS, num_reads=3)
     file.expect((start, min(start + nbytes, SIZE)) for start, nbytes in hints)
     for start, nbytes in requests:

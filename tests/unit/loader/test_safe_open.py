@@ -134,7 +134,9 @@ class TestWholeTensors:
     @pytest.mark.parametrize("name", ["a.scalar", "empty", "cube", *(f"z.{d}" for d in PLAIN)])
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
     @pytest.mark.parametrize("framework", ["np", "numpy"])
-    def test_numpy_tensor_matches_safetensors_and_is_writable(self, file: Path, name: str, backend: str, framework: str) -> None:
+    def test_numpy_tensor_matches_safetensors_and_is_writable(
+        self, file: Path, name: str, backend: str, framework: str
+    ) -> None:
         with safe_open(file, framework, backend=backend) as mine, theirs(file, "np") as true:
             found = mine.get_tensor(name)
             assert_same(found, true.get_tensor(name))
@@ -464,7 +466,9 @@ class TestErrors:
         with pytest.raises(TypeError):
             safe_open(file).get_tensor(3)  # type: ignore[arg-type]
 
-    def test_missing_tensor_raises_not_found_without_safetensors_import(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_tensor_raises_not_found_without_safetensors_import(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delitem(__import__("sys").modules, "safetensors")
         with pytest.raises(NotFound) as caught:
             safe_open(file).get_tensor("nope")

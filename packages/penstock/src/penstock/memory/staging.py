@@ -163,10 +163,10 @@ class StagingPool:
                 deadline, num_released = time.monotonic() + stall_s, self._num_released
             elif time.monotonic() >= deadline and not self._cancelled:
                 raise SourceStalled(
-                    f"no staging buffer was released in {stall_s} s", hint="raise memory_bytes or stall_s"
+                    f"no staging buffer was released in {stall_s} s", hint="increase memory_bytes or stall_s"
                 )
         if self._cancelled:
-            raise Cancelled("staging pool cancelled")
+            raise Cancelled("the staging pool was cancelled")
 
     def _take(self) -> StagingBuffer:
         """Return a free buffer. Call it with the lock."""

@@ -41,11 +41,13 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or (
         type(tensor) not in _PLAIN and (is_traceable_wrapper_subclass(tensor) or not _has_storage(tensor))
     ):
-        raise PlanError(f"a {type(tensor).__name__} has no memory itself", tensor=name, hint="pass its parts")
+        raise PlanError(f"a {type(tensor).__name__} has no memory itself", tensor=name, hint="pass its plain tensors")
     # Torch conjugates and negates lazily with a bit on the tensor, which raw bytes do not contain.
     if tensor.is_conj() or tensor.is_neg():
         raise PlanError(
-            "the values of the tensor differ from its memory", tensor=name, hint="pass tensor.resolve_conj()"
+            "the memory of a lazily conjugated or negated tensor does not hold its values",
+            tensor=name,
+            hint="pass tensor.resolve_conj()",
         )
 
 
@@ -59,7 +61,7 @@ def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = Non
         span_bytes = (sum((size - 1) * step for size, step in dims) + 1) * itemsize
     if int(tensor.storage_offset()) * itemsize + span_bytes > tensor.untyped_storage().nbytes():
         hint = "restore the storage first, for example from where it was offloaded"
-        raise PlanError("the storage of the tensor was freed or made smaller", tensor=name, hint=hint)
+        raise PlanError("the storage of the tensor was freed or shrunk", tensor=name, hint=hint)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -97,7 +99,7 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
                 pair = f"{names[first]} and {names[second]}"
                 raise PlanError(
                     f"{pair} share part of their memory, so one would overwrite the other",
-                    hint="give each target separate memory, or give both names the same whole tensor",
+                    hint="pass targets with separate memory, or pass the same whole tensor for both names",
                 )
     return [group for group in places.values() if len(group) > 1]
 

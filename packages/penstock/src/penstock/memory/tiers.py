@@ -183,7 +183,7 @@ class Tiers(Closeable):
         entry = self._entry(block)
         with self._turn():
             if not self._push_down(entry):
-                raise SourceBusy(f"{block} is in use in {self._names[entry.at]}, or not in a tier")
+                raise SourceBusy(f"{block} is in use in {self._names[entry.at]}, or is only in its source")
 
     def discard(self, block: TierBlock) -> None:
         """Drop the corrupted bytes of a block in every tier. Raise SourceBusy if the block is pinned."""
@@ -238,7 +238,7 @@ class Tiers(Closeable):
     def _index(self, tier: str | None) -> int:
         names = self._names
         if tier is not None and tier not in names:
-            raise ConfigError(f"there is no tier {tier!r}", hint=f"use one of {', '.join(names)}")
+            raise ConfigError(f"no tier {tier!r} exists", hint=f"use one of {', '.join(names)}")
         return 0 if tier is None else names.index(tier)
 
     def _entry(self, block: TierBlock) -> _TieredBlock:
@@ -290,7 +290,7 @@ class Tiers(Closeable):
                     return place
             if to == self._source:
                 raise ConfigError(
-                    f"{entry.block} is only in its source", hint="name a tier to which it should be moved"
+                    f"{entry.block} is only in its source", hint="pass the tier to which to move the block"
                 )
             with self._turn():
                 with self._state:

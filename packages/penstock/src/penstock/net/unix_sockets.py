@@ -129,7 +129,7 @@ def runtime_files(directory: Path) -> Iterator[None]:
         if error.errno in descriptors.SHORTAGES:
             raise descriptors.exhausted(error) from error
         raise ConfigError(
-            f"cannot use the directory for sockets: {error}", uri=str(directory), hint=_SET_RUNTIME_DIR
+            f"cannot use the runtime directory: {error}", uri=str(directory), hint=_SET_RUNTIME_DIR
         ) from error
 
 
@@ -152,7 +152,7 @@ def private_directory(directory: Path | None = None) -> Path:
         message = f"{str(directory)!r} has characters that a socket's address cannot have"
         raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a path of printable ASCII without spaces")
     if len(os.fsencode(directory)) + len(_LONGEST_NAME) > _MAX_PATH_BYTES:
-        raise ConfigError(f"{directory} is too long for a path with a socket", hint="set PENSTOCK_RUNTIME_DIR")
+        raise ConfigError(f"{directory} is too long to hold a Unix socket", hint="set PENSTOCK_RUNTIME_DIR")
     # Use lstat, because a symlink could lead to another user's directory.
     with runtime_files(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

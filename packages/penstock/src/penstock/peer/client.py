@@ -177,7 +177,7 @@ class PeerClient(Closeable):
             try:
                 return self._decode(raw, kind)
             except MALFORMED as error:
-                raise FormatError(f"the answer to {verb} {path} is malformed: {error}", uri=self._uri()) from error
+                raise FormatError(f"the response to {verb} {path} is malformed: {error}", uri=self._uri()) from error
         raise refusal_of(self._uri(), code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -190,7 +190,7 @@ class PeerClient(Closeable):
             if is_of_handler(error):
                 raise
             if isinstance(error, TimeoutError):
-                message = f"the member's server did not answer {verb} within {self._stall_s:g} s"
+                message = f"the member's server did not respond to {verb} within {self._stall_s:g} s"
                 raise SourceStalled(message, uri=self._uri()) from error
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
         finally:

@@ -123,7 +123,7 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
             for dtype, shape in zip(dtypes, shapes, strict=True):
                 bits_to_bytes(math.prod(shape), dtype)
         except ValueError as error:
-            raise FormatError(f"a tensor ends within a byte: {error}") from error
+            raise FormatError(f"a tensor does not end at a byte boundary: {error}") from error
     if sum(nbytes) >= 1 << 62:
         raise FormatError(f"the tensors have {sum(nbytes)} bytes in total, above the limit of 4 EiB")
     none = np.zeros(len(nbytes), np.int64)
@@ -152,7 +152,7 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
         seen.add(place)
         if not tensor.is_contiguous():
             message = f"a tensor with strides {tensor.stride()} cannot be exchanged because it is not contiguous"
-            raise PlanError(message, tensor=name, hint="call .contiguous() on it")
+            raise PlanError(message, tensor=name, hint="call .contiguous() on the tensor")
         require_stored(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
@@ -443,7 +443,7 @@ class LocalWeights:
                     other = self._sources[self._source_index[wrong[0]]]
                     raise IntegrityError(
                         f"{other} and {source} report different digests for chunk {int(wrong[0])}",
-                        hint="write a manifest with `penstock manifest`. Only a manifest tells which source is right",
+                        hint="write a manifest with `penstock manifest`. Only a manifest shows which source is right",
                     )
                 chunks, leaves = chunks[~is_known], leaves[np.repeat(~is_known, counts)]
             if len(chunks):

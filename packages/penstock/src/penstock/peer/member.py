@@ -152,7 +152,7 @@ class Member:
             trust = None if tls is None else tls.client
             if listen is not None and not hub.has_token and tls is None and host_and_port(listen)[0] not in LOOPBACK:
                 message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
-                raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
+                raise ConfigError(message, hint="set a token or certificates, or listen on 127.0.0.1")
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             serving = None if tls is None or listen is None else tls.server
             links = opened.enter_context(
@@ -160,7 +160,7 @@ class Member:
             )
             # The port was opened for this transport. If it were missing, readers would silently use another transport.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
-                raise ConfigError(links.refused["http"], hint="give another data_port, or 0 for any free one")
+                raise ConfigError(links.refused["http"], hint="set a different data_port, or 0 for any free port")
             server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
                 # `member` is created below. No reader knows the address before the registration.
@@ -300,7 +300,7 @@ class Member:
     def _report(self, within_s: float | None = None) -> None:
         # Send one heartbeat at a time, so that an older state cannot replace a newer one.
         if not self._reporting.acquire(timeout=-1 if within_s is None else within_s):
-            raise HubUnavailable("the hub has not answered the heartbeat before this one")
+            raise HubUnavailable("the hub has not responded to the previous heartbeat")
         try:
             reply = self._call_hub(lambda: self.hub.beat(self.id, self._state(), within_s=within_s))
             # Remember an operator's drain order, because a restarted hub does not know it.

@@ -229,8 +229,8 @@ class PeerServer:
             with self._lock:
                 is_draining = request.key in self._draining
             if is_draining:
-                raise NotFound("this member is draining and accepts no new readers for that key")
-            raise NotFound("this member does not hold that key")
+                raise NotFound("this member is draining and accepts no new readers for this key")
+            raise NotFound("this member does not hold the weights of this key")
         return lease
 
     def _lease(self, request: messages.LeaseRequest, caller: str) -> messages.Lease | messages.Fault | None:
@@ -280,7 +280,7 @@ class PeerServer:
                 raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
             if leased.is_displaced:
                 # Do not revoke the lease, because running reads would fail and look like a fault of this member.
-                raise SourceBusy("a token with fewer readers took this place", hint="read from another member")
+                raise SourceBusy("a caller with fewer readers displaced the lease", hint="read from another member")
             leased.seen = time.monotonic()
             return leased.weights
 
@@ -398,7 +398,7 @@ class PeerServer:
         # Do not accept the hub's token here. A caller could send the token to another process that now uses this port.
         if not (exchange.is_local or self._is_tls):
             message = "the phases of this process are available on its Unix socket, or by TLS with a certificate"
-            raise PermissionDenied(message, hint="ask on its Unix socket or at its metrics endpoint")
+            raise PermissionDenied(message, hint="request them over the Unix socket or from the metrics endpoint")
 
     def _get(self, lease: str, name: str, query: Query) -> object:
         weights = self.leased(lease)

@@ -45,7 +45,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     try:
         return cast(T, _decoders[kind].decode(raw))
     except MALFORMED as error:
-        raise FormatError(f"these bytes are not a {kind.__name__}: {error}") from error
+        raise FormatError(f"cannot decode the bytes as {kind.__name__}: {error}") from error
 
 
 def _to_bytes(column: object) -> bytes:
@@ -56,7 +56,7 @@ def _to_bytes(column: object) -> bytes:
 
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
-        raise ValueError("a column must be bytes, eight for each number")
+        raise ValueError("a column must be bytes, with eight bytes for each number")
     # On little-endian machines this makes no copy. The result is read-only.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 
@@ -228,7 +228,7 @@ class Layout:
             raise PlanError(f"{self.member}: the columns differ in length: {counts}")
         # The limit is 2^60, so that sums of offsets and spans stay within int64 whatever a peer sent.
         if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
-            raise PlanError(f"{self.member}: invalid sizes of regions: {self.regions}")
+            raise PlanError(f"{self.member}: invalid region sizes: {self.regions}")
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")
@@ -245,7 +245,7 @@ class Layout:
         if outside.any():
             i = int(outside.argmax())
             where = f"form {self.form[i]} at {self.offset[i]}"
-            raise PlanError(f"{self.member}: {where} lies outside its regions or forms", tensor=self.names[i])
+            raise PlanError(f"{self.member}: {where} does not exist or lies outside the regions", tensor=self.names[i])
 
     def digest(self) -> str:
         """Return a digest of all fields, including member and address, as 32 hex digits."""

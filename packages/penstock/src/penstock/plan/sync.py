@@ -130,7 +130,7 @@ class ReceiverPlan:
             )
         if len(src_nbytes) != len(self.sources) or any(len(column) != num for column in columns):
             raise PlanError(
-                f"{self.receiver}: the columns differ in length, or there are not {len(self.sources)} source sizes"
+                f"{self.receiver}: the column lengths differ, or the number of source sizes is not {len(self.sources)}"
             )
         if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
             raise PlanError(f"{self.receiver}: the buckets do not contain its {num} segments in order")
@@ -147,7 +147,7 @@ class ReceiverPlan:
         sizes = np.append(np.array(src_nbytes, np.int64), -1)[known]
         outside = rows.outside(src_nbytes=sizes, dst_nbytes=dst_nbytes)
         if outside.any():
-            raise PlanError(f"{self.receiver}: segment {int(outside.argmax())} is outside its memories or sources")
+            raise PlanError(f"{self.receiver}: segment {int(outside.argmax())} has no source or is outside the memory")
 
     @property
     def nbytes(self) -> int:

@@ -142,7 +142,7 @@ class TensorParallel:
             return SplitRule(0, (1,), (queries if kind == "q" else keys,))
         if not self.heads and name:
             message = "this fused tensor cannot be split, because the number of heads is unknown"
-            raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule with parts")
+            raise PlanError(message, tensor=name, hint="pass heads=Q,KV, or a rule with parts")
         return SplitRule(0, (queries or 1, keys or 1, keys or 1), (queries, keys, keys))
 
     def check(
@@ -178,7 +178,7 @@ class TensorParallel:
         held = [length / shares for length, shares in zip(lengths, rule.num_shares(of), strict=True)]
         if any(length.denominator > 1 for length in (*after, *held)):
             parts = f"dim {rule.dim} of size {size} on {of} ranks, parts {rule.parts},"
-            hint = "give a rule for it with a different dim, with parts, or replicate"
+            hint = "add a rule for this tensor with a different dim, with parts, or with replicate"
             raise PlanError(f"{parts} cannot be divided among {to} ranks", tensor=name, hint=hint)
         # A block of a block format has one scale. If the block were cut, two ranks would require the scale.
         for suffix in ("_scale_inv", "_scale"):
@@ -204,7 +204,7 @@ class TensorParallel:
             # With equal numbers of key and query heads, engines also split both equally.
             if shapes[keys][0] != shapes[queries][0]:
                 message = "there are fewer key heads than query heads, and their numbers are unknown"
-                raise PlanError(message, tensor=name, hint="give heads=Q,KV, or the rule 0 for this tensor")
+                raise PlanError(message, tensor=name, hint="pass heads=Q,KV, or add the rule 0 for this tensor")
             return
         if rule.heads[0] >= max(to, of):
             return
@@ -213,7 +213,7 @@ class TensorParallel:
         if width / self.heads[0] != length / self.heads[1]:
             heads = f"{self.heads[1]} and {self.heads[0]} heads"
             message = f"{length} rows of keys and {width} of queries do not match {heads}"
-            raise PlanError(message, tensor=name, hint="give the rule 0 or replicate for this tensor")
+            raise PlanError(message, tensor=name, hint="add the rule 0 or replicate for this tensor")
 
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
         """Return the boxes of an unsliced tensor that belong to a rank. They are joined along their dim. See `check`.
@@ -221,7 +221,7 @@ class TensorParallel:
         Raises PlanError if the tensor is not a scalar and no rule matches it, and the errors of `rule_of`.
         """
         if self.how(name) is None and shape:
-            raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"give a rule: {FORMS}")
+            raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"add a rule: {FORMS}")
         rule = self.rule_of(name, shape)
         if rule.dim is None:
             return (Box.full(tuple(shape)),)
@@ -298,12 +298,12 @@ def tensor_parallel(
     require_type("rules", rules, (list, tuple), _PAIRS)
     for pair in rules:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ConfigError(f"rules contains {pair!r}, which is not a pair", hint=f"give {_PAIRS}")
+            raise ConfigError(f"rules contains {pair!r}, which is not a pair", hint=f"pass {_PAIRS}")
     pairs = tuple((pattern, str(how)) for pattern, how in rules)
     if heads is not None:
         require_type("heads", heads, (list, tuple), _HEADS)
         if heads and (len(heads) != 2 or any(type(count) is not int or count < 1 for count in heads)):
-            raise ConfigError(f"heads {heads!r} is not valid", hint=f"give {_HEADS}")
+            raise ConfigError(f"heads {heads!r} is not valid", hint=f"pass {_HEADS}")
     numbers = None if heads is None else tuple(heads)
     # Create the rules here, so that the caller gets the error for a malformed rule.
     TensorParallel(pairs, numbers or ())

@@ -86,7 +86,7 @@ class FleetOptions:
             else:
                 raise ConfigError(
                     f"model_loader_extra_config has {sorted(options)}, but no fleet and no hub",
-                    hint='give "fleet": "NAME", or set PENSTOCK_HUB',
+                    hint='add "fleet": "NAME", or set PENSTOCK_HUB',
                 )
         for name in _TEXTS:
             _require(options, name, _is_text, "a text")
@@ -132,10 +132,10 @@ def read_options(extra: Any) -> dict[str, Any]:
         _require(options, "weight_cache", _is_text, "a model's name or false")
     # The model's name is not known yet, but any name works for this check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
-        raise ConfigError("'distributed' and 'fleet' are mutually exclusive", hint="give one of them")
+        raise ConfigError("'distributed' and 'fleet' are mutually exclusive", hint="set only one of them")
     # A rank that attached to a cache would not take part in the exchange among the ranks.
     if options.get("weight_cache") and options.get("distributed"):
-        raise ConfigError("'distributed' and 'weight_cache' are mutually exclusive", hint="give one of them")
+        raise ConfigError("'distributed' and 'weight_cache' are mutually exclusive", hint="set only one of them")
     return options
 
 

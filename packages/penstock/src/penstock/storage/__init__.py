@@ -116,7 +116,7 @@ def _scheme_of(uri: str) -> str | None:
     if not is_registered(scheme):
         known = ", ".join(f"{name}://" for name in registered_schemes())
         hint = f"use a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
-        raise ConfigError(f"there is no storage for {scheme}://", uri=uri, hint=hint)
+        raise ConfigError(f"no storage supports {scheme}://", uri=uri, hint=hint)
     return scheme
 
 
@@ -234,7 +234,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     except NotFound as error:
         # Do not report a broken symlink as absent, because the weights would then load without the file.
         if os.path.lexists(path):
-            raise NotFound("this is a link to a file that does not exist", uri=uri) from error
+            raise NotFound("this is a symlink to a file that does not exist", uri=uri) from error
         return None
     except PermissionDenied as error:
         raise PermissionDenied("the file cannot be read", uri=uri, hint=_READABLE) from error
@@ -249,7 +249,7 @@ def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: M
     """
     scheme = _scheme_of(text_of(uri))
     if scheme is None:
-        raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file itself")
+        raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file with open()")
     storage = storage_for(scheme)
     if not isinstance(storage, WritableStorage):
         raise ConfigError(f"the storage of {scheme}:// is read-only", hint="write to a local path")

@@ -95,7 +95,7 @@ class FileDigest:
             raise IntegrityError(
                 "the SHA-256 of the content differs from the hub's",
                 uri=self._uri,
-                hint="load again; if the error repeats, the hub or a proxy sends other bytes than were uploaded",
+                hint="load again. If the error repeats, the hub or a proxy sends bytes that differ from the upload",
             )
 
 

@@ -295,7 +295,7 @@ class FileSource(LocalFile):
             if state_of(os.fstat(fd)).identity != self.identity:
                 os.close(fd)
                 self.check_unchanged()
-                raise SourceChanged("the file was replaced while it was opened again", uri=self.uri)
+                raise SourceChanged("the file was replaced while it was being reopened", uri=self.uri)
             self._alignment = alignment or _DIRECT_ALIGNMENT
             self._direct_fd = fd
             return fd

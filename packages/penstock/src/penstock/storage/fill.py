@@ -187,7 +187,7 @@ class _HubCache:
         self._hub = library()
         # The revision from the URI becomes a file name.
         if contents.revision.startswith("/") or {"", ".", ".."} & set(contents.revision.split("/")):
-            raise ConfigError(f"no branch or tag can be called {contents.revision[:200]!r}", uri=contents.uri)
+            raise ConfigError(f"no branch or tag can have the name {contents.revision[:200]!r}", uri=contents.uri)
         self._contents = contents
         self._root: Path = Path(self._hub.constants.HF_HUB_CACHE).expanduser()
         folder: str = self._hub.file_download.repo_folder_name(repo_id=contents.name, repo_type=contents.kind)

@@ -172,13 +172,13 @@ class _Reader:
             return
         if stop > self.nbytes:
             raise SourceTruncated(
-                "file ends inside its header",
+                "the file ends inside its header",
                 uri=self.uri,
                 byte_range=(self.nbytes, min(stop, _INT64_MAX)),
-                hint="the copy is not complete: copy it again",
+                hint="the file is incomplete, so copy it again",
             )
         if stop > MAX_HEADER_BYTES:
-            raise FormatError(f"header of more than {MAX_HEADER_BYTES} bytes", uri=self.uri)
+            raise FormatError(f"the header has more than {MAX_HEADER_BYTES} bytes", uri=self.uri)
         target = min(max(stop, 4 * len(self.data), GUESS_BYTES), self.nbytes, MAX_HEADER_BYTES)
         more = bytearray(target - len(self.data))
         self._source.readv(len(self.data), [memoryview(more)])
@@ -202,7 +202,7 @@ class _Reader:
     def text(self, what: str, max_bytes: int) -> str:
         nbytes = self.number(_U64)
         if nbytes > max_bytes:
-            raise FormatError(f"{what} of {nbytes} bytes; at most {max_bytes} are read", uri=self.uri)
+            raise FormatError(f"{what} has {nbytes} bytes, above the limit of {max_bytes}", uri=self.uri)
         try:
             return self.take(nbytes).decode()
         except UnicodeDecodeError as error:
@@ -222,7 +222,7 @@ class _Reader:
 
     def check_fits(self, count: int, each: int, what: str) -> None:
         if count * each > self.nbytes - self.at:
-            raise FormatError(f"{count} {what} in a file of {self.nbytes} bytes", uri=self.uri)
+            raise FormatError(f"{count} {what} cannot fit in a file of {self.nbytes} bytes", uri=self.uri)
 
 
 def read_header(source: Source, first: bytearray) -> GgufHeader:
@@ -234,14 +234,14 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
     version = reader.number(_U32)
     if version & 0xFFFF == 0 and version:
         hint = "convert it to little-endian: gguf_convert_endian.py of the gguf package"
-        raise FormatError("a big-endian GGUF file; only little-endian ones are read", uri=uri, hint=hint)
+        raise FormatError("big-endian GGUF files are not supported", uri=uri, hint=hint)
     if version not in _VERSIONS:
-        raise FormatError(f"GGUF of version {version}; versions 2 and 3 are read", uri=uri)
+        raise FormatError(f"GGUF version {version} is not supported, only versions 2 and 3", uri=uri)
     num_tensors, num_fields = reader.number(_U64), reader.number(_U64)
     if num_tensors > MAX_TENSORS:
-        raise FormatError(f"{num_tensors} tensors; at most {MAX_TENSORS} are read", uri=uri)
+        raise FormatError(f"the file has {num_tensors} tensors, above the limit of {MAX_TENSORS}", uri=uri)
     if num_fields > MAX_METADATA_KEYS:
-        raise FormatError(f"metadata of {num_fields} entries; at most {MAX_METADATA_KEYS} are read", uri=uri)
+        raise FormatError(f"the metadata has {num_fields} entries, above the limit of {MAX_METADATA_KEYS}", uri=uri)
     # A metadata entry has at least 13 bytes, and a tensor entry without dims has 24.
     reader.check_fits(num_fields, 13, "entries of metadata")
     reader.check_fits(num_tensors, 24, "tensors")
@@ -300,7 +300,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
     if kind == _STRING:
         reader.check_fits(count, 8, what)
         if count > _MAX_STRINGS:
-            raise FormatError(f"{count} {what}; at most {_MAX_STRINGS} strings are read", uri=reader.uri)
+            raise FormatError(f"{count} {what} are above the limit of {_MAX_STRINGS} strings", uri=reader.uri)
         if count > _MAX_LIST:
             reader.skip_strings(count)
             return kind, count, None
@@ -378,8 +378,8 @@ def _table(
     dtypes, stored = [], []
     for name, number, shape in zip(names, numbers, shapes, strict=True):
         if number not in PLAIN and number not in BLOCK_TYPES:
-            hint = "its type may be one that ggml has removed; make the file again with a current llama.cpp"
-            raise FormatError(f"unknown type {number}", uri=uri, tensor=clip(name), hint=hint)
+            hint = "ggml may have removed this type, so create the file again with a current llama.cpp"
+            raise FormatError(f"unknown tensor type {number}", uri=uri, tensor=clip(name), hint=hint)
         if (kind := BLOCK_TYPES.get(number)) is None:
             dtypes.append(PLAIN[number])
             stored.append(shape)
@@ -398,7 +398,7 @@ def _table(
     if sizes.size and sizes.max() > data_nbytes:
         row = int(sizes.argmax())
         raise SourceTruncated(
-            f"tensor of {sizes[row]} bytes, but the file has {data_nbytes} after its header",
+            f"the tensor has {sizes[row]} bytes, but the file has only {data_nbytes} after its header",
             uri=uri,
             tensor=clip(names[row]),
             byte_range=(nbytes, data_offset + int(sizes[row])),
@@ -412,10 +412,10 @@ def _table(
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
     if sizes.size and int((start + sizes).max()) > data_nbytes:
         raise SourceTruncated(
-            "file ends before the last tensor that its header describes",
+            "the file ends before the last tensor that its header describes",
             uri=uri,
             byte_range=(nbytes, data_offset + int((start + sizes).max())),
-            hint="the copy is not complete: copy it again",
+            hint="the file is incomplete, so copy it again",
         )
     return TensorTable(
         names=names,
@@ -433,7 +433,7 @@ def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
     counts = {_part(header, "split.count", name, uri) for name, header in parts}
     if not counts or counts == {0} or (counts == {1} and len(parts) == 1):
         return
-    hint = "name the first file of the model, NAME-00001-of-N.gguf, in one directory with all other parts"
+    hint = "pass the first file of the model, NAME-00001-of-N.gguf, and keep all parts in its directory"
     if len(counts) > 1 or len(parts) != max(counts):
         name, header = next((n, h) for n, h in parts if _part(h, "split.count", n, uri))
         count = _part(header, "split.count", name, uri)
@@ -445,7 +445,7 @@ def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
         if number in seen or not 0 <= number < len(parts):
             other = f", and so is {clip(seen[number])!r}" if number in seen else ""
             raise FormatError(
-                f"{clip(name)!r} is part {number + 1} of {len(parts)} by its header{other}", uri=uri, hint=hint
+                f"{clip(name)!r} is part {number + 1} of {len(parts)} per its header{other}", uri=uri, hint=hint
             )
         seen[number] = name
         stated = _part(header, "split.tensors.count", name, uri)

@@ -95,7 +95,7 @@ class HuggingFaceStorage(RepositoryStorage):
             raise _refusal(status, headers, uri, where, api.endpoint)
         commit = str(info.sha)
         if not COMMIT.fullmatch(commit):
-            raise FormatError("the hub's answer has no commit", uri=uri)
+            raise FormatError("the hub's response has no commit", uri=uri)
         files = dict(
             file_of(entry.rfilename, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blobId, uri)
             for entry in info.siblings or ()

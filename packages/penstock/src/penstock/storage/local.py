@@ -214,7 +214,7 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
     file = LocalFile.open(path)
     try:
         if file.nbytes > max_bytes:
-            raise FormatError(f"the file has {file.nbytes} bytes, and at most {max_bytes} are read", uri=path)
+            raise FormatError(f"the file has {file.nbytes} bytes, above the limit of {max_bytes}", uri=path)
         parts, left = [], file.nbytes
         # read(2) returns at most 2 GiB at once, and may return less on a network file system.
         while left and (part := os.read(file._fd, left)):
