@@ -84,7 +84,7 @@ def freed() -> torch.Tensor:
         (torch.zeros(3, device="meta"), "meta device"),
         (torch.eye(3).to_sparse(), "no memory itself"),
         (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "no memory itself"),
-        (torch.zeros(3, dtype=torch.complex64).conj(), "does not hold its values"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "lazily conjugated"),
         (freed(), "freed"),
     ],
 )

@@ -200,7 +200,7 @@ class BootRecord:
 class Phases:
     """A stopwatch for the phases of one journey.
 
-    It is a context manager. Its exit ends the running phase, which counts as failed if the block raised.
+    Use it as a context manager. Leaving the block ends the running phase, which counts as failed if the block raised.
 
     Args:
         first: name of the phase that begins now.
@@ -250,7 +250,7 @@ class Phases:
         return dict(self.seconds)
 
     def fail(self, error: BaseException) -> None:
-        """End the journey with an error, unless it has ended. Cancellation does not count as a failure."""
+        """End the journey with an error, if it is still running. Cancellation does not count as a failure."""
         if self._is_over:
             return
         if isinstance(error, Cancelled) or not isinstance(error, Exception):
@@ -263,7 +263,7 @@ class Phases:
             self._finish("failed", BootError(error=text, model=self._model))
 
     def close(self) -> None:
-        """End the journey as cancelled, unless it has ended."""
+        """End the journey as cancelled, if it is still running."""
         if not self._is_over:
             self._finish("cancelled", None)
 

@@ -34,7 +34,7 @@ class Readable:
 
 
 class Summarised(Readable, ABC):
-    """A report that is a dataclass. Reports that are msgspec structs derive from `Readable` (other metaclass)."""
+    """A report that is a dataclass. Msgspec structs have another metaclass, so their reports derive from `Readable`."""
 
     __slots__ = ()
 

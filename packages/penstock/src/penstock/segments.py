@@ -122,7 +122,7 @@ class Rectangles:
             raise PlanError(f"rectangle {i} is outside the memory: {runs} {where}")
 
     def outside(self, *, src_nbytes: int | I64, dst_nbytes: int) -> npt.NDArray[np.bool_]:
-        """Return which rectangles lie outside memory of these sizes. The source size may differ for each rectangle."""
+        """Return a mask of rectangles outside memory of these sizes. The source size may differ for each rectangle."""
         outside: npt.NDArray[np.bool_] = (self.run_bytes < 1) | (self.num_rows < 1)
         for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
             space = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)

@@ -81,7 +81,7 @@ class StagingPool:
 
     @classmethod
     def map(cls, memory_bytes: int, buffer_bytes: int, *, registrar: Registrar | None = None) -> StagingPool:
-        """Map a pool of at most `memory_bytes`, pinned by `registrar`. Raise BudgetTooSmall below two buffers."""
+        """Map a pool of `memory_bytes`, pinned by `registrar`. Raise BudgetTooSmall if two buffers do not fit."""
         # Pinning works on pages, and direct I/O needs page-aligned buffers.
         size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_buffers = memory_bytes // size
@@ -132,7 +132,7 @@ class StagingPool:
                 finally:
                     self.release(cold)
         except DestinationError:
-            # The next `acquire` of this buffer raises the same error to its caller.
+            # The next `acquire` of this buffer raises the same error.
             return
         finally:
             with self._lock:
@@ -169,7 +169,7 @@ class StagingPool:
             raise Cancelled("the staging pool was cancelled")
 
     def _take(self) -> StagingBuffer:
-        """Return a free buffer. Call it with the lock."""
+        """Return a free buffer. The caller must hold the lock."""
         buffer = self._free.pop()
         self._in_use += 1
         self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
@@ -196,7 +196,7 @@ class StagingPool:
         return self._prepared(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool. No copy from or to it may be in progress."""
+        """Return a buffer to the pool. No copy from or to the buffer may be in progress."""
         with self._lock:
             # Reuse the last buffer first, because it is pinned and in the CPU cache.
             self._free.append(buffer)

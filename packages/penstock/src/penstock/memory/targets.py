@@ -44,11 +44,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
         raise PlanError(f"a {type(tensor).__name__} has no memory itself", tensor=name, hint="pass its plain tensors")
     # Torch conjugates and negates lazily with a bit on the tensor, which raw bytes do not contain.
     if tensor.is_conj() or tensor.is_neg():
-        raise PlanError(
-            "the memory of a lazily conjugated or negated tensor does not hold its values",
-            tensor=name,
-            hint="pass tensor.resolve_conj()",
-        )
+        raise PlanError("the tensor is lazily conjugated or negated", tensor=name, hint="pass tensor.resolve_conj()")
 
 
 def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
@@ -73,7 +69,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Check all tensors of one call before they are written. Return the groups of indices that are the same memory.
+    """Check all tensors of one call before they are written. Return groups of indices with the same memory.
 
     If the sources of a group differ, the caller raises `sources_differ`. Raise PlanError if a tensor has no memory,
     if its elements share memory (an expanded tensor), or if it shares part of its memory with another tensor.
@@ -116,7 +112,7 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that these tensors were changed in place, as `copy_` does.
 
     Writing bytes by address leaves torch's version counter unchanged, so `backward` would silently use the new values.
-    Tensors created in inference mode have no counter.
+    Tensors created in inference mode have no version counter.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
@@ -129,7 +125,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
         shape = tuple(tensor.shape)
         dims = [(step, size) for step, size in zip(tensor.stride(), shape, strict=True) if size > 1]
         reach = 0
-        # From the smallest stride up, each stride must exceed the reach of the smaller strides.
+        # In ascending order, each stride must exceed the reach of the smaller strides.
         for step, size in sorted(dims):
             if step <= reach:
                 message = f"elements of shape {list(shape)} with strides {list(tensor.stride())} share memory"

@@ -146,7 +146,7 @@ def _each(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Current use of one tier. `used_bytes` counts rooms, rounded up to the tier's unit."""
+    """Current usage of one tier. `used_bytes` counts rooms, rounded up to the tier's unit."""
 
     num_blocks: int
     used_bytes: int
@@ -168,7 +168,7 @@ class LinkStats:
         return self.nbytes / GB / self.seconds if self.seconds else 0.0
 
     def plus(self, nbytes: int, seconds: float) -> LinkStats:
-        """Return these statistics with one more move."""
+        """Return these statistics with one move added."""
         return LinkStats(num_moves=self.num_moves + 1, nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
 
 

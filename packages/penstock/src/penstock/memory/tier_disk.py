@@ -72,7 +72,7 @@ class SpillRoom:
         if self.why or not aligned_bytes or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
             return 0
         try:
-            # Round down, so that the rest after a short write begins at a page or goes through the page cache.
+            # Round a short write down to whole pages, because the remaining bytes must start at a page boundary.
             return os.pwrite(self._direct_fd, data[:aligned_bytes], offset) // _PAGE_BYTES * _PAGE_BYTES
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -81,7 +81,7 @@ class SpillRoom:
             return 0
 
     def read(self, offset: int, into: memoryview) -> None:
-        """See `Room.read`. The copy is done on return."""
+        """See `Room.read`. The copy is complete on return."""
         with self._lock:
             if self._source is None:
                 self._source = FileSource.open(f"/proc/self/fd/{self._fd}")
@@ -122,7 +122,7 @@ class SpillTier(UncachedTier):
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Self:
-        """Make the directory. Raise ConfigError if it is not writable or does not support O_TMPFILE."""
+        """Create the directory. Raise ConfigError if the directory is not writable or lacks O_TMPFILE."""
         path = Path(text_of(directory))
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Blocks in memory tiers with budgets. Moving the least recently used blocks down frees space.
 
-A block is in one tier at a time. Its old room stays while a reader uses it, or as a copy in a slower tier with
-`Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A thread
-that moves or fills an entry marks it as `busy`, so that no other thread pins or moves it.
+A block is in one tier at a time. After a move the old room stays while a reader uses it, or as a copy in a slower tier
+with `Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A
+thread that moves or fills an entry marks it as `busy`, so that no other thread pins or moves it.
 
 Acquire the mover's lock (`_turn`) before the state's lock. Call the user of a block without the state's lock, because
 the user may call back.
@@ -37,7 +37,7 @@ class BlockUser(Protocol):
     """A user of a block that does not pin the block, but is notified of its moves."""
 
     def vacate(self) -> bool:
-        """Stop using the block, which is about to leave its room. Return False to keep the block there."""
+        """Stop using the block, which is about to leave its room. Return False to keep the block in its room."""
 
     def moved(self, tier: str, room: Room | None) -> None:
         """Record that the block is now in `tier`, or is still there after a failed move."""
@@ -69,7 +69,7 @@ class _TieredBlock:
 
     Attributes:
         again: whether `fill` can be called again.
-        used: sequence number of its last use.
+        used: sequence number of the last use of the block.
         gone: whether the block was removed, so that waiting threads must not use it.
     """
 
@@ -125,8 +125,8 @@ class Tiers(Closeable):
         """Add a block, free space for it, and fill it.
 
         Args:
-            fill: writes the bytes, which never change. It is called again whenever the block is read from its source.
-            tier: tier in which to fill it. None means the fastest. `source` means not to fill it yet.
+            fill: writes the bytes, which never change. `fill` is called for each read of the block from its source.
+            tier: tier in which to fill it. None means the fastest. `source` means that the block is not filled yet.
             again: whether `fill` can be called again. If not, the block never leaves the last tier.
             user: is notified of moves, and may forbid a move.
 
@@ -154,8 +154,8 @@ class Tiers(Closeable):
     def pin(self, block: TierBlock, tier: str | None = None) -> Iterator[Room]:
         """Yield the block's room, which stays in its tier until the `with` block ends.
 
-        `tier` is the slowest tier in which to pin the block, after moving it up. None means the fastest, and `source`
-        means not to move it. Raise NotFound for an unknown block, and BudgetTooSmall without enough space.
+        `tier` is the slowest tier in which to pin the block, after moving it up. None means the fastest tier, and
+        `source` means no move. Raise NotFound for an unknown block, and BudgetTooSmall without enough space.
         """
         entry, to = self._entry(block), self._index(tier)
         place = self._pin_in(entry, to)
@@ -165,12 +165,12 @@ class Tiers(Closeable):
             self._unpin(entry, place)
 
     def promote(self, block: TierBlock, tier: str | None = None) -> None:
-        """Move a block up to this tier, or to the fastest. See `pin`."""
+        """Move a block up to this tier, or to the fastest tier. See `pin`."""
         with self.pin(block, tier):
             pass
 
     def prefetch(self, block: TierBlock, tier: str | None = None) -> Future[None]:
-        """Start to `promote` a block in the background. The future raises its error."""
+        """Start to `promote` a block in the background. The future raises the error of a failed move."""
         entry, to = self._entry(block), self._index(tier)
 
         def bring() -> None:
@@ -195,7 +195,7 @@ class Tiers(Closeable):
             self._arrived(entry, self._source)
 
     def drop(self, block: TierBlock) -> None:
-        """Remove a block. Raise SourceBusy if it is pinned, and NotFound if it was not added."""
+        """Remove a block. Raise SourceBusy if the block is pinned, and NotFound if it was not added."""
         entry = self._entry(block)
         with self._turn():
             with self._state:
@@ -250,7 +250,7 @@ class Tiers(Closeable):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the right to move. Raise SourceStalled if another thread's move makes no progress."""
+        """Hold the right to move blocks. Raise SourceStalled if another thread's move makes no progress."""
         # Measure progress, because a large block may move for minutes.
         while not self._mover.acquire(timeout=min(1.0, self._stall_s)):
             if time.monotonic() - self._progress > self._stall_s:
@@ -368,7 +368,7 @@ class Tiers(Closeable):
         return place
 
     def _move_bytes(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
-        """Move an entry's bytes to a new room. Return False if they were corrupted. A failure closes the room."""
+        """Move an entry's bytes to a new room. Return False if the bytes were corrupted. A failure closes the room."""
         old = entry.at
         src = entry.places[old]
         num_threads = min(self._levels[old].tier.num_threads, self._levels[to].tier.num_threads)
@@ -425,7 +425,7 @@ class Tiers(Closeable):
             by_use = sorted(self._entries.values(), key=lambda entry: entry.used)
             idle = [entry for entry in by_use if entry.at == at and self._may_leave(entry)]
             copies = [e for e in by_use if e.at < at and at in e.places and not e.busy and not e.places[at].pins]
-            # Compute this first, because blocks that move down in vain would have to be reloaded.
+            # Check the space first, because blocks that move down in vain would have to be reloaded.
             least = used[at] + charge - sum(entry.places[at].charge for entry in (*idle, *copies))
         if least <= level.budget_bytes:
             # Drop copies first, because another tier holds the bytes of their blocks.

@@ -1,8 +1,8 @@
-"""Admission control for a listener: limits, and the choice of connections to close if there are too many or slow ones.
+"""Admission control for a listener: connection limits, and the choice of the connections to close.
 
-A connection is unproven until its peer authenticates. Its server calls `prove`, `begin`, `end` and `release`, from any
-thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so that the server
-detects the end of the connection and closes the socket.
+A connection is unproven until its peer authenticates. The server of the connections calls `prove`, `begin`, `end` and
+`release`, from any thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so
+that the server detects the end of the connection and closes the socket.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ class ConnectionLimits:
     """Limits of a listener. A connection is *proven* once the peer has authenticated by a token, a grant or its user.
 
     Attributes:
-        total: maximum number of connections. A member serves each in a thread, so this also limits threads.
-        unproven: maximum number of unproven connections, counted within `total`. At the limit, the oldest is closed, or
-            the new one is refused if all are younger than `grace_s`. Proven connections are never closed for unproven
-            ones.
-        unproven_per_address: maximum number from one address (or one IPv6 /64), so that no host can use all.
-        per_principal: maximum number of proven connections per token, member or user. The longest idle is closed.
-        head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads
-            get the same time, counted from their first byte.
-        head_bytes: maximum size of a head. Penstock's are below 1 KiB, and proxies add a few hundred bytes.
+        total: maximum number of connections. A member serves each connection in a thread, so this also limits threads.
+        unproven: maximum number of unproven connections, counted within `total`. At the limit, the oldest unproven
+            connection is closed, or the new connection is refused if all are younger than `grace_s`. Proven connections
+            are never closed for unproven connections.
+        unproven_per_address: maximum number of unproven connections per address (or IPv6 /64), so that no host uses
+            all.
+        per_principal: maximum number of proven connections per token, member or user. At the limit, the longest idle
+            connection is closed.
+        head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Each later
+            head has the same limit, counted from its first byte.
+        head_bytes: maximum size of a head. Penstock's heads are below 1 KiB, and proxies add a few hundred bytes.
         grace_s: minimum age in seconds of an unproven connection that is closed for a newer one.
-        idle_s: seconds without a request until a proven connection is closed.
-        answer_s: seconds for the peer to read a response, plus one for each `MIN_BYTES_PER_S` of the response.
+        idle_s: seconds without a request after which a proven connection is closed.
+        answer_s: seconds for the peer to read a response, plus one second for each `MIN_BYTES_PER_S` bytes.
     """
 
     total: int = 512
@@ -60,7 +62,7 @@ class ConnectionLimits:
     def for_descriptors(cls, num_descriptors: int, *, idle_s: float = 60.0, answer_s: float = 30.0) -> ConnectionLimits:
         """Return the limits for a process that may open this many file descriptors."""
         total = max(16, min(num_descriptors - _KEPT_DESCRIPTORS, _MAX_CONNECTIONS))
-        # Allow many, because closing one before its deadline costs CPU time each time the peer reconnects.
+        # Allow many unproven connections, because closing one early costs CPU time whenever the peer reconnects.
         unproven = min(total // 2, _MAX_UNPROVEN)
         return cls(
             total=total,
@@ -170,7 +172,7 @@ class Admission:
         return len(self._open)
 
     def admit(self, address: str, cut: Callable[[], None]) -> Connection | None:
-        """Admit a new connection from `address`, aborting an older one if needed. Return None if it is refused."""
+        """Admit a new connection from `address`, or return None. Abort an older connection if needed."""
         limits = self.limits
         connection = Connection(self, network_of(address), cut)
         victim = None

@@ -47,7 +47,7 @@ def bound_socket(address: str | tuple[str, int]) -> socket.socket:
 
 
 class AdmittedSocket(socket.socket):
-    """An accepted socket. Closing it releases its connection in `Admission`. `peer` is empty for a Unix socket."""
+    """An accepted socket, whose `close` releases its connection in `Admission`. `peer` is empty for a Unix socket."""
 
     connection: Connection
     peer: str
@@ -160,8 +160,8 @@ class ThreadedListener:
     """A server that runs each connection in its own thread, from `start` to `close`.
 
     Args:
-        bound: a bound socket. This object owns it from now on.
-        serve: called in the connection's thread. Then the socket is closed. An OSError ends only this connection.
+        bound: a bound socket. This object owns the socket from now on.
+        serve: called in the connection's thread, before the socket is closed. An OSError ends only this connection.
         refusal: see `GuardedListener`.
     """
 

@@ -86,7 +86,7 @@ def private_socket_fault(path: str) -> str:
     """Return why a Unix socket does not belong to a Penstock process of this user, or "" if it does.
 
     Other programs, such as an SSH agent or a container engine, also have sockets. Without this check, a member that
-    claims to be on this host could direct requests to them.
+    claims to be on this host could direct requests to those sockets.
     """
     place = Path(path)
     if place.name not in _NAMES or not _DIRECTORY.fullmatch(place.parent.name):
@@ -186,7 +186,7 @@ def namespace_id() -> str:
 
 
 def host_id() -> str:
-    """Return an id that is equal for processes that may share memory: the same boot and the same runtime directory.
+    """Return an id that is equal for processes that may share memory, as they have the same boot and runtime directory.
 
     The id of a peer is only a claim, which a connection to the peer's socket proves. Raises ConfigError without /proc,
     or as `private_directory` does.
@@ -202,7 +202,7 @@ def host_id() -> str:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
                     # The first process writes its id, and all other processes use that id.
                     file.write(namespace_id())
-                # A hard link fails if another process was first. A rename would replace an id already reported.
+                # A hard link fails if the file exists already. A rename would replace an id that was already reported.
                 with contextlib.suppress(FileExistsError):
                     os.link(new, path)
             finally:

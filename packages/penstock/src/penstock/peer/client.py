@@ -162,7 +162,7 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", messages.LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Ask the peer to digest a chunk that arrived wrong. Raise SourceBusy if the peer's chunk is corrupt too."""
+        """Ask the peer to digest a chunk that arrived corrupt. Raise SourceBusy if the peer's chunk is corrupt too."""
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
             raise refusal_of(self._uri(), code, raw)
@@ -229,7 +229,7 @@ class PeerClient(Closeable):
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error for a member's response with a status other than 200. A member named there replaces `uri`."""
+    """Return the error for a member's response with a status other than 200. A member that it names replaces `uri`."""
     try:
         fault = msgspec.msgpack.decode(raw, type=messages.MemberFault)
     except MALFORMED:

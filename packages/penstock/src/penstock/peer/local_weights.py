@@ -239,7 +239,7 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
-    """Return each row's region at the peer and its offset in it. Raise FormatError if a row exceeds `capacities`."""
+    """Return the peer's region for each row, and the offset in it. Raise FormatError if a row exceeds `capacities`."""
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
@@ -263,14 +263,14 @@ class LocalWeights:
     """The weights of one key in this process's memory.
 
     Args:
-        rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps them alive.
+        rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps the rows alive.
 
     Attributes:
         leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.
-        have: [num_chunks] bool. Whether each chunk was verified.
-        kept: whether engines on this host may map the memory. Constant while the state is `whole`.
-        damage: the error if verified bytes changed in memory. Nothing may be read from then on.
-        tier: the lower tier that holds the bytes. Empty if `rows` holds the bytes.
+        have: [num_chunks] bool, whether each chunk was verified.
+        kept: whether engines on this host may map the memory. This is constant while the state is `whole`.
+        damage: the error if verified bytes changed in memory. Once it is set, no bytes may be read.
+        tier: the lower tier that holds the bytes, or empty if `rows` holds the bytes.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class LocalWeights:
             self.changed.notify_all()
 
     def root(self) -> str:
-        """Return the `w1-` revision, which is the root of all digests. Meaningful once every chunk is verified."""
+        """Return the `w1-` revision, the root of all digests. The revision is final once every chunk is verified."""
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, expected: str = "") -> None:
@@ -559,7 +559,7 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`, or all if the log restarted. Wait at most `wait_s` for a chunk."""
+        """Return the chunks verified since `serial`, or all chunks of a new log. Wait up to `wait_s` for a chunk."""
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:

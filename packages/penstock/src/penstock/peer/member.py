@@ -61,10 +61,10 @@ JOIN_AGAIN_S = 0.1
 
 
 class Member:
-    """A run of a process in the fleet, created by `join`. On exit from a `with` block it leaves the fleet.
+    """A run of a process in the fleet, created by `join`. The end of a `with` block leaves the fleet.
 
     Attributes:
-        away: the error if this member has not joined yet. None after joining.
+        away: the error that kept this member from joining, or None once it has joined.
         on_damaged: called with corrupt weights that are no longer served, and the error.
     """
 
@@ -134,7 +134,7 @@ class Member:
         """Open the transports and the server, register at the hub, and start sending heartbeats.
 
         Args:
-            hub: client of the hub. The member closes it, and so does a failing `join`.
+            hub: client of the hub. The member or a failed `join` closes the client.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
             join_s: timeout for the hub in seconds. None means the client's timeout.
             needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins the hub.
@@ -253,7 +253,7 @@ class Member:
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports and serve them. With `report`, send a heartbeat that lists them now."""
+        """Register weights with the transports and serve them. With `report`, also report them in a heartbeat now."""
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
@@ -435,7 +435,7 @@ class Member:
         return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: messages.FleetDecision) -> messages.DecideReply:
-        """Propose a decision on a version. Return the recorded decision. An empty outcome only requests it."""
+        """Propose a decision on a version, and return the recorded one. An empty outcome only requests the decision."""
         request = messages.DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 

@@ -120,7 +120,7 @@ class PeerServer:
     ) -> PeerServer:
         """Serve at a Unix socket in a private directory, and at a host address if one is given.
 
-        `listen` is `host:port` or `[v6]:port`, where port 0 means any. Raise ConfigError if it cannot be bound.
+        `listen` is `host:port` or `[v6]:port`, where port 0 means any. Raise ConfigError if an address cannot be bound.
         """
         server = cls(check_grant, is_tls=tls is not None, max_bytes_per_s=max_bytes_per_s)
         try:
@@ -272,7 +272,7 @@ class PeerServer:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
-        """Renew a lease and return its weights. Raise PermissionDenied after expiry, or SourceBusy if displaced."""
+        """Renew a lease and return its weights. Raise PermissionDenied if it expired, or SourceBusy if displaced."""
         with self._lock:
             self._expire()
             leased = self._leases.get(lease)

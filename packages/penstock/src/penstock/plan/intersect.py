@@ -4,9 +4,9 @@ A team is the set of ranks that hold the same box of the same tensor. A kind is 
 hold in the same forms and that are wanted in the same forms. 70,000 tensors form a few hundred kinds, and each kind is
 planned once.
 
-The proof of coverage assigns a sign to each corner of a box: (-1)^(number of dims in which the corner is at `stop`). If
-at every point the signs of all pieces sum to those of the wanted box, each of its elements is in exactly one piece and
-no other element is in any piece. This holds because mixed differences determine a function.
+The proof of coverage assigns a sign to each corner of a box: (-1)^(number of dims in which the corner is at `stop`).
+If, at every point, the signs of all pieces sum to the sign of the wanted box, then each element of the wanted box is in
+exactly one piece, and no piece has other elements. The proof holds because mixed differences determine a function.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
 
     `piece_want` is the index of the wanted box of each piece.
     """
-    # Corners may be at `stop`, after the last element, so the extent is one more than the box's.
+    # Corners may be at `stop`, after the last element, so the extent is larger than that of the box by one.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)

@@ -1,7 +1,7 @@
 """Positions of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of one rank's boxes.
 
 Layouts and plans are sent as msgpack, with each int64 column as little-endian bytes. Decoding does not check the
-numbers. The `check` method of each type does.
+numbers. The `check` method of each type checks them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Form:
 
     @property
     def spec(self) -> str:
-        """Return the dtype, shape and tag as text. Both sides must agree on them."""
+        """Return the dtype, shape and tag as text. Publisher and receiver must agree on the text."""
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property

@@ -31,7 +31,7 @@ LEAST_GAIN = 4
 
 
 def packable(rows: Rectangles, buffer_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rectangles to pack at the source. It selects no rectangle if packing would not pay off.
+    """Return a mask of the rectangles to pack at the source. The mask is empty if packing would not pay off.
 
     `rows` is one read between a region of the source and a region of the reader. A `buffer_bytes` of 0 means that the
     source does not pack.

@@ -3,7 +3,7 @@ complete.
 
 In a chain each member has one child per link. It sends one copy within its host and one copy to another host. A fleet
 fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts. In one of
-them a member sends half of a copy to each of two other hosts.
+the trees a member sends half of a copy to each of two other hosts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ leases and follows two logs. Source: docs/design/fetch.md."""
 
 
 class Relay:
-    """Upstreams of every receiver of one key. It does not change, except for members that `append` adds to a ring.
+    """Upstreams of every receiver of one key. Only `append` changes the object, for members of a ring.
 
     All methods are thread-safe, except that `append` must not run in two threads at once.
 
     Attributes:
-        trees: one or two mappings from a receiver to its parent. With two, each is for the chunks of one tree
-            (`NUM_TREES`). If any node is complete, the parents lead to a complete node. Otherwise they form a ring.
+        trees: one or two mappings from a receiver to its parent. Each of two mappings is for the chunks of one tree
+            (`NUM_TREES`). If any node is complete, the parents lead to a complete node. Otherwise members form a ring.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -111,7 +111,7 @@ class Relay:
         return () if receiver is None or receiver.whole else self.around(receiver, tree=tree, limit=limit)
 
     def around(self, receiver: Node, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
-        """Return upstreams for a receiver that need not be among the nodes. It may have no parent."""
+        """Return upstreams for a receiver that need not be among the nodes. The receiver may have no parent."""
         member = receiver.member
         parent = self.trees[tree].get(member)
         good: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Parents of receivers, as chains below the complete holders or as two trees. `relay` chooses between the two forms."""
+"""Parents of receivers, in chains below the complete holders or in two trees. `relay` chooses chains or trees."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ class Trees:
 
     One member of each host, the head, reads from other hosts, half of the chunks from each of two parents. The other
     members of the host form a chain below the head. Heads alternate: one sends two halves to other hosts in the first
-    tree, the next head in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
+    tree, the next head in the second. So each head sends one copy, and both trees are as shallow as binary trees.
 
     Parents that can still serve are kept. A head that joins alone sends one half of its copy in each tree.
     """
@@ -466,7 +466,7 @@ class Trees:
         return self._nodes[best[2][1]]
 
     def _best_offer(self, child: Node, tree: int, place: str) -> _TreeOffer:
-        """Return the best offer of a rack or the fleet. Its rank is `_UNFIT` if no checked member serves the child."""
+        """Return the best offer of a rack or the fleet, with rank `_UNFIT` if no checked member serves the child."""
         heap = self._open[tree, place]
         skipped: list[_TreeOffer] = []
         chosen = None

@@ -288,7 +288,7 @@ def _box_pieces(
 
 @dataclass(slots=True)
 class _Spans:
-    """Groups of pieces in one file range `[start, stop)`. A tall span is a rectangle and is never cut."""
+    """Groups of pieces, each in one file range `[start, stop)`. A tall span is a rectangle and is never cut."""
 
     of_piece: I64
     file: I64

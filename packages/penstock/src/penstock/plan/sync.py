@@ -120,7 +120,7 @@ class ReceiverPlan:
     def check(self, *, src_nbytes: Sequence[int], dst_nbytes: int) -> None:
         """Raise PlanError unless all segments lie within memory regions of these sizes.
 
-        This check is necessary because the part may come from another process and reads are one-sided.
+        This check is necessary because the plan may come from another process and reads are one-sided.
         """
         columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
         first, num = self.bucket_first, len(self.source)
@@ -165,7 +165,7 @@ class ReceiverPlan:
         return [self.sources[i] for i in self.link_bytes().nonzero()[0].tolist()]
 
     def windows(self, window_bytes: int) -> list[int]:
-        """Join neighbouring buckets into windows of at most `window_bytes`. Return the first buckets and the end."""
+        """Join adjacent buckets into windows of at most `window_bytes`. Return the first bucket of each and the end."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
@@ -404,7 +404,7 @@ def _assembled(
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
     """Return the lines of all teams, cut so that the ranks of each team send about equal amounts.
 
-    All rows of a receiver with the same pattern want equally many bytes, so they are only counted.
+    All rows of a receiver with the same pattern want the same number of bytes, so they are only counted.
     """
     num_patterns, num_teams = max(len(first) - 1, 1), len(matched.team.first) - 1
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
@@ -534,7 +534,7 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
                 stop = min(stop, int(places[full]))
         # A tensor that is larger than a bucket gets its own bucket.
         stop = max(stop, at + 1)
-        # End at the start of a layer unless that empties the bucket, because a bucket is ready when its layers are.
+        # End at the start of a layer unless that empties the bucket, because a bucket is ready with its last layer.
         edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
         at = edge if edge > at else stop
     return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism. They determine a rank's slices of each tensor from the tensor's name and shape."""
+"""Rules of tensor parallelism. The rules determine a rank's slices of each tensor from the tensor's name and shape."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class TensorParallel:
         if keys not in shapes or queries not in shapes or keys == queries:
             return
         if not rule.heads[0]:
-            # With equal numbers of key and query heads, engines also split both equally.
+            # With equal numbers of key and query heads, engines also split keys and queries equally.
             if shapes[keys][0] != shapes[queries][0]:
                 message = "there are fewer key heads than query heads, and their numbers are unknown"
                 raise PlanError(message, tensor=name, hint="pass heads=Q,KV, or add the rule 0 for this tensor")
@@ -216,7 +216,7 @@ class TensorParallel:
             raise PlanError(message, tensor=name, hint="add the rule 0 or replicate for this tensor")
 
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
-        """Return the boxes of an unsliced tensor that belong to a rank. They are joined along their dim. See `check`.
+        """Return the boxes of an unsliced tensor that belong to a rank, joined along their dim. See `check`.
 
         Raises PlanError if the tensor is not a scalar and no rule matches it, and the errors of `rule_of`.
         """
@@ -259,7 +259,7 @@ class TensorParallelRank:
     heads: tuple[int, ...] | None
 
     def boxes(self, shapes: Mapping[str, Sequence[int]], heads: tuple[int, ...] = ()) -> dict[str, tuple[Box, ...]]:
-        """Return the boxes of each tensor that belong to this rank. They are joined along the dim in which they differ.
+        """Return the boxes of each tensor that belong to this rank, joined along the dim in which they differ.
 
         `heads` from the model's configuration are used unless `tensor_parallel` was called with `heads`. Raises
         PlanError if a tensor has no rule, or its rule cannot split it.
@@ -286,7 +286,7 @@ def tensor_parallel(
         rank: this rank, from 0.
         size: number of ranks.
         rules: pairs that are checked before the built-in rules. The first item is a pattern that is searched in names.
-            The second is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
+            The second item is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
         heads: numbers of query heads and of key heads. None means to read them from `config.json` next to the weights.
             With fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query
             heads and their numbers are unknown, the load is rejected.

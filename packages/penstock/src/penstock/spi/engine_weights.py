@@ -163,7 +163,7 @@ def checkpoint(
     Copy the tensors and do not change them, because other processes read them.
 
     Args:
-        files: the checkpoint in storage. Its headers describe the checkpoint for every source.
+        files: the checkpoint in storage. The headers of these files describe the checkpoint for every source.
         wanted: filter for names. None means all.
         options: the result of `read_options`.
         place: see `RankInfo`.
@@ -292,7 +292,7 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 def join(
     options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, memory_bytes: int | str | None = None
 ) -> Fleet | None:
-    """Join the fleet. If its hub does not respond, read storage, and join as soon as the hub responds.
+    """Join the fleet. If the hub does not respond, read storage, and join as soon as the hub responds.
 
     `uris` are the weights in storage, for the warning. Only rank 0 of an engine on this host uses the configured ports.
     Returns None, after a warning, if the hub of this host cannot start.

@@ -1,7 +1,7 @@
 """Support for plug-ins of inference engines, which are registered part by part.
 
-vLLM exits when a function from an entry point raises. That would affect all users of the environment, so a part checks
-that it can be applied before it changes anything, and a missing part is only logged.
+vLLM exits when a function from an entry point raises. An exception would affect all users of the environment, so a part
+checks that it can be applied before it changes anything, and a missing part is only logged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostPlugin:
     Args:
         package: the engine's package. Messages name its version.
         supported: the supported versions, for hints.
-        log: returns the logger of the integration. It is called whenever a line is logged.
+        log: returns the logger of the integration. This function is called whenever a line is logged.
     """
 
     def __init__(self, package: str, *, supported: str, log: Callable[[], Log]) -> None:

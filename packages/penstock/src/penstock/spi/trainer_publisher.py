@@ -52,7 +52,7 @@ class TrainerPublisher(Closeable):
         """Publish the current tensors. All ranks call this method with the same version.
 
         Args:
-            params: this rank's shards, with the same names and boxes in all versions. Their tensors may be new objects.
+            params: this rank's shards, with equal names and boxes in all versions. The tensors may be new objects.
             version: must be above all earlier versions. None means the next version.
             mode: see `penstock.publisher`.
             num_receivers: number of subscribers to wait for first, because a live version is visible only to known
@@ -94,7 +94,7 @@ class WholeTensorShares:
     All ranks together publish one copy of the model.
 
     Attributes:
-        params: the shares to publish. Their memory is the same for all versions.
+        params: the shares to publish, in the same memory for all versions.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

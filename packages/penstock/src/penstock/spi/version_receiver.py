@@ -65,7 +65,7 @@ class VersionReceiver(Closeable):
 
         Raises:
             PenstockError: see `penstock.sync.Subscriber.update`.
-            PeerLost: another rank did not receive the version, or is lost. The engine received no tensors.
+            PeerLost: another rank did not receive the version, or is lost. Then the engine received no tensors.
         """
         why = ""
         try:
@@ -99,7 +99,7 @@ class _Ranks(GroupCollectives):
     poll_s = 0.01
 
     def agree(self, why: str) -> None:
-        """Raise PeerLost if another rank failed and this rank did not. `why` is why this rank failed, or empty."""
+        """Raise PeerLost if another rank failed and this rank did not. `why` says why this rank failed, or is empty."""
         sent = why.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         reasons = [reason.rstrip(b"\0").decode(errors="replace") for reason in self.gather_bytes(sent)]
         others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]

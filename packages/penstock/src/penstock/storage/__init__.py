@@ -166,7 +166,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
-    """Pin `uri` to its current content. Return it unchanged if its storage has no revisions.
+    """Pin `uri` to its current content. Return `uri` unchanged if its storage has no revisions.
 
     Raises the same errors as `open_source`.
     """

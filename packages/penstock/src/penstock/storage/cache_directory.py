@@ -65,7 +65,7 @@ class CacheDirectory:
 
     @property
     def name(self) -> str:
-        """A name for the directory, the same in all processes that share it. Empty if it cannot be created."""
+        """A name for the directory, equal in all processes that share it. Empty if the directory cannot be created."""
         try:
             self._make()
             state, boot = os.stat(self.path), _boot()
@@ -74,7 +74,7 @@ class CacheDirectory:
         return f"{boot}/{state.st_dev}/{state.st_ino}"
 
     def refusal(self) -> str:
-        """Create the directory with mode 0700. Return why it must not be used, or an empty string."""
+        """Create the directory with mode 0700. Return why the directory must not be used, or an empty string."""
         # Other users must not read the weights. They must not write either, because digests do not detect forged
         # chunks.
         try:
@@ -100,7 +100,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _folder(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Open a directory level by level, without following symlinks. Raises FileNotFoundError for foreign levels."""
+        """Open a directory level by level, without following symlinks. Raise FileNotFoundError if the owner differs."""
         if make:
             self._make()
         descriptor = os.open(self.path, _FOLDER_FLAGS)
@@ -117,7 +117,7 @@ class CacheDirectory:
             os.close(descriptor)
 
     def open_chunk(self, file: Path, nbytes: int) -> int | None:
-        """Return a descriptor of a chunk file, or None if it is foreign or has a different size. Raises OSError."""
+        """Return a descriptor of a chunk file, or None if its owner or size is wrong. Raises OSError."""
         with self._folder(file.parent) as folder:
             try:
                 descriptor = os.open(file.name, _FILE_FLAGS, dir_fd=folder)
@@ -132,7 +132,7 @@ class CacheDirectory:
         return None
 
     def chunks(self, folder: Path) -> frozenset[int]:
-        """Return the numbers of the chunk files in a directory. Empty if it cannot be read."""
+        """Return the numbers of the chunk files in a directory. Return no numbers if the directory cannot be read."""
         try:
             with self._folder(folder) as descriptor, os.scandir(descriptor) as entries:
                 return frozenset(
@@ -154,8 +154,8 @@ class CacheDirectory:
     def single_fetch(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
         """Let only one thread on this host fetch `file` at a time.
 
-        Waiting for a thread stops after `wait_s` seconds, and waiting for another process stops at time `until`. The
-        chunk is then fetched twice.
+        Waiting for a thread stops after `wait_s` seconds, and waiting for another process stops at time `until`. After
+        a timeout the chunk is fetched twice.
         """
         with self._lock:
             lock, users = self._fetches.get(file, (threading.Lock(), 0))
@@ -287,7 +287,7 @@ def _open_level(above: int, name: str, *, make: bool) -> int:
 
 
 def _set_aside(folder: int, name: str) -> None:
-    """Rename a path that blocks a chunk or directory. It is not removed, because the cache did not create it."""
+    """Rename a path that blocks a chunk or directory. Do not remove it, because the cache did not create it."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -303,7 +303,7 @@ def _boot() -> str:
 
 @contextlib.contextmanager
 def _host_lock(name: str, deadline: float) -> Iterator[None]:
-    """Hold a name that only one process on this host can hold. After the deadline, continue without it.
+    """Hold a name that only one process on this host can hold. After the deadline, continue without the name.
 
     The name is an abstract socket address, which the kernel frees when the process exits.
     """

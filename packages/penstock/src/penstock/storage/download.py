@@ -33,7 +33,7 @@ class Downloaded:
 
 
 def inside(directory: Path, name: str, *, uri: str) -> Path:
-    """Return the path of `name` below a directory. Raises PlanError for a path outside it, for example through `..`."""
+    """Return the path of `name` below a directory. Raises PlanError if the path leaves the directory, as with `..`."""
     root = directory.resolve()
     path = (root / name.lstrip("/")).resolve()
     if not path.is_relative_to(root) or path == root:

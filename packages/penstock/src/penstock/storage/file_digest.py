@@ -16,11 +16,11 @@ _MAX_AHEAD_BYTES = 256 * MIB
 class FileDigest:
     """The SHA-256 of a file whose ranges arrive in any order.
 
-    A range waits at most `stall_s` for the ranges before it. Then the digest is abandoned.
+    A range waits at most `stall_s` for the ranges before it. After this time the digest is abandoned.
 
     Attributes:
-        is_wanted: whether early ranges are kept. Until it is set, only consecutive ranges are hashed, because the rest
-            of the file may never be read.
+        is_wanted: whether early ranges are kept. Until this is set, only consecutive ranges are hashed, because the
+            rest of the file may never be read.
         is_equal: whether the whole file was hashed and its digest matches.
     """
 

@@ -143,7 +143,7 @@ class FileSource(LocalFile):
                 self._query_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
-        """Return a descriptor for a range in the page cache. None if the range is not cached, or if unknown."""
+        """Return a descriptor for a range in the page cache. Return None if the range may not be cached."""
         first, last, stop = offset >> _WINDOW_SHIFT, (offset + nbytes) >> _WINDOW_SHIFT, offset + nbytes
         if stop > self.nbytes:
             return None
@@ -194,7 +194,7 @@ class FileSource(LocalFile):
         return runs
 
     def _arrived(self, position: int) -> bool:
-        """Return whether the byte's page is cached and filled. True if RWF_NOWAIT is unsupported."""
+        """Return whether the byte's page is cached and filled. Return True if RWF_NOWAIT is unsupported."""
         # cachestat also counts pages that readahead has only requested. Reading them would request the next pages, and
         # a file with a cached head would be read at the speed of readahead, a third to a half of direct I/O.
         if not self._nowait:

@@ -1,10 +1,10 @@
 """The GGUF format: read headers of versions 2 and 3, which are little-endian.
 
 Tensors of plain types receive the matching safetensors dtype. A quantised tensor becomes a U8 tensor that holds
-the file's blocks, with the bytes of a row as its last dim. The metadata key `GGUF.types` states its type.
+the file's blocks, with the bytes of a row as its last dim. The metadata key `GGUF.types` states the quantised types.
 
-The reader is as strict as llama.cpp. It checks every count and length against the file's size before it allocates
-memory.
+The reader is as strict as llama.cpp. The reader checks every count and length against the file's size before it
+allocates memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class PlainOrigin:
 
     Args:
         uri: http:// or https://, optionally with user and password.
-        options: `bearer_token`, or `username` and `password`. They are sent only to the URL's own host.
+        options: `bearer_token`, or `username` and `password`. Credentials are sent only to the URL's own host.
         cookie: a token in the form `name=value`, sent only to the URL's own host.
     """
 
@@ -92,7 +92,7 @@ class PlainOrigin:
         return self._headers if same else {}
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`. The target of a redirect may have expired."""
+        """Request the user's URL again, because the target of a redirect may have expired. See `Origin.renew`."""
         if url == self._user_url or status not in {400, 401, 403, 404, 410}:
             return False
         # Keep a redirect that another thread has followed.
@@ -211,7 +211,7 @@ def _hold_pool(settings: Settings, trusted: tuple[Bundle, ...]) -> Pool:
 
 
 def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> HttpSource:
-    """Open a plain http(s) URL. Its user and password are sent but never shown. Raises ConfigError or SourceError."""
+    """Open an http(s) URL. A user and password in it are sent but never shown. Raises ConfigError or SourceError."""
     origin, name = PlainOrigin(uri, storage_options or {}), clean(uri)
     return open_origin(name, origin, lambda seen: HttpSource(name, origin, seen, settings=settings), settings=settings)
 

@@ -54,7 +54,7 @@ class _Info(msgspec.Struct):
 
 
 class HuggingFaceStorage(RepositoryStorage):
-    """The storage for hf://. Its pinned revisions are commits."""
+    """The storage for hf://. Pinned revisions are commits."""
 
     scheme = "hf"
     sign_in = _SIGN_IN
@@ -151,7 +151,7 @@ def typed_error(error: BaseException) -> PenstockError | None:
 
 
 def library() -> Any:
-    """Return huggingface_hub. Raises MissingExtra if it is not installed."""
+    """Return huggingface_hub. Raises MissingExtra if huggingface_hub is not installed."""
     try:
         import huggingface_hub
         import huggingface_hub.constants

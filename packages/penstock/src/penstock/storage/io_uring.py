@@ -80,7 +80,7 @@ class Uring:
 
     @classmethod
     def open(cls, entries: int, num_workers: int) -> Uring:
-        """Make a ring for `entries` reads. The kernel processes `num_workers` of them at once. Raises OSError."""
+        """Make a ring for `entries` reads. The kernel processes `num_workers` reads at once. Raises OSError."""
         # The kernel returns its features and the offsets of the rings in this struct.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)

@@ -83,8 +83,8 @@ class LocalFile:
 
     Raises:
         NotFound, PermissionDenied: there is no such file, or it may not be read.
-        SourceUnavailable: it is a directory, FIFO, socket or device, or it cannot be opened.
-        SourceChanged: it was still being written to after `_SETTLE_S` seconds.
+        SourceUnavailable: the path is a directory, FIFO, socket or device, or cannot be opened.
+        SourceChanged: the file was still being written to after `_SETTLE_S` seconds.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
@@ -103,7 +103,7 @@ class LocalFile:
         return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
-        """Raise SourceChanged or SourceTruncated if the open file was modified. Its path may name another file now."""
+        """Raise SourceChanged or SourceTruncated if the open file was modified. The path may name another file now."""
         # This runs after every read, so compare three fields first.
         try:
             now = os.fstat(self._fd)
@@ -304,7 +304,7 @@ def num_pages(offset: int, nbytes: int) -> int:
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """Return the (address, offset) alignment for direct I/O. (0, 0) if unsupported, None if unknown."""
+    """Return the (address, offset) alignment for direct I/O. Return (0, 0) if unsupported, and None if unknown."""
     statx = getattr(_libc, "statx", None) if _LINUX else None
     if statx is None:
         return None
