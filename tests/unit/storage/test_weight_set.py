@@ -832,7 +832,7 @@ def test_small_file_above_size_limit_raises(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(PenstockError):
         storage.read_small(str(tmp_path), settings=SETTINGS)
     monkeypatch.setattr(storage, "MAX_SMALL_BYTES", 3)
-    with pytest.raises(FormatError, match="at most"):
+    with pytest.raises(FormatError, match="above the limit"):
         storage.read_small(str(path), settings=SETTINGS)
 
 

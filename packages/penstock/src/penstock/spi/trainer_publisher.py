@@ -119,7 +119,7 @@ class WholeTensorShares:
                 self.params[name] = Shard(tensor=copy, global_shape=tuple(tensor.shape), offset=offset)
             shard = self.params.get(name)
             if shard is None or (shard.global_shape, shard.tensor.dtype) != (tuple(tensor.shape), tensor.dtype):
-                raise ConfigError(f"the name, shape or dtype of the tensor {name} is new", hint="restart the run")
+                raise ConfigError(f"the trainer changed the name, shape or dtype of {name}", hint="restart the run")
             shard.tensor.copy_(part)
 
     def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
