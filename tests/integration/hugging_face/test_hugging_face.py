@@ -133,7 +133,7 @@ def test_all_shards_in_index_are_loaded(hub: HuggingFaceServer, uri: str) -> Non
 @pytest.mark.parametrize(
     "uri", ["hf://datasets/org/data", "hf://org/tiny/model.safetensors", "hf://org/tiny/mod*.safetensors"]
 )
-def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
+def test_every_supported_uri_syntax_is_accepted(hub: HuggingFaceServer, uri: str) -> None:
     assert_same(load(hub, uri), TENSORS)
 
 

@@ -77,7 +77,7 @@ def test_load_streams_and_compares_hub_digest(hub: ModelScopeServer, tmp_path: P
         "ms://org/tiny/m*.safetensors",
     ],
 )
-def test_every_uri_form_is_loaded(hub: ModelScopeServer, uri: str) -> None:
+def test_every_supported_uri_syntax_is_accepted(hub: ModelScopeServer, uri: str) -> None:
     assert_same(ps.load(uri), TENSORS)
 
 

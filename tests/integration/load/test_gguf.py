@@ -78,7 +78,7 @@ def test_any_part_of_split_gguf_loads_model(tmp_path: Path) -> None:
     assert all(ps.load(part, verify=True).report.verified for part in parts)
 
 
-def test_ambiguous_gguf_directory_raises_with_names(model: Path) -> None:
+def test_ambiguous_gguf_directory_error_lists_models(model: Path) -> None:
     gguf_file.write(model.parent / "tiny-BF16.gguf", seed=1)
     with pytest.raises(ConfigError, match=r"there are 2 GGUF models: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*name one of"):
         ps.load(model.parent)

@@ -37,7 +37,7 @@ def server(request: pytest.FixtureRequest, model: Path) -> Iterator[RangeServer]
         yield server
 
 
-def test_conversion_copies_small_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
+def test_conversion_from_url_copies_tokenizer_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = convert([f"{server.url}/llama"], out, to="cast:BF16", devices="cpu", workers=1)
     assert report.verified
@@ -58,7 +58,7 @@ def test_initializer_copies_every_file(server: RangeServer, model: Path, tmp_pat
     penstock.load(tmp_path / "models", verify=True)
 
 
-def test_url_credentials_are_sent_for_small_files(server: RangeServer, tmp_path: Path) -> None:
+def test_url_credentials_are_sent_with_every_request(server: RangeServer, tmp_path: Path) -> None:
     url = server.url.replace("http://", "http://reader:secret@")
     convert([f"{url}/llama"], tmp_path / "out", to="cast:BF16", devices="cpu", workers=1)
     assert all("authorization" in request.headers for request in server.requests)

@@ -199,7 +199,7 @@ def test_trainer_restarts_with_different_world_size(host: Host) -> None:
             one.kill()
 
 
-def test_receivers_join_and_leave_during_updates(host: Host) -> None:
+def test_updates_succeed_while_receivers_join_and_leave(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     running = host.start_ranks("subscriber", 2, dim=1)
     gone = set[str]()

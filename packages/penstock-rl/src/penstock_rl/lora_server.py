@@ -5,7 +5,7 @@ finish on the version that they began with, and a prefix cache never mixes versi
 id, so running requests would continue with weights of a different version.
 
 The routes of vLLM 0.32 were tested. The routes of SGLang are based on the source of 0.5.23 and were not tested. This
-module can be imported without either package.
+module can be imported without vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _REASON_CHARS = 2000
 
 
 class LoraEngine(Protocol):
-    """An engine that loads adapters from directories. It loads each adapter once, and never replaces one in place."""
+    """An engine that loads each adapter once from a directory, and never replaces an adapter in place."""
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter under a name. Raise DestinationError if the engine fails to load it."""
         ...
 
     def unload(self, name: str) -> None:
-        """Stop using an adapter for new requests. Running requests finish with it.
+        """Stop using an adapter for new requests. Running requests finish with the adapter.
 
         Raise DestinationError on failure.
         """
@@ -103,7 +103,7 @@ class _LoraRoutes:
 class VllmServer(_LoraRoutes):
     """A vLLM server on this host, started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-    It must run with `--max-loras 2` or more, because running requests use the previous adapter.
+    The server must run with `--max-loras 2` or more, because running requests use the previous adapter.
     """
 
     _load_route = "/v1/load_lora_adapter"
@@ -113,7 +113,7 @@ class VllmServer(_LoraRoutes):
     def synced_base(self, name: str) -> Callable[[], str]:
         """Return a function that identifies the base of a server whose own weights come from the sync `name`.
 
-        The function queries the server, and returns `NAME:VERSION`. The server must have been started with
+        The returned function queries the server, and returns `NAME:VERSION`. The server must have been started with
         `--weight-transfer-config '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
         """
 
@@ -171,7 +171,7 @@ class VllmEngine:
 
 
 class ServedAdapter(Closeable):
-    """The versions of an adapter in an engine. A context manager. Only one thread at a time may call `update`.
+    """The loaded versions of an adapter in an engine. A context manager. Only one thread at a time may call `update`.
 
     Attributes:
         received: subscription to the adapter's versions.
@@ -190,7 +190,7 @@ class ServedAdapter(Closeable):
         self._engine = engine
         self._base = base
         self._name = name
-        # Base of the versions that are loaded in the engine.
+        # Identity of the base model for which the loaded versions were published.
         self._loaded_base = ""
 
     @property
@@ -215,10 +215,10 @@ class ServedAdapter(Closeable):
         versions are unloaded.
 
         Raises:
-            BaseMismatch: the version's base differs from the engine's. None of its bytes were read. Versions for a base
-                that the engine no longer has are unloaded.
-            DestinationError: the engine refused the version, for the stated reason. It continues to serve the previous
-                version. Call this again.
+            BaseMismatch: the version's base differs from the engine's. No bytes of the version were read. Versions for
+                a base that the engine no longer has are unloaded.
+            DestinationError: the engine refused the version, for the stated reason. The engine continues to serve the
+                previous version. Call `update` again.
             PenstockError: see `penstock.sync.Subscriber.update`.
         """
         self.check_base()
@@ -243,9 +243,9 @@ class ServedAdapter(Closeable):
         return report
 
     def check_base(self) -> bool:
-        """Return whether the engine still has the base of the loaded versions. If not, unload all versions.
+        """Return whether the engine still has the loaded versions' base. If the base changed, unload all versions.
 
-        Call this after the engine's base was updated, and before the engine serves requests again.
+        Call this function after the engine's base was updated, and before the engine serves requests again.
         """
         if not self.loaded or is_same_base(self._loaded_base, base_identity(self._base)):
             return True
@@ -253,7 +253,7 @@ class ServedAdapter(Closeable):
         return False
 
     def unload(self) -> None:
-        """Unload all versions. Raise DestinationError if the engine fails to unload one."""
+        """Unload all versions. Raise DestinationError if the engine fails to unload a version."""
         while self.loaded:
             self._engine.unload(self.loaded[-1])
             del self.loaded[-1]
@@ -283,7 +283,7 @@ def serve_adapter(
         name: name of the sync under which a trainer publishes the adapter.
         engine: `VllmServer(url)`, `VllmEngine(llm)`, `SglangServer(url)`, or another `LoraEngine`.
         base: base of the engine. See `adapter.base_identity` and `VllmServer.synced_base`.
-        served_name: the engine calls version N `SERVED_NAME@N`. None means `name`.
+        served_name: prefix of the names in the engine. Version N is loaded as `SERVED_NAME@N`. None means `name`.
         connection: see `penstock.subscriber`.
         directory, keep: see `AdapterDirectory`. The engine's processes read these files. If the engine runs as a
             different user or in a container, choose a directory that it can read.

@@ -3,8 +3,8 @@
 The input is one rank's parameters under Megatron's names, with the rank's position in the grid. The output is `Shard`s
 under Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
 
-Source of names and their order: Megatron-Bridge, and Megatron-Core's GPTModel with Transformer Engine's layers or its
-own.
+Names and their order follow Megatron-Bridge, and Megatron-Core's GPTModel with Transformer Engine's or Megatron's
+layers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NameRule:
 
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the whole tensor, which every rank has, unless Megatron marked it as tensor-parallel."""
+    """Yield a replicated tensor, or this rank's slice if Megatron marked the tensor as tensor-parallel."""
     # Some layers are tensor-parallel only in some configurations of the model.
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tupl
 
 
 def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the rows of this rank's tokens, without the padding of the vocabulary."""
+    """Yield this rank's rows of a matrix with a row for each token, without the padding of the vocabulary."""
     start = rank * len(tensor)
     count = min(len(tensor), grid.vocab_size - start)
     if count > 0:
@@ -115,7 +115,7 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
 
 
 def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, NameRule]:
-    """Return rules by Megatron name, with prefixes added to the Megatron names and the Hugging Face names."""
+    """Return rules by Megatron name, after adding a prefix to the Megatron names and to the Hugging Face names."""
     return {at + name: NameRule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
@@ -209,13 +209,13 @@ def from_megatron(
 
     Args:
         params: the model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
-            as Megatron does. Call this for each chunk with its `layer_offset`, and merge the results.
+            as Megatron does. Call this function for each chunk with its `layer_offset`, and merge the results.
         grid: the model's sizes and this rank's position.
         rules: rules by Megatron name with `{layer}` and `{expert}`. None means `MLA` for a model with latent attention,
             and `GPT` for others.
 
     Raises:
-        PlanError: some parameters match no rule, and the message lists them, or a size does not fit the grid.
+        PlanError: a size does not fit the grid, or some parameters match no rule. The message lists these parameters.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
     # The parameters do not include the configuration, so choose the rules by the parameters' names.
@@ -250,7 +250,7 @@ def _pattern(name: str) -> str:
 def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
-    """Split one parameter and add its shards. A tied parameter with two copies adds two shards."""
+    """Split one parameter and add its shards. The two copies of a tied parameter add two shards."""
     # Megatron numbers layers from 0 in each stage, and experts from 0 on each rank. A checkpoint numbers them over the
     # whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}

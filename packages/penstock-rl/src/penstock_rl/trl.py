@@ -1,9 +1,9 @@
 """Sends the weights of TRL's asynchronous GRPO trainer to a vLLM server as published shards.
 
-`PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls it only on the main process,
-with unsharded tensors. `attach`, called on every rank, replaces the trainer's step for merged weights. Nothing is
-gathered then, and the server pauses only for the installation. A trainer with one process and no sharding needs no
-`attach`.
+`PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls the transfer only on the main
+process, with unsharded tensors. `attach`, called on every rank, replaces TRL's own function for sending weights. With
+`attach`, nothing is gathered, and the server pauses only for the installation. A trainer with one process and no
+sharding needs no `attach`.
 
 A restarted server has only the weights in its files. An attached transfer detects the restart when it sends the next
 version, or while the trainer waits for samples (`restore`), and then sends the newest version.
@@ -40,8 +40,6 @@ _GONE = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
 
 
 class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
-    """A callback that calls a function at the end of the training."""
-
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
@@ -64,8 +62,8 @@ class PenstockWeightTransfer:
         restart_s: seconds to wait for a server that is starting or restarting.
 
     Attributes:
-        engine: the engine that sends the versions. None until the first version. Its `report` describes the newest
-        version. num_restored: number of times that the newest version was sent to a restarted server.
+        engine: sends the versions, and its `report` describes the newest version. None until the first version.
+        num_restored: number of times that the newest version was sent to a restarted server.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class PenstockWeightTransfer:
         self._restart_s = restart_s
         self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
         self._info = info
-        # The server's name for the last version that was sent to it.
+        # Name under which the server reports the last version that was sent to it.
         self._installed: str | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._merged: MergedTensors | None = None
@@ -90,7 +88,7 @@ class PenstockWeightTransfer:
     def attach(self, trainer: Any) -> None:
         """Make a trainer publish the shards of every rank. Call this on all ranks, before `train`.
 
-        Raises ConfigError if the trainer is not an AsyncGRPOTrainer, so that it has no step for merged weights.
+        Raises ConfigError if the trainer is not an AsyncGRPOTrainer.
         """
         if not callable(getattr(trainer, _HOOK, None)):
             raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="pass an AsyncGRPOTrainer")
@@ -136,17 +134,17 @@ class PenstockWeightTransfer:
         self._engine(self._kept).send_weights()
 
     def destroy(self) -> None:
-        """Leave the sync. The server keeps its version. Idempotent."""
+        """Leave the sync. The server keeps the version that it serves. Idempotent."""
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None
 
     def restore(self) -> bool:
-        """Send the newest version to the server if it was restarted, and return whether it was.
+        """Send the newest version to the server if the server was restarted. Return whether the version was sent.
 
-        Call this only on the main process. After `attach`, TRL calls it while the trainer waits for samples. It does
-        not wait for a server that does not respond. Raises the same errors as `PenstockTrainerEngine.stage_again` and
-        `commit`.
+        Call this function only on the main process. After `attach`, TRL calls it while the trainer waits for samples.
+        If the server does not respond, the function returns without waiting. Raises the same errors as
+        `PenstockTrainerEngine.stage_again` and `commit`.
         """
         if self.engine is None or self._installed is None:
             return False
@@ -161,7 +159,7 @@ class PenstockWeightTransfer:
     # -- after `attach`: on every rank
 
     def _sync(self, trainer: Any, started: float) -> tuple[float, float, float]:
-        """Send a version from all ranks, in place of the trainer's own step.
+        """Send a version from all ranks, in place of TRL's own function.
 
         Return three timestamps, as TRL's step does.
         """
@@ -198,7 +196,7 @@ class PenstockWeightTransfer:
             trainer.model_version += 1
             if trainer.rollout_worker:
                 trainer.rollout_worker.update_model_version(trainer.model_version)
-        # TRL logs these times as the ends of the pause, the barrier and the transfer.
+        # TRL logs these times as the end of the pause, of the barrier and of the transfer.
         return started, barrier, received
 
     def _install(self, engine: PenstockTrainerEngine) -> None:
@@ -227,10 +225,10 @@ class PenstockWeightTransfer:
             return
 
     def _was_started_again(self, error: requests.RequestException) -> bool:
-        """Return whether a request failed because the server was restarted. May wait until the server is ready."""
+        """Return whether a request failed because the server was restarted. This may wait until the server is ready."""
         if isinstance(error, _GONE):
             return True
-        # A server that refuses the request was restarted if it no longer has the last version that was sent to it.
+        # A server that refuses the request was restarted if it no longer has the last version that this process sent.
         self._server.wait_for_server_ready()
         return self._installed is not None and self._served() != self._installed
 
@@ -240,7 +238,8 @@ class PenstockWeightTransfer:
         return str(answer.json()["weight_version"])
 
     def _restore_while_waiting(self, worker: Any) -> None:
-        """Make TRL call `restore` with each health check of a rollout worker. TRL checks when it has no samples."""
+        """Make TRL call `restore` at each health check of a rollout worker, which TRL makes while it waits for samples.
+        """
         check_health = worker.check_health
 
         def check(stale_after_s: float) -> None:

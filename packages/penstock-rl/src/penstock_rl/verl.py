@@ -5,10 +5,10 @@ the information that vLLM's workers require.
 
 verl passes `send_weights` unsharded tensors, which it gathers with a collective. Importing this module makes the
 tensors of verl's FSDP engine refer to their engine (`Exported`), so that its shards are published and nothing is
-gathered. Other training engines, LoRA and quantisation-aware training yield unsharded tensors. Each rank then copies an
-equal share of them, and all ranks publish their shares.
+gathered. With other training engines, LoRA or quantisation-aware training, verl yields unsharded tensors. Each rank
+then copies and publishes an equal share of these tensors.
 
-Importing this module (`custom_backend_module`) registers the backend. It is written for verl 0.9.
+Importing this module (`custom_backend_module`) registers the backend. This module is written for verl 0.9.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             port. None means this host only.
         data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
         mode: with `live`, the engines read the parameters themselves, which verl does not change in the meantime. With
-            `snapshot`, they read a copy, and the parameters may change as soon as the copy is complete.
+            `snapshot`, the engines read a copy, and the parameters may change as soon as the copy is complete.
         transforms: formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
         receive: with `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
-            With `engine`, the engine's own workers receive the slices that they load. This requires vLLM, started with
-            `weight_transfer_config: {backend: penstock}`.
+            With `engine`, the engine's own workers receive the slices that they load. `engine` requires vLLM, started
+            with `weight_transfer_config: {backend: penstock}`.
         memory: memory into which a version is received before the engine installs it: `host` or `device`.
         timeout_s: maximum wait in seconds for the trainer's version.
         stall_s: seconds without a byte after which a wait is aborted.
@@ -141,7 +141,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # -- called by verl before each version
 
     def prepare(self) -> dict[str, Any]:
-        """Return this worker's input to `build_topology`: the newest version that it knows."""
+        """Return this worker's input to `build_topology`, which is the newest version that the worker knows."""
         latest = -1 if self._sender is None else self._sender.latest
         received = -1 if self._receiver is None else self._receiver.version
         return {"version": max(self._version, latest, received)}
@@ -309,7 +309,7 @@ def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
             width = shape[1] // len(names)
             for expert in range(box.start[0], box.stop[0]):
                 for number, part in enumerate(names):
-                    # Rows of this part that lie inside the box.
+                    # Rows of this projection that this rank's shard contains.
                     start = max(box.start[1], number * width)
                     stop = min(box.stop[1], (number + 1) * width)
                     if start < stop:
@@ -341,7 +341,7 @@ def _tags(transforms: str | Mapping[str, Any] | None) -> Sequence[str] | None:
 
 
 def _export(original: Callable[..., Any], self: Any, *arguments: Any, **named: Any) -> tuple[Exported, Any]:
-    """Call verl's `get_per_tensor_param`, and add a reference to the engine to the tensors that it returns."""
+    """Call verl's `get_per_tensor_param`, and return its tensors with a reference to the engine."""
     tensors, peft_config = original(self, *arguments, **named)
     return Exported(self, tensors), peft_config
 

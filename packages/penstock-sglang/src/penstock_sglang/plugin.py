@@ -7,7 +7,7 @@ of their directory. A file in the directory contains the URI of the weights, whi
 `/update_weights_from_disk` loads new weights from a path, from any URI, or from a trainer (`sync://NAME/VERSION`). The
 model changes only after all ranks have received and verified the version.
 
-Written for SGLang 0.5.23. Other versions start without the unsupported parts.
+Written for SGLang 0.5.23. In other versions of SGLang, unsupported parts of the integration are disabled.
 """
 
 from __future__ import annotations
@@ -212,14 +212,14 @@ class StreamedModel:
 
 
 def _cache() -> Path:
-    """Return the parent of the directories that replace URIs."""
+    """Return the parent directory of the directories that replace URIs."""
     from sglang.srt.environ import envs
 
     return Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "penstock"
 
 
 def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Check SGLang's `--model-loader-extra-config`. Raise ConfigError for a wrong option or an option of vLLM."""
+    """Check SGLang's `--model-loader-extra-config`. Raise ConfigError for invalid options and for options of vLLM."""
     own = {name: extra[name] for name in SYNC_OPTIONS if name in extra}
     options = read_options({name: extra[name] for name in extra if name not in own} if own else extra) | own
     sync_connection(options, 0)
@@ -233,7 +233,7 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings:
     """Return the connection for a sync in a replica.
 
-    The replica's fleet member uses the ports of `listen` and `data_port`.
+    The replica's fleet member uses the ports in `listen` and `data_port`.
 
     The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`. An invalid value
     raises ConfigError.
@@ -264,7 +264,7 @@ def _loader_class() -> type[Any]:
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a model from Hugging Face. A model at any other URI is streamed when it is loaded."""
+            """Download a model from Hugging Face, unless its weights are streamed when the model is loaded."""
             if StreamedModel.find(model_config.model_path) is None:
                 super().download_model(model_config)
 
@@ -316,7 +316,7 @@ def _loader_class() -> type[Any]:
             """Wait for a checkpoint's first tensor, and return an iterator over all of its tensors."""
             streamed = StreamedModel.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
-                # An update's path may be a URI. At the start of the server, directories replaced URIs.
+                # The path of an update may be a URI. At the server's start, URIs were replaced with directories.
                 stores = options.get("storage_options")
                 weights = pinned_uri(source.model_or_path, settings=Settings.read(), storage_options=stores)
                 streamed = StreamedModel(weights=weights, model=source.model_or_path)
@@ -410,7 +410,6 @@ def _rank() -> int:
 
 
 def _device() -> str:
-    """Return the device of the parameters."""
     import torch
 
     # SGLang has already selected this process's GPU. It creates the parameters inside `with torch.device(...)`.

@@ -2,7 +2,7 @@
 
 The weights are digested before their memory is released. After the last tag has resumed, the digests are compared. If
 the weights differ and no update has replaced them, they are read again from the original path or the last update's
-path. The scheduler accepts requests only after that. Written for SGLang 0.5.23, and importable without SGLang.
+path. The scheduler accepts requests only after this check. Written for SGLang 0.5.23, and importable without SGLang.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SchedulerSleep:
 
     `is_whole` says whether the model may be used.
 
-    Schedulers with a different `load_format` keep SGLang's behaviour.
+    The hooks change nothing in schedulers with a different `load_format`.
     """
 
     def __init__(self, load_format: str) -> None:
@@ -80,7 +80,7 @@ class SchedulerSleep:
     def resume(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
         """Resume memory. After the last released tag has resumed, restore the weights if they were lost.
 
-        A PenstockError means that the weights could not be read. SGLang's reply has no field for a failure, so the
+        Raises PenstockError if lost weights could not be read again. SGLang's reply has no field for a failure, so the
         scheduler exits.
         """
         reply = original(manager, request)
@@ -119,7 +119,7 @@ class SchedulerSleep:
 def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
     """Return a context for loading a model.
 
-    If its memory may be released, the digest kernels are ready when the context exits.
+    If SGLang may release the model's memory, the digest kernels are ready when the context exits.
     """
     return kernels_ready(device, log) if may_release() else nullcontext()
 

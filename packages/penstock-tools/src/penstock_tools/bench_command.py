@@ -274,7 +274,6 @@ def bench_fetch(
 
 
 def _times(rate: LoadRate | FetchRate) -> list[str]:
-    """Return the table cells for a rate and its times."""
     return [f"{rate.gb_per_s:.2f}", *(f"{seconds:.3f}" for seconds in (rate.median_s, rate.best_s, rate.worst_s))]
 
 

@@ -87,8 +87,8 @@ def calibrate() -> Rates:
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these rates, because they involve two devices or several processes.
-    # Scale their Python time by the ratio of `step_s`. This is an estimate, because a step makes different calls.
-    # Source: benchmarks/results/cpu2_202611/simulate.md.
+    # Scale the Python time in the H200's rates by the ratio of `step_s`. The result is an estimate, because a step
+    # makes different calls. Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = slowed(H200_RATES, times)
     near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}
@@ -122,7 +122,6 @@ def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
 
 
 def _host_stages() -> dict[str, float]:
-    """Measure copying and digesting with one core."""
     source, target = np.ones(_BYTES, np.uint8), np.empty(_BYTES, np.uint8)
     leaves = np.zeros(_BYTES // LEAF_BYTES, np.uint64)
     view = source.data
@@ -137,7 +136,7 @@ def _host_stages() -> dict[str, float]:
 def _columns() -> Strips:
     """Return a column of a matrix with many rows.
 
-    Its runs are as short as those of a receiver with an eighth of a tensor.
+    The runs are as short as for a receiver that holds an eighth of each row.
     """
     num_rows = _BYTES // (_GAPS * _COLUMN_BYTES)
     at, run, rows, pitch = (np.array([value]) for value in (0, _COLUMN_BYTES, num_rows, _GAPS * _COLUMN_BYTES))
@@ -269,7 +268,6 @@ def operation_gb_per_s(report: ConvertReport) -> float:
 
 
 def _checkpoint(directory: Path, number: int) -> Path:
-    """Write a checkpoint with linear weights in BF16."""
     import torch
 
     nbytes = 2 * _ROWS * _ROWS
@@ -286,7 +284,7 @@ def _checkpoint(directory: Path, number: int) -> Path:
 
 
 def _posting() -> tuple[float, float, float]:
-    """Return the costs in seconds of a read without its bytes, a further long run, and a further short run."""
+    """Return the seconds that a read of almost no bytes, a further long run and a further short run take."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory
@@ -321,15 +319,12 @@ def _answer() -> float:
 
 
 class _Echo(http.server.BaseHTTPRequestHandler):
-    """A handler that echoes the body of each request."""
-
     # HTTP/1.0 would close the connection after each response. Nagle's algorithm would delay the body, because it is
     # written separately from the headers.
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """Respond with the request's body."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

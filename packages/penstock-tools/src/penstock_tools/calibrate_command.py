@@ -15,10 +15,7 @@ def calibrate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="File for the rates.")],
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Measure the stages that a simulation needs.
-
-    It takes about a minute.
-    """
+    """Measure the stages that a simulation needs. The measurement takes about a minute."""
     from penstock_convert.plan.cluster import to_json
     from penstock_tools import calibrate as stages
 

@@ -51,7 +51,6 @@ def svg(prediction: Prediction) -> str:
 
 
 def _x(at_s: float, total_s: float) -> float:
-    """Return the x coordinate of a point in time."""
     return _LEFT + (_WIDTH - _LEFT - 16) * (at_s / total_s if total_s else 0.0)
 
 

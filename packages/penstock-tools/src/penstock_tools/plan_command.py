@@ -206,7 +206,7 @@ def plan_convert(
 ) -> None:
     """Predict a conversion from its headers.
 
-    It places the conversion's tasks on a described cluster, stage by stage.
+    The simulation places the conversion's tasks on a described cluster, stage by stage.
     """
     from penstock_convert.plan.simulate_convert import simulate_convert
     from penstock_convert.report import compute_gb_per_s
@@ -280,10 +280,7 @@ def simulate_sync(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict a sync for described ranks.
-
-    It runs the planner's own plan on the cluster.
-    """
+    """Predict a sync for described ranks. The simulation runs the plan that a real sync would use."""
     from penstock.plan.sync import plan_sync
     from penstock_tools import simulate_sync as simulation
     from penstock_tools.simulate_sync import transformed_bytes
@@ -344,7 +341,7 @@ def simulate_fetch(
 ) -> None:
     """Predict how long it takes to fill a fleet.
 
-    It runs the relay's own chains on the cluster, from holders or from storage.
+    The simulation uses the chains of members that a real fetch would use, from holders or from storage.
     """
     from penstock_tools import simulate_fetch as simulation
 
@@ -380,7 +377,7 @@ def simulate_convert(
 ) -> None:
     """Predict how long a conversion takes.
 
-    It uses the scheduler's own placement of tasks on the cluster's workers.
+    The simulation places tasks on the cluster's workers as the real scheduler does.
     """
     import numpy as np
 

@@ -98,10 +98,10 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     yield shape_of("lm_head.weight", (vocab, hidden))
 
 
-# The 70,000 tensors of a model have only a few hundred distinct forms, so create each form once.
+# The slices of a model's 70,000 tensors have only a few hundred distinct `Form`s, so create each `Form` once.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
-    """Return the form of part `part` of `of` along a dim, split as by `torch.chunk`, or None if the part is empty."""
+    """Return the `Form` of one of `of` slices along a dim, split as by `torch.chunk`, or None if the slice is empty."""
     if dim is None or of == 1:
         return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
     step = -(-shape[dim] // of)
@@ -114,10 +114,7 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 
 def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
-    """Yield the form of a rank's slice of a tensor.
-
-    With a tag, the slice is quantised, and its scales are yielded too.
-    """
+    """Yield the name and the `Form` of a rank's slice of a tensor. If the slice is quantised, yield its scales too."""
     # Quantisers convert only projections. Embeddings, norms, routers and the head stay unchanged.
     tagged = fp8 and _PROJECTION.search(tensor.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
@@ -132,7 +129,7 @@ def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
 
 
 def _layout(member: str, rows: Sequence[tuple[str, Form]]) -> Layout:
-    """Return the layout with these rows, placed one after another in a single region."""
+    """Return a layout that places these tensors one after another in a single region."""
     forms = {form: i for i, form in enumerate({form: None for _, form in rows})}
     sizes = np.array([form.span_bytes for form in forms], np.int64)
     index = np.array([forms[form] for _, form in rows], np.int64)
@@ -157,7 +154,7 @@ def _side(
     cut_of: Callable[[int, Shape], Cut],
     has: Callable[[int, int, int], bool],
 ) -> list[Layout]:
-    """Return the layout of each rank on one side.
+    """Return the layouts of all ranks on one side of a sync.
 
     Args:
         word: prefix of the members' names.

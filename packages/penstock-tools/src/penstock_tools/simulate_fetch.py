@@ -39,7 +39,7 @@ _UNBOUND = np.finfo(np.float64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
-    """The members and their weights.
+    """The members of a fleet and their weights.
 
     GPU g of every node has part `g % parts`, and exchanges it with the other GPUs that have this part.
     """
@@ -58,7 +58,7 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
 
     Args:
         fleet: the weights, their parts, and the holders at the start.
-        cluster: the cluster. All its GPUs take part.
+        cluster: the cluster, all of whose GPUs take part.
         rates: rates of the machine's stages.
         seed: seed for the order in which members join, the slow members, and the members that die.
 
@@ -125,7 +125,7 @@ class _FetchEvents:
         self.from_storage = np.zeros(count)
 
     def _deaths(self, copy_s: float, seed: int) -> list[tuple[float, int]]:
-        """Return the members that die during one copy, with their times, in order."""
+        """Return (time, member) for each member that dies during one copy, sorted by time."""
         chance = np.random.default_rng((seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * self.cluster.num_gpus * copy_s / 3600)
         who = chance.permutation(np.flatnonzero(~self.is_holder))[:count]
@@ -312,7 +312,7 @@ class _FetchEvents:
 
     @staticmethod
     def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
-        """Return each stream's minimum over its ancestors' rates, up to the first that does not follow closely."""
+        """Return the minimum rate of each stream's ancestors, up to the first that is not close behind its parent."""
         own = np.append(rate, 0.0)
         above = np.append(np.where(near, parent, -1), -1)
         least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))
@@ -322,7 +322,7 @@ class _FetchEvents:
         return least[:-1]
 
     def _caught_up_s(self, ready: I64, rate: F64) -> float:
-        """Return the time until the first of the streams that are faster than their parents has caught up."""
+        """Return the time until the first stream that is faster than its parent has caught up with its parent."""
         parent = self.parent[ready]
         theirs = self.rate_of[parent]
         gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
@@ -340,7 +340,7 @@ class _FetchEvents:
         self.done[ready[over]] = now + left[over] / rate[over] + self.digest_s[ready[over]]
 
     def _die(self, who: int, now: float) -> None:
-        """Stop a member. Its readers get new parents after `PATIENCE_S`."""
+        """Stop a member. The member's readers get new parents after `PATIENCE_S`."""
         if self.dead[who]:
             return
         reads = (self.parent >= 0) & (self.parent % len(self.gpu) == who)
@@ -353,9 +353,9 @@ class _FetchEvents:
         self._measure()
 
     def _ring(self) -> None:
-        """Read storage once in total, each member in proportion to its speed.
+        """Read storage once in total. The share of each member is proportional to its read rate.
 
-        Then pass parts on at the rate of the slowest link.
+        Then pass the shares around each ring at the rate of its slowest link.
         """
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
@@ -386,7 +386,7 @@ class _FetchEvents:
         self.have[:] = self.line
 
     def prediction(self) -> Prediction:
-        """Return the result of the run. Call `go` first."""
+        """Return the prediction. Call `go` first."""
         fleet, cluster = self.fleet, self.cluster
         alive = ~self.dead & ~self.is_holder
         all_done = self._of_gpus(self.done)

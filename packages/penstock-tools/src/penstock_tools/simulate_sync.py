@@ -1,10 +1,11 @@
 """Simulate a sync: a `SyncPlan` on a described cluster, read by read.
 
 A source transforms its buckets in order, but digests requested bytes before it continues. A receiver gets its part of
-the plan and the sources' maps, and then posts its reads. After its transfer, each read is digested and compared.
+the plan and the locations of the sources' tensors, and then posts its reads. The bytes of each read are digested and
+compared on arrival.
 
-A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. It reads from
-sources in its node one after another, and from other sources in parallel. Its work in Python is sequential.
+A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. A receiver reads
+from sources in its node one after another, and from other sources in parallel. Its work in Python is sequential.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    # A packed strip is one run. Decide for all strips of the part at once, although a real receiver decides for each
-    # read.
+    # A packed strip is one run. This decides for all strips of the part at once, although a real receiver decides for
+    # each read.
     is_packed = packable(_rectangles(part), BUFFER_BYTES if rates.pack_gb_per_s else 0)
     packed_bytes = np.where(is_packed, nbytes, 0)
     packed_s = np.where(is_packed, np.where(nbytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s), 0.0)
@@ -161,7 +162,6 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
 
 
 def _rectangles(part: ReceiverPlan) -> Rectangles:
-    """Return a part's segments from all sources as one table."""
     return Rectangles(
         src=part.src,
         dst=part.dst,
@@ -173,7 +173,7 @@ def _rectangles(part: ReceiverPlan) -> Rectangles:
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """Return [num_sources, num_buckets]: number of BF16 bytes that each source reads for its tensors with a tag."""
+    """Return [num_sources, num_buckets]: number of BF16 bytes that each source reads to quantise its tensors."""
     bucket_of: dict[str, int] = {}
     for r, want in enumerate(wants):
         rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
@@ -206,15 +206,17 @@ def simulate_sync(
 
     Args:
         plan: result of `plan_sync`.
-        cluster: sources use its first GPUs, and receivers start on the next node.
+        cluster: the cluster. Sources use its first GPUs, and receivers start on the next node.
         rates: rates of the machine's stages.
         transformed: number of bytes that each source transforms in each bucket (`transformed_bytes`). None means no
-        transforms. watermark_bytes: maximum number of bytes that a receiver has requested but not verified.
-        reads_of_one: number of reads in flight from one source. Sources in the receiver's node count as one.
+            transforms.
+        watermark_bytes: maximum number of bytes that a receiver has requested but not verified.
+        reads_of_one: number of reads in flight from one source. All sources in the receiver's node count as one source.
         staged: whether to count the flip at the end, which copies all bytes on the device.
         in_arenas: whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip swaps memory
-        instead of copying. one_node: whether receivers use the GPUs directly after those of the sources, even in the
-        same node. seed: seed for the slow and the failing members.
+            instead of copying.
+        one_node: whether receivers use the GPUs directly after those of the sources, even in the same node.
+        seed: seed for the slow and the failing members.
     """
     rates.check()
     # Receivers begin on a new node, or with `one_node` on the GPU after the last source's.
@@ -276,7 +278,7 @@ _USED = (
 def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
     """Return [num_sources, num_buckets + 1]: the times at which each source begins and its buckets are ready.
 
-    This does not include digests that are requested during the transform. See `_SyncEvents._answer`.
+    The times do not include digests that are requested during the transform. See `_SyncEvents._answer`.
     """
     ready = np.full((len(plan.sources), plan.num_buckets + 1), ANSWERS_BEFORE * rates.answer_s)
     if transformed is not None:
@@ -316,8 +318,6 @@ def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> 
 
 
 class _SyncEvents:
-    """The events of one sync."""
-
     def __init__(
         self,
         work: StageWork,
@@ -359,7 +359,7 @@ class _SyncEvents:
         near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
         cost_s = np.where(near, near_s, rates.post_s + work.far_s)
         self._cost_s = cost_s.tolist()
-        # Number of buffers that each read uses, one after another, after the rest of the read.
+        # Number of buffers of packed bytes that each read receives one after another, after its other bytes.
         packed_bytes = np.where(near, 0, work.packed_bytes)
         num_batches = -(-packed_bytes // BUFFER_BYTES)
         self._batch_bytes = (packed_bytes / np.maximum(num_batches, 1)).tolist()
@@ -395,7 +395,7 @@ class _SyncEvents:
         self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._near = near.tolist()
         self._queues = queued(work, near, num_receivers)
-        # Number of reads inside the node that may begin now, and the reads that wait until one may begin.
+        # Number of further reads inside the node that may begin now, and the reads that wait for their turn.
         self._turns = [NEAR_READS] * num_receivers
         self._wait_turn: list[deque[int]] = [deque() for _ in range(num_receivers)]
         # Numbers of reads and bytes in flight, for a receiver's limits. All sources in its node count as one source,
@@ -476,16 +476,17 @@ class _SyncEvents:
                 heapq.heappush(self._events, (at, read, 0 if self.answered is not None else 7))
 
     def _pair(self, read: int) -> tuple[int, int]:
-        """Return the key by which reads in flight from one source are counted."""
+        """Return the key under which a read counts towards the limit of reads in flight from one source."""
         return self._receiver[read], -1 if self._near[read] else self._source[read]
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """Handle an event. 0: the read may be posted. 1: it is posted. 2: its bytes and digests have arrived.
+        """Handle an event.
 
-        3: it is verified.
+        In event 0 the read may be posted, in 1 it is posted, in 2 its bytes and digests have arrived, and in 3 it is
+        verified.
 
-        For reads from buffers, 4: a buffer is packed. 5: the read of the buffer is posted. 6: the buffer is free again.
-        For reads from a source that transforms, 7: the read's digests are requested.
+        Events 4 to 6 concern a buffer of packed bytes. In 4 the buffer is packed, in 5 its read is posted, and in 6 it
+        is free again. In event 7 the read's digests are requested from a source that transforms.
         """
         r = self._receiver[read]
         if what == 0:
@@ -578,7 +579,7 @@ class _SyncEvents:
     def _land(self, read: int, at: float) -> None:
         """Handle a complete read.
 
-        It is digested after earlier reads, and the digests are compared with the source's.
+        The read is digested after earlier reads, and its digests are compared with the source's.
         """
         r = self._receiver[read]
         self.landed[read] = at
@@ -593,7 +594,7 @@ class _SyncEvents:
         self._ask(r, at)
 
     def _check(self, r: int, read: int, at: float) -> None:
-        """Handle a verified read. If its window is complete, another window may begin."""
+        """Handle a verified read. If the read's window is complete, the receiver may begin a further window."""
         self.verified[read] = at
         self.done[r] = max(self.done[r], at)
         self._unverified[r] -= self._nbytes[read]

@@ -1,7 +1,7 @@
 """Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
 vLLM creates the executor in the engine core's process before it starts the workers, which inherit that process's
-environment. Workers on other hosts (Ray) do not inherit it. Written for vLLM 0.32 and 0.33.
+environment. Workers on other hosts (Ray) do not inherit this environment. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
 def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
     """Restore the code for this configuration.
 
-    If the model cannot be opened, return None, because vLLM reports that.
+    If the model cannot be opened, return None, because vLLM itself reports this error.
     """
     from vllm.platforms import current_platform
 

@@ -2,7 +2,7 @@
 
 Each function may be called repeatedly, because it patches a class only once. If a class lacks a method, the class stays
 unchanged and `patch_once` raises AttributeError. In engines that do not use Penstock, patched methods behave as before.
-This module can be imported without vLLM. It is written for vLLM 0.32 and 0.33.
+This module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_sent_by(config: Any, backend: str) -> bool:
 def salt_of(own: str | None, version: str) -> str:
     """Return a request's salt: the client's salt, then the version of the weights.
 
-    `own` may already end with a version.
+    The client's salt in `own` may already end with a version.
     """
     return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
 
@@ -117,7 +117,6 @@ class _ReplyQueue:
         self.was_read = False
 
     def dequeue(self, *arguments: Any, **named: Any) -> Any:
-        """Return the worker's next reply."""
         reply = self._queue.dequeue(*arguments, **named)
         self.was_read = True
         return reply
@@ -177,7 +176,7 @@ def report_phases(worker: type[Any], load_format: str) -> None:
 def _report_start(worker: Any) -> None:
     """Report a worker's start from now until its last step.
 
-    Between two steps, too, the process is reported as not ready.
+    The process is also reported as not ready between two steps.
     """
     start = Phases("start", journey="engine")
     for method, name in STEPS.items():
@@ -188,7 +187,7 @@ def _report_start(worker: Any) -> None:
 def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
     """Return a replacement for a worker's method that also reports a phase.
 
-    The replacement is removed after the start.
+    The replacement is removed when the worker has started.
     """
 
     def reported(original: Any, *arguments: Any, **named: Any) -> Any:
@@ -225,7 +224,7 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
             from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as OfTorch
 
             if not hasattr(OfTorch, "finalize_loading"):
-                # The loaded function is already complete.
+                # Functions from torch's backend need no finalization.
                 setattr(OfTorch, "finalize_loading", lambda self, vllm_config: None)  # noqa: B010
         return original(model, *arguments, **named)
 
@@ -235,8 +234,8 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 def accept_object_stores(load_format: str) -> None:
     """Let vLLM accept models in object stores with this load format.
 
-    vLLM reads the config and the tokenizer with functions from the Run:ai Model Streamer. If that package is not
-    installed, Penstock's functions are used in their place.
+    vLLM reads the config and the tokenizer with functions from the Run:ai Model Streamer. If the Model Streamer is not
+    installed, vLLM uses Penstock's functions instead.
     """
     from vllm.config import VllmConfig
     from vllm.transformers_utils import runai_utils
@@ -244,7 +243,7 @@ def accept_object_stores(load_format: str) -> None:
     from penstock_hf import runai_streamer
 
     if importlib.util.find_spec("runai_model_streamer") is None:
-        # Without the package, vLLM has placeholders under these names that only raise.
+        # Without the Model Streamer, vLLM has placeholders under these names that only raise errors.
         for name, function in (
             ("runai_pull_files", runai_streamer.pull_files),
             ("runai_list_safetensors", runai_streamer.list_safetensors),

@@ -2,8 +2,8 @@
 
 `--load-format penstock` reads local, object-store and hub models through `penstock.stream`, with options from
 `--model-loader-extra-config`. vLLM's default loader still finds a local model's files, maps the tensors' names, and
-checks that every parameter was loaded. Written for vLLM 0.32 and 0.33. Other versions start without the unsupported
-parts.
+checks that every parameter was loaded. Written for vLLM 0.32 and 0.33. In other versions of vLLM, unsupported parts of
+the integration are disabled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 def vllm_logger() -> Log:
-    """Return the integration's logger. It uses vLLM's handlers and level, unless the application has configured it."""
+    """Return Penstock's logger, with vLLM's handlers and level unless the application configured the logger."""
     # vLLM configures only the logger `vllm`, so this logger would drop messages below warning level. vLLM may configure
     # its logger after this module is imported.
     logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
@@ -74,7 +74,7 @@ def register() -> None:
     """Register Penstock with vLLM in this process as a load format and a weight-transfer backend.
 
     vLLM calls this through its plugin entry point, in each process and possibly several times. It never raises. One log
-    line names the parts that this version of vLLM does not support, and an engine that is started with one of them
+    line names the parts that this version of vLLM does not support. An engine whose options require an unsupported part
     fails with a ConfigError.
     """
     PLUGIN.register(
@@ -154,7 +154,7 @@ def _name_newest_adapter() -> None:
 
 
 def refuse_unprotected_sleep(vllm_config: Any) -> None:
-    """Raise ConfigError if sleep mode is on and its weights cannot be verified in this version of vLLM."""
+    """Raise ConfigError if sleep mode is on and weights cannot be verified after a sleep in this version of vLLM."""
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         PLUGIN.require(SLEEP, feature="--enable-sleep-mode with Penstock")
 
@@ -269,7 +269,7 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
         and not options.get("distributed")
         and rank_of_engine()[1] > 1
     ):
-        # Otherwise each rank would read the whole model from the model hub.
+        # Each rank would read the whole model from the model hub.
         return 'there are several ranks, and neither "distributed" nor "fleet" is given'
     return None
 
@@ -328,7 +328,6 @@ def _local_rank() -> int:
 
 
 def _device(load_config: Any) -> str:
-    """Return the device of vLLM's parameters."""
     if load_config.device:
         return str(load_config.device)
     from vllm.platforms import current_platform

@@ -2,8 +2,8 @@
 
 Either all servers install a version, or none does.
 
-`trainer` publishes versions and calls the client. This module does not import vLLM. Any object with these methods is a
-client.
+`trainer` publishes versions and calls the client. This module does not import vLLM. Any object with the methods of
+vLLM's client can serve as the client of a server.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FleetClient:
     Args:
         clients: vLLM's clients by server name. The names appear in messages.
         stragglers: what happens if a server does not receive a version. With "withdraw", no server installs the
-            version. With "leave_out", the other servers install it, and the failed server keeps its previous version
-            until the next update.
+            version. With "leave_out", the remaining servers install the version, and the failed server keeps its
+            previous version until the next update.
         init_info: further fields for the body of `/init_weight_transfer_engine`, by server, such as `listen` if the
             servers are on several hosts.
     """
@@ -47,8 +47,7 @@ class FleetClient:
         self._init_info = dict(init_info or {})
         self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
         self._subscription: Mapping[str, Any] | None = None
-        # Three groups of servers: with an open update, with an update that did not start, and with the received
-        # version.
+        # Servers with an open update, servers whose update did not start, and servers that received the version.
         self._started: set[str] = set()
         self._failed_starts: dict[str, BaseException] = {}
         self._prepared: set[str] = set()
@@ -56,7 +55,7 @@ class FleetClient:
         self.left_out: dict[str, str] = {}
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Make every server subscribe. Raise the first server's error."""
+        """Make every server subscribe. Raise the first failed server's error."""
         self._subscription = init_info
         _raise_first(self._all(list(self._clients), self._subscribe))
 
@@ -66,9 +65,9 @@ class FleetClient:
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Start an update on the servers without an open update.
 
-        A server that fails here counts as not receiving the version.
+        A server whose update does not start counts as not receiving the version.
 
-        If no server starts an update, the first server's error is raised.
+        If no server starts an update, the first failed server's error is raised.
         """
 
         def start(_: str, client: Any) -> None:
@@ -114,7 +113,7 @@ class FleetClient:
 
         Raises:
             ConfigError: no server has received a version.
-            Exception: the first server's error. That server must not serve. The others have the version.
+            Exception: the first failed server's error. This server must not serve. All others have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")

@@ -2,9 +2,9 @@
 
 For level 1, the weights are digested before the sleep, and the digests are compared after vLLM has copied the weights
 back from the host. After level 2 the newest version of the sync is received, or else the engine's original weights are
-loaded. Until then `resume` is refused, and requests wait in vLLM's paused scheduler. A `wake_up` that fails can be
-called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may send a version before the
-last tag wakes.
+loaded. Until the weights are verified, `resume` is refused, and requests wait in vLLM's paused scheduler. A `wake_up`
+that fails can be called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may send a
+version before the last tag wakes.
 
 The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
@@ -75,7 +75,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
 
 
 def _version_after(core: Any) -> str:
-    """Return the version of the weights after a wake. It is the previous version if the same weights were restored."""
+    """Return the version of the weights after a wake, which is the previous version if they were restored."""
     versions = core.model_executor.collective_rpc("penstock_version_after_sleep")
     before: str = core._penstock_version_before
     return str(versions[0] or before)
@@ -94,7 +94,7 @@ class WorkerSleep:
     Args:
         worker: a worker of any platform.
         is_sent: whether Penstock sends a trainer's versions to this worker. If False, other code may fill the weights
-            between two calls of `wake_up`, so they are restored only if a single call wakes all memory.
+            between two calls of `wake_up`, so the weights are restored only if a single call wakes all memory.
     """
 
     def __init__(self, worker: Any, *, is_sent: bool) -> None:
@@ -104,7 +104,7 @@ class WorkerSleep:
         self._asleep: set[str] = set()
         self._level = 0
         self._digests: Any = None
-        # Parameters that no version fills, with copies, because vLLM preserves only buffers.
+        # Parameters that no version fills, each with a copy of its value. vLLM preserves only buffers.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
         self._version_after = ""
@@ -153,7 +153,7 @@ class WorkerSleep:
     def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
         """Wake memory. When no memory is asleep, restore the weights.
 
-        If this raises a PenstockError, the engine is still asleep. Call it again.
+        If `wake_up` raises a PenstockError, the engine is still asleep. Call `wake_up` again.
         """
         original(tags)
         woken = set(_TAGS) if tags is None else set(tags)
@@ -195,7 +195,7 @@ class WorkerSleep:
             self._whole("")
 
     def execute_model(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Run a forward pass. Raise an error if the weights are gone."""
+        """Run a forward pass. Raise an error if the weights were lost and not restored."""
         if not self.is_whole:
             raise RuntimeError("the weights of this worker were not restored after a sleep: call /wake_up")
         return original(*arguments, **named)

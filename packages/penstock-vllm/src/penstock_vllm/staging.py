@@ -4,7 +4,7 @@ vLLM repacks, quantises and drops parameters after loading, so a loader cannot f
 each layer's original shapes, and the staging model has tensors with these shapes.
 
 Installation uses vLLM's layerwise reload. Each layer in turn is loaded and processed again, and then copied into the
-serving tensors. Their addresses stay the same, because CUDA graphs refer to them.
+serving tensors. The addresses of the serving tensors stay the same, because CUDA graphs refer to them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StagingModel(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Run the model's own loader with the staging model as its destination, and return the loader's result.
 
-        The model must not run at the same time, because its layers have the staging tensors until this returns.
+        The model must not run at the same time, because its layers have the staging tensors until the loader returns.
         """
         from vllm.config import set_current_vllm_config
 
@@ -90,8 +90,8 @@ class StagingModel(torch.nn.Module):
         """Check that an update can be installed, before the serving model changes.
 
         Args:
-            wanted: requirements of the update.
-            strict: require that every parameter of the model is filled, except attention's own.
+            wanted: requirements of the subscriber, which determine the tensors that the update fills.
+            strict: require that every parameter of the model is filled, except the scales of attention layers.
 
         Raises:
             ConfigError: vLLM combined two published tensors into one, or it cannot reload a layer.
@@ -112,7 +112,7 @@ class StagingModel(torch.nn.Module):
     def install(self, wanted: Requirements) -> None:
         """Install the tensors that an update filled into the serving model. All other tensors stay unchanged.
 
-        Call `check` first. The model must not run during the installation. After an error it has no complete version.
+        Call `check` first. The model must not run meanwhile. After an error the model has no complete version.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -147,7 +147,7 @@ class StagingModel(torch.nn.Module):
         return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return the source of each filled tensor: its staging tensor, or the staging tensor that it is tied to."""
+        """Return the source of each filled tensor: its own staging tensor, or that of a tied tensor."""
         # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed its copy
         # separately, so reload a tied tensor in each of its layers.
         sources: dict[str, torch.Tensor] = {}
@@ -185,7 +185,6 @@ class _StagedLayer:
                 yield name, self._prefix + name
 
     def name_of(self, name: str) -> str:
-        """Return a tensor's name in the model."""
         return self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
@@ -193,7 +192,7 @@ class _StagedLayer:
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
-        """Return the parameters that are not filled, except an attention layer's own (the scales of its cache)."""
+        """Return the parameters that are not filled, except the scales of an attention layer's cache."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         if is_deferred_attention_layer(self.live):

@@ -1,7 +1,7 @@
 """The trainer's side of vLLM's weight transfer: a `TrainerWeightTransferEngine` named `penstock`.
 
-Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. It is written for vLLM 0.32 and
-0.33.
+Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. This module is written for vLLM
+0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]):  # type: ignore[misc]
-    """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates it on every rank.
+    """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates one on every rank.
 
     Attributes:
         version: newest version that was published, or -1.
@@ -103,7 +103,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def trainer_init(cls, init_info: PenstockTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Publish the source's weights from this rank. On rank 0, make the engine subscribe.
 
-        All ranks call this at the same time.
+        All ranks call this function at the same time.
 
         Args:
             source: vLLM's `ModuleSource`, a module, or tensors, DTensors and `Shard`s by name as for
@@ -151,9 +151,9 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def send_weights(self, version: int | None = None) -> None:
         """Publish the current weights and make the engine serve them.
 
-        Pause the engine first, unless its weights may change between two forward passes. This holds for all of vLLM's
-        backends. To pause it only for the installation, call `stage` and `commit` instead. Their docstrings list the
-        errors.
+        Pause the engine first, unless its weights may change between two forward passes. vLLM's other backends have the
+        same requirement. To pause the engine only for the installation, call `stage` and `commit` instead. The
+        docstrings of `stage` and `commit` list the errors.
         """
         self.stage(version)
         self.commit()
@@ -161,7 +161,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def stage(self, version: int | None = None) -> None:
         """Publish the current weights, and return when the engine has received and verified them.
 
-        All ranks call this. The weights may change when it returns.
+        All ranks call this function. The weights may change as soon as it returns.
 
         Args:
             version: version number, larger than all earlier numbers and the same on all ranks. None means the next
@@ -206,11 +206,11 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def stage_again(self) -> None:
         """Make a restarted engine subscribe and receive the newest version. Does nothing on ranks other than 0.
 
-        Nothing is published again, so the other ranks are not involved. Call `commit` to install the version.
+        The version is not published again, so the other ranks are not involved. Call `commit` to install the version.
 
         Raises:
             ConfigError: no version was published, or the mode is `live`, in which a version is withdrawn when the
-                engine has received it. Further errors as for `stage`.
+                engine has received it. Other errors: see `stage`.
         """
         if not self.is_sender:
             return
@@ -248,7 +248,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             self.client.finish_weight_update(weight_version=str(self.version))
 
     def shutdown(self) -> None:
-        """Leave the sync. The engine keeps its version. Idempotent."""
+        """Leave the sync. The engine keeps the version that it serves. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -285,8 +285,8 @@ def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
 def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | None, Callable[[], None] | None]:
     """Return the tensors that this rank publishes, and a function that refills them before each version.
 
-    Both are None if this rank publishes nothing. Raises ConfigError if the source yields only unsharded tensors and
-    `gather` is not set.
+    The tensors are None if this rank publishes nothing. Raises ConfigError if the source yields only unsharded tensors
+    and `gather` is not set.
     """
     if isinstance(source, torch.nn.Module | Mapping):
         return source, None

@@ -1,7 +1,7 @@
 """The worker's side of vLLM's weight transfer backend `penstock`: receive and install a trainer's versions.
 
-vLLM's worker calls it through the HTTP routes or `collective_rpc`. Each step succeeds or fails on all workers of an
-engine (`_agreed`), because otherwise some workers would serve a different version than the rest.
+vLLM's worker calls the engine of this module through the HTTP routes or `collective_rpc`. Each step succeeds or fails
+on all workers of an engine (`_agreed`), because otherwise some workers would serve a different version than the rest.
 
 Written for vLLM 0.32 and 0.33. This module imports vLLM, so only vLLM's registry imports this module.
 """
@@ -83,7 +83,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker's subscription to a sync. vLLM creates it after loading the model, and calls it from one thread.
+    """A worker's subscription to a sync, which vLLM creates after loading the model and calls from one thread.
 
     Attributes:
         installed: the version that was installed last, or -1.
@@ -166,7 +166,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._landed = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive a version into the staging model, on all workers of the engine or none.
+        """Receive a version into the staging model, on all workers of the engine or on none.
 
         Raises:
             ConfigError: a different version is being received.
@@ -270,7 +270,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             self._install(subscriber, staging, version)
 
     def shutdown(self) -> None:
-        """Unsubscribe. The model keeps its version."""
+        """Unsubscribe. The model keeps the version that it serves."""
         if self._joined is not None:
             subscriber, _ = self._joined
             subscriber.close()
@@ -311,7 +311,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Run the model's loader.
 
-        The model must not run then, so this is allowed only while vLLM waits for this worker.
+        The model must not run at the same time, so loading is allowed only while vLLM waits for this worker.
         """
         _, staging = self._parts()
         if not self._may_load:

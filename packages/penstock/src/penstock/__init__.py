@@ -1,6 +1,6 @@
 """Penstock: model weights to GPUs at the speed of the link, verified, in bounded memory.
 
-The public names are in `__all__`; each is imported, and torch with it, when it is first used.
+`__all__` lists the public names. Each name, and torch if the name needs it, is imported on first use.
 """
 
 from penstock.entry_points import own_version

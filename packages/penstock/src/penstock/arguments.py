@@ -1,4 +1,4 @@
-"""Checks for arguments. A wrong argument raises a ConfigError that names it, not a TypeError in an inner function."""
+"""Checks for arguments. A wrong argument raises a ConfigError that contains the argument's name."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def metrics_address(text: str) -> MetricsAddress:
 
 
 def asks_for_metrics() -> bool:
-    """Return whether `PENSTOCK_METRICS` is set. This avoids reading all settings, which takes 80 us."""
+    """Return whether `PENSTOCK_METRICS` is set. The function avoids reading all settings, which takes 80 us."""
     return bool(os.environ.get("PENSTOCK_METRICS"))
 
 
@@ -177,19 +177,19 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
 class ConnectionSettings:
     """How a process reaches the hub, and how other members reach the process.
 
-    Every verb that uses a hub accepts it as `connection=`. An invalid field raises ConfigError.
+    Every function that uses a hub accepts this object as `connection=`. An invalid field raises ConfigError.
 
     Attributes:
-        hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If that is unset,
-            the hub of this host is used, which the first process to join runs.
-        token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr
-            omits it.
+        hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If this variable is
+            unset, the hub of this host is used, which the first process to join runs.
+        token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr omits
+            it.
         token_file: path of a file whose first token is sent to the hub, instead of `token`.
-        listen: `host:port` where other hosts reach this member. None means that only this host reaches it.
+        listen: `host:port` where other hosts reach this member. None means that only this host reaches this member.
         data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
         rack: label that nearby hosts share.
         transports: names of the allowed transports: `loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
-            name. None allows every transport that works here.
+            name. None allows every transport that works on this host.
         stall_s: seconds without progress after which the hub or a member counts as stalled. None means
             `PENSTOCK_STALL_S`.
     """
@@ -241,7 +241,7 @@ class ConnectionSettings:
 
     @classmethod
     def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:
-        """Return the settings for a verb's `connection` argument. A str is the hub's address, and None the defaults."""
+        """Return the settings for a `connection` argument. A str is the hub's address. None means the defaults."""
         if isinstance(connection, cls):
             return connection
         if connection is None or isinstance(connection, str):
@@ -253,20 +253,20 @@ class ConnectionSettings:
 class ReadSettings:
     """Settings of a read that most calls leave at their defaults.
 
-    Verbs that load accept it as `settings=`. An invalid field raises ConfigError.
+    Functions that load weights accept this object as `settings=`. An invalid field raises ConfigError.
 
     Attributes:
         memory_bytes: limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
             or 256 MiB if that is unset.
-        storage_options: options for the object store, with obstore's names. They override the environment. The repr
-            omits them, because they may hold credentials.
+        storage_options: options for the object store, with obstore's names. The options override the environment. The
+            repr omits the options, because they may contain credentials.
         trace: path of a Chrome trace file to write. None writes no trace.
         cache: whether a model from a model hub is first written to the local cache of the hub's library, verified file
             by file, and then loaded from there. Not possible with `group`.
-        copy: whether `load` and `stream` read into new memory on the CPU. By default local files are mapped with
+        copy: whether `load` and `stream` read into new memory on the CPU. The default is to map local files with
             private pages.
         arena: whether `load_into` first moves the target into one arena, so that peers reach it with one registration.
-            The other verbs reject it.
+            All other functions reject this option.
     """
 
     memory_bytes: int | str | None = None
@@ -288,7 +288,7 @@ class ReadSettings:
 
     @classmethod
     def of(cls, settings: ReadSettings | None) -> ReadSettings:
-        """Return a verb's `settings` argument, or the defaults for None."""
+        """Return a `settings` argument, or the defaults for None."""
         require_type("settings", settings, (cls, type(None)), "a penstock.ReadSettings, or None")
         return cls() if settings is None else settings
 
@@ -314,10 +314,10 @@ SHARED_TMP = Path("/tmp")  # nosec B108
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
-    """Return the directory for the sockets and locks of this user's processes. It may not exist yet.
+    """Return the directory for the sockets and locks of this user's processes. The directory may not exist yet.
 
-    It is the first of `PENSTOCK_RUNTIME_DIR`, `XDG_RUNTIME_DIR/penstock` and `/tmp/penstock-UID` that this user can
-    own. If another user owns the last one, it is this user's oldest `/tmp/penstock-UID-*`, created if needed.
+    The result is the first of `PENSTOCK_RUNTIME_DIR`, `XDG_RUNTIME_DIR/penstock` and `/tmp/penstock-UID` that this user
+    can own. If another user owns `/tmp/penstock-UID`, this user's oldest `/tmp/penstock-UID-*` is used or created.
     """
     environ = os.environ if environ is None else environ
     configured = Settings.read(environ).runtime_dir
@@ -332,7 +332,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
 
 def _own_directory(shared: Path, name: str) -> Path:
     usual = shared / name
-    # Check the other names first, because a running process may still use one after the usual name became free.
+    # Check the alternative names first, because a running process may still use one even if the usual name is free now.
     others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
     if others and not _is_private(usual):
         return others[0]
@@ -428,7 +428,7 @@ _UCX = {
     # Penstock's errors already report failures of NIXL and UCX.
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "FATAL",
-    # Larger segments and buffers wake the TCP threads less often. They reach 0.95 of a 10 Gb/s link's rate instead of
+    # Larger segments and buffers wake the TCP threads less often. A 10 Gb/s link reaches 0.95 of its rate instead of
     # 0.5 to 0.9, with half the holder's CPU time. Source: benchmarks/results/cpu2_202611/hosts.md.
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
@@ -439,7 +439,7 @@ _UCX = {
 
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """Set the variables that UCX reads when it starts. Keep the user's values, except that `tls` replaces UCX_TLS."""
+    """Set the variables that UCX reads at startup, unless the user has set them. `tls` always replaces UCX_TLS."""
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
     # On a host without RDMA devices, UCX's RDMA modules with Debian's ibverbs-providers crash the process at exit.
     if not any(Path("/sys/class/infiniband").glob("*")):

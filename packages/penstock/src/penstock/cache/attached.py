@@ -1,6 +1,6 @@
 """The API for engines: `attach` maps weights of a cache on this host, without a copy.
 
-The last tensor's finalizer releases the lease.
+The finalizer of the last mapped tensor releases the lease on the cache's memory.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class AttachReport(Summarised):
 
 
 class Attached(Closeable, Mapping[str, torch.Tensor]):
-    """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease on exit.
+    """Tensors by name in a cache's memory, created by `attach`. The context manager releases the lease on exit.
 
     The lease is renewed while this object or any of its tensors exists. After `close`, or if `lease_state` is `lost`,
     only host memory stays valid, because the cache may free device memory.
@@ -155,7 +155,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         return self._renewal.state
 
     def check(self) -> None:
-        """Raise an error unless the cache is alive and the memory is unchanged. This takes microseconds.
+        """Raise an error unless the cache is alive and the memory is unchanged. The check takes microseconds.
 
         Raises:
             PeerLost: the cache's process exited.
@@ -175,7 +175,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         tied.
 
         Args:
-            module: may be on the meta device.
+            module: the module, which may be on the meta device.
             strict: require the same names. If False, bind only the names that the module and the cache share.
 
         Raises:
@@ -210,9 +210,9 @@ def attach(
             hub.
         device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any.
         revision: a revision or a unique prefix of a revision. None means the only cached revision.
-        verify: compare every mapped chunk with its digest. On a device this takes 25 ms for 60 GB. On the host it reads
-            the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every chunk on
-            arrival.
+        verify: compare every mapped chunk with its digest. On a device the comparison takes 25 ms for 60 GB. On the
+            host it reads the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every
+            chunk on arrival.
         timeout_s: seconds to wait for a cache that is absent or still loading. The wait continues while the cache
             brings the model back from a lower tier.
 
@@ -224,8 +224,8 @@ def attach(
         NotFound: no cache on this host holds the model after `timeout_s`.
         ConfigError: several revisions are cached, or the weights are on another device, or the cache runs in another
             container and its device memory has no file descriptors.
-        IntegrityError: the mapped bytes or the digests are wrong. If the cache's own bytes are corrupt, it reloads the
-            model and this call waits.
+        IntegrityError: the mapped bytes or the digests are wrong. If the cache's own bytes are corrupt, the cache
+            reloads the model and `attach` waits.
         HubUnavailable: no hub responds.
         PermissionDenied: the hub refuses the token for this model.
     """
@@ -243,7 +243,7 @@ def attach(
                 url = (settings.hub or find_hub() or "").rstrip("/")
                 if not url:
                     raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
-                # Even the last attempt needs time for a request. With `timeout_s=0` it is the only attempt.
+                # Even the last attempt needs time for a request. With `timeout_s=0` there is only one attempt.
                 request_s = max(0.2, deadline - time.monotonic())
                 with HubClient.connect(url, settings.token, timeout_s=request_s) as client:
                     attached = _Search(client, model, revision or "", wanted_device, stall_s).attach(phases, verify)
@@ -251,7 +251,7 @@ def attach(
             except SourceBusy:
                 deadline = max(deadline, time.monotonic() + stall_s)
             except _PASSING as error:
-                # A refusal by the hub is permanent. A cache may only have refused an expired grant.
+                # A refusal by the hub is permanent. A cache also refuses expired grants, so retry after its refusal.
                 is_refused = isinstance(error, PermissionDenied) and error.uri == url
                 if is_refused or time.monotonic() >= deadline:
                     raise
@@ -359,7 +359,7 @@ class _Search:
             for region in regions:
                 region.check()
             if len(wrong):
-                # `recheck` raises an error if the cache's bytes are wrong. Earlier releases lack it.
+                # `recheck` raises an error if the cache's bytes are wrong. Caches of earlier releases lack `recheck`.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = (
@@ -370,7 +370,7 @@ class _Search:
         except BaseException:
             peer.close()
             raise
-        # The last tensor that is freed also frees the lease's owner, whose finalizer releases the lease.
+        # Freeing the last tensor also frees the lease's owner, whose finalizer releases the lease.
         token = LeaseOwner()
         renewal = LeaseRenewal(peer, log.serial, log.generation, TIMING)
         renewal.start()

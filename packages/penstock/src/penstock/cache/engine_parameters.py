@@ -49,7 +49,7 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """Return the key of these parameters. Parameters with the same key are kept only once."""
+        """Return the key of these parameters. The cache keeps parameters with the same key only once."""
         return self.model, self.revision, tuple(sorted(self.parallel.items()))
 
 
@@ -72,7 +72,7 @@ class HandOverHandler:
         self._started: dict[tuple[str, str, tuple[tuple[str, str], ...]], Future[None]] = {}
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return the progress of the request. If the request is new or failed before, start keeping its parameters."""
+        """Return a request's progress. Start a request that is new or has failed before."""
         hand_over = msgspec.msgpack.decode(body(MAX_BODY_BYTES), type=HandOver)
         if verb != "POST" or path:
             raise NotFound("no such path")
@@ -111,13 +111,13 @@ def cache_parameters(
 
     Args:
         module: its parameters and persistent buffers must be processed, contiguous and on one device.
-        model: the name under which the parameters are cached. Include everything that changes the parameters: revision,
-            engine version, dtype, quantisation and rank.
-        connection: see `join`. The cache must use the same hub.
+        model: the name under which the parameters are cached. The name must include everything that changes the
+            parameters: revision, engine version, dtype, quantisation and rank.
+        connection: see `join`. The cache must be connected to the same hub.
         verify: see `attach`.
 
     Returns:
-        The attached weights. Close or drop them together with the module.
+        The attached weights. Close or drop this object together with the module.
 
     Raises:
         NotFound: no cache on this host accepts parameters for this device. Start `penstock cache --accept`.
@@ -146,7 +146,7 @@ def cache_parameters(
         revision = offered.root()
         _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
         bound = attach(model, connection=connection, device=device, revision=revision, verify=verify)
-    # Bind last, because now nothing reads the module's own memory, and an earlier error leaves the module unchanged.
+    # Bind last. The cache no longer reads the module's memory, and an earlier error leaves the module unchanged.
     try:
         bound.attach_into(module)
     except BaseException:

@@ -148,7 +148,7 @@ class ResidentModel:
         gc.collect()
 
     def vacate(self) -> bool:
-        """Prepare to leave the device. Return False if engines or readers use the model, or its memory is corrupt."""
+        """Prepare to leave the device. Return False if the model is in use by engines or readers, or is corrupt."""
         member, weights = self._fleet.member, self.served
         is_sound = weights.damage is None and any(served is weights for served in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):
@@ -158,7 +158,7 @@ class ResidentModel:
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Serve the weights after a move into memory, or drop them after a move to a lower tier."""
+        """Serve the weights after a move into memory, or release them after a move to a lower tier."""
         weights, member = self.served, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
@@ -174,7 +174,7 @@ class ResidentModel:
 
 
 class ConvertedModel(ResidentModel):
-    """A model whose bytes a conversion writes into memory with `make`. It cannot be reloaded from storage."""
+    """A model whose bytes a conversion writes into memory with `make`. The model cannot be reloaded from storage."""
 
     can_reload = False
 
@@ -186,7 +186,7 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the reserved memory and serve the result. Raise ConfigError if it is already kept."""
+        """Run the conversion into the reserved memory. Raise ConfigError if the result is already kept."""
         # The conversion's workers write to the arena's memfd through its path under /proc.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))

@@ -91,9 +91,9 @@ class ResidentStatus:
 
 
 class WeightCache:
-    """Keeps models until `drop` or `leave`. Only one thread at a time may use it.
+    """Keeps models in memory until `drop` or `leave`. Only one thread at a time may use the cache.
 
-    `open`, which `with` calls, does the I/O.
+    All I/O begins in `open`, which the `with` statement calls.
 
     Attributes:
         tiers: the memory of all models. Available after `open`.
@@ -197,7 +197,7 @@ class WeightCache:
                 needs_hub=False,
             )
         except BaseException:
-            # Otherwise pinned host memory and a directory on disk would outlive a cache that could not be opened.
+            # Pinned host memory and the directory on disk must not outlive a cache that could not be opened.
             tiers.close()
             raise
         return self.start(tiers, member)
@@ -214,12 +214,12 @@ class WeightCache:
         levels = [Level(tier=CudaTier(self.device, stall_s=stall_s), budget_bytes=memory_bytes)]
         if host_bytes is not None:
             pool = PoolTier.open(host_bytes, registrar=CudaRegistrar(self.device), stall_s=stall_s)
-            # A model that returns to the device leaves its copy here, so that its next eviction needs no copy.
+            # A model that returns to the device also stays in this pool, so that its next eviction copies nothing.
             levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True, budget="host_bytes"))
         return [*levels, *below]
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with this memory and membership, which the cache closes, and return this object. See `open`."""
+        """Serve with these tiers and this membership, which the cache closes in the end. See `open`. See `open`."""
         self._require_new()
         self.state = CacheState.SERVING
         self._timing = timing or self._timing
@@ -257,7 +257,7 @@ class WeightCache:
         Raises:
             BudgetTooSmall: `memory_bytes` is too small for this model and the models in use. Nothing was fetched.
             ConfigError: this revision of the model is already kept.
-            PenstockError: see `Fleet.fetch`. The other models are unaffected.
+            PenstockError: see `Fleet.fetch`. All other models are unaffected.
         """
         report = inspect(uri, storage_options=storage_options)
         revision = revision_of(report.manifest)
@@ -267,7 +267,7 @@ class WeightCache:
         ):
             hint = "use a different name, or drop the kept model first"
             raise ConfigError(f"{model!r} is already kept in this revision", uri=report.uri, hint=hint)
-        # Any tensor may be placed last, and its padding counts. The empty tensor at the end adds that padding.
+        # Any tensor may be placed last, and its padding needs memory. The empty tensor adds this padding.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = self._fleet(Identity(model=model))
         resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
@@ -338,11 +338,11 @@ class WeightCache:
         ]
 
     def stats(self) -> TiersStats:
-        """Return the contents of the tiers, and the number of bytes moved between them so far."""
+        """Return the contents of the memory tiers, and the number of bytes moved between tiers so far."""
         return self.tiers.stats()
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the metrics of this cache. The metrics endpoint's thread calls this."""
+        """Yield the metrics of this cache. The metrics endpoint's thread calls this function."""
         stats = self.stats()
         for tier, use in stats.tiers.items():
             yield "penstock_tier_models", (tier,), use.num_blocks
@@ -356,7 +356,7 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back and pin it. Raise NotFound if it was lost, or SourceUnavailable if no memory is free."""
+        """Bring a model back and pin it. Raise NotFound for a lost model, or SourceUnavailable if no memory is free."""
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
@@ -376,7 +376,7 @@ class WeightCache:
             # The engines determine when memory becomes free, so do not ask readers to wait.
             raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
-            # Pin it until the lease is granted, because another model could evict it before that.
+            # Pin the model until the lease is granted, because another model could evict it before then.
             with self.tiers.pin(resident.block):
                 yield ""
 
@@ -433,7 +433,7 @@ class WeightCache:
 
         Raises:
             NotFound: the model is not kept.
-            SourceBusy: engines or readers still use the model after `drain_s`. It stays in the cache.
+            SourceBusy: engines or readers still use the model after `drain_s`. The model stays in the cache.
         """
         keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
@@ -456,7 +456,7 @@ class WeightCache:
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
         weights = resident.served
         before = resident.state
-        # In this state no server thread brings the model back, and no thread reloads it.
+        # In the state DROPPING, no server thread brings the model back, and no thread reloads it.
         if not resident.become(ResidentState.DROPPING):
             raise SourceBusy(f"{resident.name!r} is {before}", hint="increase drain_s")
         weights.set_state("draining")
@@ -496,11 +496,11 @@ class WeightCache:
 
         Args:
             drain_s: seconds to wait at the end. A second signal ends the wait.
-            timeout_s: seconds after which to return and keep the models. None means no limit.
+            timeout_s: seconds after which `serve` returns, while the models stay in the cache. None means no limit.
             ready: called once, when the signal handlers are installed.
 
         Raises:
-            IntegrityError: see `check`. The cache has left the fleet.
+            IntegrityError: see `check`. The cache has already left the fleet.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s, ready):

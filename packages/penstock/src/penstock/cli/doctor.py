@@ -57,7 +57,7 @@ def doctor(
 ) -> None:
     """Report devices, measured limits and packages.
 
-    The report also has missing packages with their purpose, and the environment variables that are set.
+    The report also lists missing packages with their purpose, and the environment variables that are set.
     """
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()

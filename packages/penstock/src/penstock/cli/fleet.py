@@ -51,7 +51,7 @@ def status(
 ) -> None:
     """List the fleet's members, models and progress.
 
-    On a narrow terminal, columns are left out. A pipe and --format json get all of them.
+    A narrow terminal shows fewer columns. A pipe and --format json receive all columns.
     """
     import penstock
 
@@ -110,7 +110,7 @@ def _show(fleet: Status, model: str | None, format: terminal.OutputFormat) -> No
 
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
-    """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then lost members."""
+    """Return lines of at most this width: tables of weights, syncs and conversions, then the lost members."""
     # List the failures of processes that are no longer members. The fleet page shows the failures of live members.
     live = {member.member for member in fleet.members}
     failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
@@ -131,9 +131,9 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
-    """Return a row for each set of weights. A member without weights or syncs also has a row."""
+    """Return a table row for each set of weights. A member without weights or syncs also has a row."""
     who = _who(member)
-    # Show how long a member has been silent, because it is removed when it reaches the hub's TTL.
+    # Show how long a member has been silent, because the hub removes members that are silent for longer than its TTL.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
     # The hub lists all weights of a member, not only those of the requested model.
@@ -187,14 +187,14 @@ def _job_row(job: JobState) -> list[object]:
 
 
 def _cells(holding: HoldingState, boot: str) -> list[object]:
-    """Return the cells for one set of weights. `boot` describes the start of its process."""
+    """Return the table cells for one set of weights. `boot` describes the startup of the member's process."""
     num_have = sum(stop - start for start, stop in holding.have)
     share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
     readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
     return [
         holding.identity.model,
         holding.key[:8],
-        # Use the same prefix as reports. It suffices for `--revision`.
+        # Use the same prefix as reports. The prefix is sufficient for `--revision`.
         holding.revision[:19],
         # While the holding is filling, its state and chunks are more specific than the phase of the fetch.
         holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
@@ -217,7 +217,7 @@ def why(
 ) -> None:
     """Explain from which members a model is read.
 
-    It also explains why it is not read from the others: different identities, states, and complaints from readers.
+    For all other members, it states the reason: a different identity, their state, or complaints from readers.
     """
     import msgspec
 
@@ -241,7 +241,7 @@ def drain(
 ) -> None:
     """Send no more readers to a member.
 
-    The drain ends when the member leaves. Present readers finish or use other members. It needs an operator's token.
+    The drain ends when the member leaves. Current readers finish or switch. An operator's token is required.
     """
     import penstock
 
@@ -290,7 +290,7 @@ def cache(
 ) -> None:
     """Keep models in memory for engines on this host.
 
-    Engines attach to them without a copy, and the fleet reads them, until SIGTERM.
+    Engines map the models without a copy, and members of the fleet read them, until SIGTERM.
     """
     import penstock
     from penstock.storage.locate import model_name, require_local
@@ -328,19 +328,19 @@ def cache(
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         kept = ", ".join(names) if names else "parameters that engines hand over"
         text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}. Stop with SIGTERM or Ctrl-C."
-        # A script that reads the note may send a signal immediately, so handle signals first.
+        # A script that reads this line may send a signal immediately, so install the signal handlers first.
         cache.serve(drain_s=drain_s, ready=partial(terminal.note, text))
 
 
 def _rest(cache: penstock.cache.WeightCache) -> str:
-    """Describe the models that are not in the first tier."""
+    """Describe the models that were moved to a lower memory tier."""
     first = next(iter(cache.stats().tiers))
     away = [f"{resident.model} in {resident.tier}" for resident in cache.models() if resident.tier != first]
     return f" ({', '.join(away)})" if away else ""
 
 
 def _fill(uri: str, format: terminal.OutputFormat) -> None:
-    """Write a repository to the local cache of its hub's library."""
+    """Download a repository to the local cache of the model hub's own library."""
     from penstock.loader.progress import Progress
     from penstock.storage.fill import fill
 
@@ -389,7 +389,8 @@ def fetch(
 ) -> None:
     """Fetch a model from the fleet.
 
-    With --cache, fetch it from its hub. The report says which bytes came from which source, by which path and why.
+    With --cache, download it from the model hub. The report says which bytes came from which source, by which path and
+    why.
     """
     if [to is not None, device is not None, cache].count(True) != 1:
         raise ConfigError(

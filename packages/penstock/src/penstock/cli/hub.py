@@ -39,7 +39,7 @@ def hub(
 ) -> None:
     """Serve the directory of a fleet.
 
-    The hub knows the members, their models and their readers. Weights never pass through it.
+    The hub knows the members, their models and their readers. Weights never pass through the hub.
     """
     from penstock.hub.auth import Auth
     from penstock.hub.directory import Directory
@@ -66,10 +66,7 @@ def ui(
         int, typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1. 0 selects a free port.")
     ] = 0,
 ) -> None:
-    """Serve the fleet page on loopback.
-
-    Prints the page's address for a browser, and serves it until Ctrl-C.
-    """
+    """Serve the fleet page on loopback. Print the page's address for a browser, and serve the page until Ctrl-C."""
     from penstock.hub.client import HubClient, resolve_connection
     from penstock.hub.server import run_page
 
@@ -85,7 +82,7 @@ def _print_url(url: str) -> None:
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:
-    """Return the URL of Redis, or an empty string, and the password from the password file.
+    """Return the URL of Redis, or an empty string without Redis, and the password from the password file.
 
     Raise ConfigError if the URL or the password file is wrong.
     """

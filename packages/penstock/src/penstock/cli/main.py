@@ -181,7 +181,7 @@ def _report_error(error: PenstockError, words: Sequence[str]) -> int:
 
 
 def _print_resume_command(error: BaseException | None, words: Sequence[str]) -> None:
-    """Write the saved progress of an interrupted call and the command that resumes it, if the call recorded them."""
+    """If an interrupted call recorded its progress, write the progress and the command that resumes the call."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     for kept in getattr(error, "__notes__", ()):
@@ -189,7 +189,7 @@ def _print_resume_command(error: BaseException | None, words: Sequence[str]) -> 
 
 
 def _lost(more: str = "") -> OSError | None:
-    """Write `more` to stdout and flush it. Return the error if stdout does not accept it."""
+    """Write `more` to stdout and flush stdout. Return the error if writing fails."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()

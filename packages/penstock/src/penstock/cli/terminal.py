@@ -104,7 +104,7 @@ def terminal_width() -> int | None:
 
 
 def note(text: str) -> None:
-    """Write a remark to stderr."""
+    """Write a message to stderr."""
     sys.stderr.write(f"{printable(text, keep_lines=True)}\n")
 
 

@@ -2,8 +2,8 @@
 
 The exchange takes 1.1 ms for 30 GiB, and a copy within the device takes 15 ms. Allocation takes as long as cudaMalloc
 (benchmarks/results/h200x2_202611/sync.md). torch.multiprocessing cannot share this memory, its storages cannot be
-resized, and other devices of the process reach it only by copies. A registration serves the old memory even after the
-exchange, so register an alias.
+resized, and other devices of the process reach it only by copies. A transport's registration refers to the old physical
+memory even after an exchange, so register an alias.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class _Reservation:
 
 
 class DeviceMemory:
-    """Contiguous memory of a device. Its addresses are freed when this object is collected, and the physical memory
-    with its last address. Each change of physical memory waits for all work of the device.
+    """Contiguous memory on a device. Each change of physical memory waits for all work on the device.
+
+    Garbage collection of this object frees its addresses. Physical memory is freed with the last addresses that map it.
 
     Attributes:
         address: the first byte, which never changes.
@@ -35,7 +36,7 @@ class DeviceMemory:
         of: memory whose physical memory is shared. None allocates new memory.
 
     Raises:
-        ConfigError: the device has no memory of this kind; see `is_available`.
+        ConfigError: the device does not support this kind of memory. See `is_available`.
         DeviceOutOfMemory: the device does not have enough free memory.
     """
 
@@ -63,7 +64,7 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Return the flat bytes. Torch uses them without a copy and keeps this object alive."""
+        """Return the memory as flat bytes. A torch tensor shares the memory and keeps this object alive."""
         return array_interface(self.address, self.nbytes)
 
     @property
@@ -72,14 +73,14 @@ class DeviceMemory:
         return self._reservation.is_mapped
 
     def alias(self) -> DeviceMemory:
-        """Return new addresses of the same physical memory, which keep it when this object maps other memory."""
+        """Map the same physical memory at new addresses, and keep it there even if this object maps other memory."""
         return DeviceMemory(self.nbytes, self.device, of=self, driver=self._driver)
 
     def take(self, other: DeviceMemory) -> None:
         """Map the physical memory of `other` at these addresses, in place of the current memory.
 
-        Nothing may use these addresses during the call, or the device fails. If the driver refuses (DestinationError),
-        the addresses have their old memory. If it refuses twice, they have no memory, and `is_mapped` is False.
+        No kernel or copy may use these addresses during the call, or the device fails. If the driver refuses
+        (DestinationError), the old memory is mapped again. If this also fails, `is_mapped` is False.
         """
         driver, reservation = self._driver, self._reservation
         with driver.entered(self.device):
@@ -102,7 +103,7 @@ class DeviceMemory:
                     driver.release(old)
 
     def unmap(self) -> None:
-        """Release the physical memory and keep the addresses for `renew`. Idempotent. The rules of `take` apply."""
+        """Release the physical memory and keep the addresses for `renew`. Idempotent. See `take` for restrictions."""
         if self._reservation.is_mapped:
             with self._driver.entered(self.device):
                 self._driver.synchronize()
@@ -115,7 +116,7 @@ class DeviceMemory:
                 self._map_and_release(self._driver.create(self._reservation.nbytes, self.device))
 
     def allow(self, device: int) -> None:
-        """Let another device of this process use the addresses until other memory is mapped there."""
+        """Let another device of this process use the addresses until different memory is mapped there."""
         with self._driver.entered(device):
             self._driver.allow(self.address, self._reservation.nbytes, device)
 
@@ -157,14 +158,14 @@ def memory_of(address: int) -> DeviceMemory | None:
 
 
 def is_available(device: int, driver: CudaDriver | None = None) -> bool:
-    """Return whether a device has memory of this kind, unlike WSL and some virtual GPUs."""
+    """Return whether a device supports `DeviceMemory`. WSL and some virtual GPUs do not."""
     return (load_driver() if driver is None else driver).has_virtual_memory(device)
 
 
 def wake(device: int, driver: CudaDriver | None = None) -> None:
-    """Prepare the driver to allocate and map memory of a device, in a thread before the size of the memory is known.
+    """Prepare the driver to allocate and map memory on a device, in a thread before the size of the memory is known.
 
-    After a pause of 20 ms, its first memory call takes 15 to 30 ms, whatever the size. Source:
+    After a pause of 20 ms, the driver's first memory call takes 15 to 30 ms for any size. Source:
     benchmarks/results/h200x2_202611/sync.md.
     """
     driver = load_driver() if driver is None else driver

@@ -1,8 +1,8 @@
 """The CUDA driver through ctypes, without torch: its calls, typed errors, and pools of streams and events.
 
 Addresses, handles, streams and events are integers. Every call except the first acts in the current context of the
-calling thread: `with driver.entered(device)`. Torch is not used, since it releases the interpreter's lock in each copy
-and cannot map another process's memory from a file descriptor.
+calling thread: `with driver.entered(device)`. This module does not use torch, because torch releases the interpreter's
+lock in each copy and cannot map another process's memory from a file descriptor.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def installed_version() -> str:
 
 
 def ordinal(device: str) -> int:
-    """Return the number of a CUDA device. Raises ConfigError for other devices, or if there is no number."""
+    """Return the number of a CUDA device. Raises ConfigError for a device of a different type or without a number."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
         raise ConfigError(
@@ -211,7 +211,7 @@ def ordinal(device: str) -> int:
 
 
 class CudaDriver:
-    """The calls of the driver. `load_driver` returns the process's only instance."""
+    """The functions of the CUDA driver. `load_driver` returns the process's only instance."""
 
     def __init__(self) -> None:
         try:
@@ -227,10 +227,10 @@ class CudaDriver:
         self._batch = getattr(releasing, "cuMemcpyBatchAsync_v2", None)
         self._batch_names_failed = False
         if self._batch is None:
-            # Drivers of CUDA 12.8 and 12.9 have one more argument, for the number of the copy that failed.
+            # In drivers of CUDA 12.8 and 12.9 the function has a further argument, for the copy that failed.
             self._batch = getattr(releasing, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
-        # A thread that must not be delayed makes this call for every chunk of a load.
+        # A time-critical thread makes this call for every chunk of a load.
         self._copy_to_device = self._calls["cuMemcpyHtoDAsync_v2"]
         self._releasing_copy = releasing.cuMemcpyAsync
         self._releasing_copy.argtypes = SIGNATURES["cuMemcpyAsync"]
@@ -251,7 +251,7 @@ class CudaDriver:
         raise kind(f"{name} failed: {(text.value or b'an unknown error').decode()} ({code})", hint=hint)
 
     def _get(self, name: str, *arguments: Any) -> int:
-        """Make a call, and return the number that it writes to its first argument."""
+        """Call a driver function, and return the number that the function writes to its first argument."""
         value = ctypes.c_uint64()
         self._do(name, ctypes.byref(value), *arguments)
         return value.value
@@ -292,7 +292,7 @@ class CudaDriver:
         return base.value, nbytes.value
 
     def ipc_handle(self, base: int) -> bytes | None:
-        """Return the handle with which another process opens the allocation, or None."""
+        """Return the handle with which another process opens the allocation, or None if there is no handle."""
         # Any error means that there is no handle. The caller tries file descriptors next, which report the reason.
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
@@ -302,7 +302,7 @@ class CudaDriver:
         return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
-        """Undo `ipc_open`, and ignore errors."""
+        """Undo `ipc_open`. Ignore errors."""
         # Finalizers have no caller to raise to. A failed device reports its error at the next call.
         self._calls["cuIpcCloseMemHandle"](address)
 
@@ -383,7 +383,7 @@ class CudaDriver:
         self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
-        """Undo `map_fd` for the first `mapped_nbytes` and `reserve`, and ignore errors."""
+        """Unmap the first `mapped_nbytes`, then undo `reserve`. Ignore errors."""
         # The driver refuses to free a range with mappings.
         if mapped_nbytes:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
@@ -426,14 +426,14 @@ class CudaDriver:
             self.fail("cuEventRecord", code)
 
     def is_done(self, event: int) -> bool:
-        """Return whether the device has passed the event. Raises the error of the work before it."""
+        """Return whether the device has passed the event. Raise an error if work before the event failed."""
         code = self._query(event)
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies with a kernel on our device. Without Triton, warn and queue them one by one."""
+        """Queue many short copies with a single kernel. Without Triton, warn and queue the copies one by one."""
         try:
             from penstock.cuda.gather import gather
         except ModuleNotFoundError as error:
@@ -444,12 +444,12 @@ class CudaDriver:
             gather(dst, src, nbytes, device, stream)
 
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Lay out copies whose `src` and `dst` are addresses. Return a function that queues them, any number of times.
+        """Prepare copies between addresses. Return a function that queues the copies and may be called repeatedly.
 
-        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the others.
+        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the rest.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
-        # The driver refuses larger pitches.
+        # The driver refuses pitches of `PITCH_LIMIT` or more.
         pitched &= np.maximum(rows.src_pitch, rows.dst_pitch) < PITCH_LIMIT
         parts = []
         if pitched.any():
@@ -486,7 +486,7 @@ class CudaDriver:
         return queue
 
     def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Lay out rectangles for the kernel, or as single runs without Triton."""
+        """Prepare rectangles for the kernel, or as single runs if Triton is not installed."""
         try:
             from penstock.cuda.gather import lay_out_rectangles
         except ModuleNotFoundError:
@@ -507,8 +507,8 @@ class CudaDriver:
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
         """Queue copies between device addresses, in no particular order.
 
-        If `QUEUE_DEPTH` copies may be waiting on the stream (`may_wait`), the calls release the interpreter's lock.
-        None means that they may if there are more than a few copies.
+        With `may_wait`, the calls release the interpreter's lock, because `QUEUE_DEPTH` copies may be waiting on the
+        stream. None releases the lock only for more than a few copies.
         """
         # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream lack batches.
         if len(nbytes) <= _FEW or self._batch is None or not stream:
@@ -561,8 +561,8 @@ class StreamPool:
         return self._spare.pop() if self._spare else self._driver.make_event()
 
     def give_event(self, event: int) -> None:
-        """Return a passed event for reuse."""
-        # Recording an event before it has passed would make a waiter wait for later work.
+        """Accept an event that the device has passed, for reuse."""
+        # If an event is recorded again before the device has passed it, waiting threads also wait for later work.
         self._spare.append(event)
 
     def close(self) -> None:
@@ -581,7 +581,7 @@ class StreamPools:
 
     def of(self, device: int) -> StreamPool:
         """Return the pool of a device."""
-        # A stream creates a context on the device, which takes hundreds of MB of its memory.
+        # Create a pool on demand. Its streams create a context, which takes hundreds of MB on the device.
         if device not in self._pools:
             self._pools[device] = StreamPool(self._driver, device, self._num_streams)
         return self._pools[device]
