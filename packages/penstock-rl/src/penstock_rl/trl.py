@@ -238,8 +238,7 @@ class PenstockWeightTransfer:
         return str(answer.json()["weight_version"])
 
     def _restore_while_waiting(self, worker: Any) -> None:
-        """Make TRL call `restore` at each health check of a rollout worker, which TRL makes while it waits for samples.
-        """
+        """Make TRL call `restore` at each health check of a rollout worker, which TRL makes while it lacks samples."""
         check_health = worker.check_health
 
         def check(stale_after_s: float) -> None:

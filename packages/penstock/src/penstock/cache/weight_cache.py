@@ -219,7 +219,7 @@ class WeightCache:
         return [*levels, *below]
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with these tiers and this membership, which the cache closes in the end. See `open`. See `open`."""
+        """Serve with these tiers and this membership, which the cache closes in the end. See `open`."""
         self._require_new()
         self.state = CacheState.SERVING
         self._timing = timing or self._timing

@@ -217,7 +217,7 @@ def why(
 ) -> None:
     """Explain from which members a model is read.
 
-    For all other members, it states the reason: a different identity, their state, or complaints from readers.
+    It also states why other members are not read: different identities, states, or complaints from readers.
     """
     import msgspec
 
@@ -241,7 +241,7 @@ def drain(
 ) -> None:
     """Send no more readers to a member.
 
-    The drain ends when the member leaves. Current readers finish or switch. An operator's token is required.
+    The drain ends when the member leaves. Current readers finish or use other members. Requires an operator's token.
     """
     import penstock
 
@@ -389,8 +389,7 @@ def fetch(
 ) -> None:
     """Fetch a model from the fleet.
 
-    With --cache, download it from the model hub. The report says which bytes came from which source, by which path and
-    why.
+    With --cache, download the model from the model hub. The report lists the source, path and reason of all bytes.
     """
     if [to is not None, device is not None, cache].count(True) != 1:
         raise ConfigError(
