@@ -145,7 +145,8 @@ class VllmEngine:
     If vLLM runs its engine in a separate process, loading an adapter that vLLM refuses raises a plain Exception.
 
     Attributes:
-        requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass it to `llm.generate(lora_request=...)`.
+        requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass this request to
+            `llm.generate(lora_request=...)`.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -184,8 +185,7 @@ class ServedAdapter(Closeable):
         self.received = received
         self.loaded: list[str] = []
         self.install_s = 0.0
-        """Time in seconds that the installation of the newest version took. It includes writing the files and loading
-        them."""
+        """Time in seconds for writing and loading the files of the newest version."""
         self._directory = directory
         self._engine = engine
         self._base = base

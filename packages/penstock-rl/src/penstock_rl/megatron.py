@@ -42,8 +42,8 @@ class Grid:
 
 
 Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
-"""A function of (parameter, grid, rank, number of ranks that share the parameter). It yields pairs of a shard and the
-index of its name in the rule."""
+"""A function of (parameter, grid, rank, number of ranks that share the parameter), which yields pairs of the index of a
+name in the rule and the shard with this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ def from_megatron(
     for name, tensor in state.items():
         # Each wrapper (Float16Module, DDP) adds the prefix `module.` to the names.
         own = re.sub(r"^(module\.)+", "", name)
-        # Transformer Engine stores the scales for FP8 training under this name. They are not weights.
+        # Transformer Engine stores the scales for FP8 training under this name. These scales are not weights.
         if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
             continue
         for pattern, rule in patterns:

@@ -142,8 +142,8 @@ class PenstockWeightTransfer:
     def restore(self) -> bool:
         """Send the newest version to the server if the server was restarted. Return whether the version was sent.
 
-        Call this function only on the main process. After `attach`, TRL calls it while the trainer waits for samples.
-        If the server does not respond, the function returns without waiting. Raises the same errors as
+        Call this function only on the main process. After `attach`, TRL calls the function while the trainer waits for
+        samples. If the server does not respond, the function returns without waiting. Raises the same errors as
         `PenstockTrainerEngine.stage_again` and `commit`.
         """
         if self.engine is None or self._installed is None:

@@ -39,7 +39,7 @@ from penstock.spi import (
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"
-"""verl's name for the kind of data that `receive_weights` yields. Here the data is information for the engine's
+"""verl's name for the kind of data that `receive_weights` yields. Penstock yields information for the engine's
 workers."""
 VERSIONS = ("0.9",)
 """Supported releases of verl."""
@@ -65,7 +65,7 @@ class Exported:
 
 
 class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """The checkpoint engine for one trainer worker or rollout worker. verl's registry creates it.
+    """The checkpoint engine for one trainer worker or rollout worker. verl's registry creates this object.
 
     An option with an unknown value raises ConfigError.
 
@@ -364,7 +364,8 @@ def register() -> None:
 
     CheckpointEngineRegistry.register(BACKEND)(PenstockCheckpointEngine)
     patch_once(FSDPEngine, get_per_tensor_param=_export)
-    # Register by name, because only rollout workers import vLLM. They import this module before their adapter.
+    # Register by name, because only rollout workers import vLLM. Rollout workers import this module before their
+    # adapter.
     _ROLLOUT_REGISTRY["vllm", "async"] = "penstock_rl.verl_vllm.PenstockServerAdapter"
 
 

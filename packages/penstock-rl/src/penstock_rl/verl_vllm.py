@@ -26,7 +26,7 @@ class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
     ) -> None:
         """Make the engine receive a version.
 
-        If it fails, it fails on all of vLLM's workers, and vLLM's error is raised.
+        A failed update fails on all of vLLM's workers, and vLLM's error is raised.
         """
         if wire_format != WIRE_FORMAT:
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)

@@ -71,14 +71,14 @@ def sglang_logger() -> Log:
 
 
 PLUGIN = HostPlugin("sglang", supported="SGLang 0.5.23", log=sglang_logger)
-"""The parts of Penstock that this version of SGLang supports. It is complete after `register`."""
+"""The parts of Penstock that this version of SGLang supports. The list is complete after `register`."""
 
 
 def register() -> None:
     """Register Penstock with SGLang in this process as a load format.
 
-    SGLang calls this through its plugin entry point, in each of its processes and possibly several times. It never
-    raises. One log line names the parts that this version of SGLang does not support.
+    SGLang calls this through its plugin entry point, in each of its processes and possibly several times. `register`
+    never raises. One log line names the parts that this version of SGLang does not support.
     """
     PLUGIN.register(
         {
@@ -92,8 +92,8 @@ def register() -> None:
 def register_runai() -> None:
     """Let SGLang's `--load-format runai_streamer` read through Penstock, in each of its processes.
 
-    This applies if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`. Like `register`,
-    this never raises.
+    Penstock is used if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`. Like
+    `register`, this function never raises.
     """
     PLUGIN.register({"--load-format runai_streamer by Penstock": _replace_runai})
 
@@ -412,7 +412,7 @@ def _rank() -> int:
 def _device() -> str:
     import torch
 
-    # SGLang has already selected this process's GPU. It creates the parameters inside `with torch.device(...)`.
+    # SGLang has already selected this process's GPU, and creates the parameters inside `with torch.device(...)`.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 

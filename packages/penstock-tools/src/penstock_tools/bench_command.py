@@ -206,8 +206,8 @@ MODEL = "penstock-bench"
 TENSOR_BYTES = 64 * MIB
 """Size of most generated tensors in bytes. A large model's matrices have tens of MB."""
 DEADLINE_S = 300.0
-"""Deadline in seconds for one step of a child process, such as its start or a fetch. It is sufficient for tens of
-GB."""
+"""Deadline in seconds for one step of a child process, such as its start or a fetch. The deadline is sufficient for
+tens of GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +296,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     """Measure a plain copy of the same bytes, in host memory with one thread or between two devices."""
     import torch
 
-    # 1 GB exceeds every cache and is sufficient. The copy takes this memory twice.
+    # 1 GB exceeds every cache and is sufficient. The source and the target of the copy take 1 GB each.
     nbytes = min(nbytes, GB) if device == "cpu" else nbytes
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=_device(device, 0))
     target = torch.full((nbytes,), 2, dtype=torch.uint8, device=_device(device, 1))
@@ -349,7 +349,8 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
     with _sigint_ignored():
         process.start()
-    # Close this process's copy of the child's end of the pipe. Otherwise reads would not detect that the child exited.
+    # Close this process's copy of the child's end of the pipe. While this copy is open, reads do not detect that the
+    # child exited.
     there.close()
     try:
         yield here
@@ -364,8 +365,8 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
     """Make processes that are started inside the context ignore SIGINT."""
-    # Ctrl-C in a terminal also signals the children. They exit anyway when this process closes their pipes, and their
-    # tracebacks would bury this process's message.
+    # Ctrl-C in a terminal also signals the children. The children exit anyway when this process closes their pipes, and
+    # their tracebacks would bury this process's message.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _BYTES = 128 * MIB
 _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
-# Number of runs, of which the fastest counts, because other processes on the machine can only slow a run down.
+# Number of runs. The fastest run counts, because other processes on the machine can only slow a run down.
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096

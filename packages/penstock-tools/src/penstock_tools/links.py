@@ -135,7 +135,7 @@ def fair_rates(links: I64, capacity: F64, bound: F64 | None = None) -> F64:
         settled = used & (lowest >= share * (1 - 1e-12))
         done = settled[mine].any(axis=1)
         if bound is not None:
-            # A flow's bound acts like a link with one flow. It settles the flow if no link has a smaller share.
+            # A flow's bound acts like a link with one flow. The bound settles the flow if no link has a smaller share.
             done |= least >= bound[open_flows]
         fixed = open_flows[done]
         rates[fixed] = least[done]

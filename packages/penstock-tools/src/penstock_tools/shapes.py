@@ -59,7 +59,7 @@ def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
 
 
 def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
-    """Yield the shapes of Kimi-K2. It has latent attention, experts in all but the first layer, and 10^12 parameters.
+    """Yield the shapes of Kimi-K2, with latent attention, experts in all but the first layer, and 10^12 parameters.
 
     Source: its config.json (hidden 7168, 64 heads, q rank 1536, kv rank 512, 384 experts of 2048).
     """

@@ -25,7 +25,7 @@ from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 PATIENCE_S = 0.5
 """Number of seconds for which a silent member delays its readers. Source: `fetch.upstream.PATIENCE_S`."""
 READS_OF_ONE = 3
-"""Number of reads in flight from one upstream. They share its link. Source: `fetch.run.READS_OF_ONE`."""
+"""Number of reads in flight from one upstream, which share its link. Source: `fetch.run.READS_OF_ONE`."""
 STEP_S = 0.02
 """Duration of a read in seconds at which reads stop growing. Source: `fetch.upstream.STEP_S`."""
 MAX_STEP_CHUNKS = 128

@@ -43,7 +43,7 @@ from penstock_tools.machine import SHORT_RUN_BYTES, SLAB_BYTES
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
 """Number of replies that an update waits for. Before the reads these are the receiver's part and the sources' maps, and
 after the reads the acknowledgement of the version. The first two are counted sequentially, as in the measurements on
-four GPUs. Receivers now request both at once."""
+four GPUs. Receivers now send the first two requests at once."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 BATCH_BYTES = 1024 * MIB
@@ -73,7 +73,7 @@ class StageWork:
     """Time in seconds for the read's runs from outside the node, each of which is requested separately. Posting, and
     runs that the source packs, are excluded."""
     packed_bytes: I64
-    """Number of bytes that the source packs for a reader outside its node. They are read from the source's buffers in
+    """Number of bytes that the source packs for a reader outside its node. The reader reads the source's buffers in
     order."""
     packed_s: F64
     """Time in seconds to request the packed bytes, run by run. Posting the reads of the buffers is excluded."""
@@ -84,7 +84,7 @@ class StageWork:
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> StageWork:
-        """Return the steps into which each receiver splits its part of the plan. This computes all parts."""
+        """Return the steps into which each receiver splits its part of the plan."""
         names = ("window", "source", "turn", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         collected |= {"far_s": [np.zeros(0)], "packed_s": [np.zeros(0)]}
@@ -111,8 +111,8 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    # A packed strip is one run. This decides for all strips of the part at once, although a real receiver decides for
-    # each read.
+    # A packed strip is one run. The simulation decides for all strips of the part at once, although a real receiver
+    # decides for each read.
     is_packed = packable(_rectangles(part), BUFFER_BYTES if rates.pack_gb_per_s else 0)
     packed_bytes = np.where(is_packed, nbytes, 0)
     packed_s = np.where(is_packed, np.where(nbytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s), 0.0)
@@ -409,7 +409,7 @@ class _SyncEvents:
         self._events: list[tuple[float, int, int]] = []
         """Heap of (time, read, next stage). See `_happen`."""
         self._new: list[int] = []
-        """Reads that were posted since the last step. From now on they share the links."""
+        """Reads that were posted since the last step. These reads share the links from now on."""
 
     def go(self) -> None:
         """Run until every read is verified."""
@@ -437,7 +437,8 @@ class _SyncEvents:
             # Set the value exactly. The product of rate and time has a rounding error, and would leave some bytes in
             # flight.
             moved[over] = left[over]
-            # A stretched read occupies its link for longer than its bytes require. Count only its bytes as moved.
+            # A stretched read occupies its link for longer than its bytes require. Count only the read's bytes as
+            # moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())

@@ -42,7 +42,7 @@ LOAD_FORMAT = "penstock"
 LOGGER = "penstock.vllm"
 
 _IGNORED = ["original/**/*"]
-"""Default of `--ignore-patterns`. It excludes subdirectories, which Penstock does not read."""
+"""Default of `--ignore-patterns`, which excludes subdirectories that Penstock does not read."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
 
@@ -67,15 +67,15 @@ COMPILE_CACHE = "compiled code of engines"
 SLEEP = "verified weights after a sleep"
 
 PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
-"""The parts of Penstock that this version of vLLM supports. It is complete after `register`."""
+"""The parts of Penstock that this version of vLLM supports. The list is complete after `register`."""
 
 
 def register() -> None:
     """Register Penstock with vLLM in this process as a load format and a weight-transfer backend.
 
-    vLLM calls this through its plugin entry point, in each process and possibly several times. It never raises. One log
-    line names the parts that this version of vLLM does not support. An engine whose options require an unsupported part
-    fails with a ConfigError.
+    vLLM calls this through its plugin entry point, in each process and possibly several times. `register` never raises.
+    One log line names the parts that this version of vLLM does not support. An engine whose options require an
+    unsupported part fails with a ConfigError.
     """
     PLUGIN.register(
         {

@@ -113,7 +113,7 @@ class FleetClient:
 
         Raises:
             ConfigError: no server has received a version.
-            Exception: the first failed server's error. This server must not serve. All others have the version.
+            Exception: the first failed server's error. The failed server must not serve. All others have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")

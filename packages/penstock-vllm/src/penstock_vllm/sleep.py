@@ -41,7 +41,7 @@ def protect_workers(worker: type[Any], backend: str) -> None:
 
 def protect_engine(core: type[Any], backend: str) -> None:
     """If an engine uses `backend`, make it report no version and serve no request while its weights are gone."""
-    # Before vLLM 0.32 an engine reports no version of its weights. Its workers still refuse to compute without weights.
+    # Before vLLM 0.32 an engine reports no version of its weights, but its workers refuse to compute without weights.
     has_version = hasattr(core, "set_weight_version")
 
     def sleep(original: Any, self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
@@ -172,7 +172,7 @@ class WorkerSleep:
             self._bring_back(engine)
 
     def _bring_back(self, engine: Any) -> None:
-        # At level 1 vLLM copies the weights back. On the CPU it ignores both levels and keeps the weights.
+        # At level 1 vLLM copies the weights back. On the CPU vLLM ignores the level and keeps the weights.
         if self._level == 1 and self._digests.is_same():
             self._whole("")
             return

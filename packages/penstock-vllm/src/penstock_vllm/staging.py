@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.spi import Arena, Requirements, needed_bytes
 
 _LISTED = 10
-"""Maximum number of parameters that an error lists. For further parameters it states only their number."""
+"""Maximum number of parameters that an error lists. The error states only the number of further parameters."""
 
 
 class StagingModel(torch.nn.Module):
@@ -95,7 +95,7 @@ class StagingModel(torch.nn.Module):
 
         Raises:
             ConfigError: vLLM combined two published tensors into one, or it cannot reload a layer.
-            PlanError: no rank publishes some parameters. The message lists them.
+            PlanError: no rank publishes some parameters. The message lists these parameters.
         """
         unfilled = self.unfilled(wanted)
         sources = self._sources(unfilled)

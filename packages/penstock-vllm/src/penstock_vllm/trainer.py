@@ -44,7 +44,7 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     hub: str | None = None
     """URL of the hub, for the trainer and the engine. None means `PENSTOCK_HUB`, or else this host's own hub."""
     token_file: str | None = None
-    """Path of a file on the trainer's and the engine's host. Its first token is sent to the hub."""
+    """Path of a file on the trainer's and the engine's host. The file's first token is sent to the hub."""
     listen: str | None = None
     """`host:port` at which other hosts reach this rank."""
     data_port: int = 0
@@ -110,8 +110,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                 `penstock.publisher`. With `gather`, any `WeightSource`.
 
         Raises:
-            ConfigError: the source or the release of vLLM is not supported. Further errors come from
-                `penstock.publisher` and from the client.
+            ConfigError: the source or the release of vLLM is not supported. `penstock.publisher` and the client may
+                raise other errors.
         """
         if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ConfigError(

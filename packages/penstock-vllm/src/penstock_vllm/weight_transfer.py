@@ -71,10 +71,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The body of `/update_weights`."""
 
     version: int
-    """Version to receive. It has no default, because all workers must receive the same version."""
+    """Version to receive. There is no default, because all workers must receive the same version."""
     background: bool = False
     """Respond at once, and receive the version while the model serves. The same call without `background` waits until
-    it is received."""
+    the version is received."""
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -226,8 +226,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             return
         subscriber, staging = self._joined
         if self._receiving is not None:
-            # Wait for the thread, because it writes to the staging model. Its failure does not matter, because the
-            # version is read again.
+            # Wait for the thread, because it writes to the staging model. A failure of the thread does not matter,
+            # because the version is read again.
             wait([self._receiving[1]])
             self._receiving = None
         self._landed = None
@@ -323,8 +323,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
 
 _REASON_BYTES = 1024
-"""Size in bytes of the failure reason that a worker sends to the others. Collectives require the same size on all
-workers."""
+"""Size in bytes of the failure reason that a worker sends to all other workers. Collectives require the same size on
+all workers."""
 
 
 @contextlib.contextmanager
@@ -340,7 +340,7 @@ def _agreed() -> Iterator[None]:
         why = str(error) or type(error).__name__
         raise
     finally:
-        # A failed worker must take part too, because the other workers wait for it.
+        # A failed worker must also take part in the collective, because the other workers wait for it.
         reasons = _gathered(why)
         if not why and (others := [f"worker {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]):
             raise PeerLost("; ".join(others))

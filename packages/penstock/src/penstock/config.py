@@ -183,7 +183,7 @@ class ConnectionSettings:
         hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If this variable is
             unset, the hub of this host is used, which the first process to join runs.
         token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr omits
-            it.
+            the token.
         token_file: path of a file whose first token is sent to the hub, instead of `token`.
         listen: `host:port` where other hosts reach this member. None means that only this host reaches this member.
         data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.

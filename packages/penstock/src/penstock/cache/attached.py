@@ -410,7 +410,7 @@ def _gpu_index(holding: HoldingState, wanted: torch.device | None) -> int | None
 
 NEAREST = ("shm", "cuda_ipc")
 MAX_THREADS = 16
-"""Maximum number of digest threads. At 10 GB/s each, they saturate a host's memory bandwidth."""
+"""Maximum number of digest threads. At 10 GB/s each, these threads saturate a host's memory bandwidth."""
 
 
 def _leaves_in(layout: WeightLayout, log: LogReply) -> U64:

@@ -32,7 +32,7 @@ from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"
 ACCEPTS = "accepts"
-"""File next to a cache's socket. It contains the id of the device for which the cache accepts parameters."""
+"""File next to a cache's socket, with the id of the device for which the cache accepts parameters."""
 _SHOWN = 3
 
 
@@ -60,7 +60,7 @@ class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     hint: str = ""
     minimum_bytes: int = 0
-    """The limit in bytes that the cache would need. 0 unless its limit is too small."""
+    """The limit in bytes that the cache would need. 0 unless the cache's limit is too small."""
 
 
 class HandOverHandler:
@@ -110,7 +110,7 @@ def cache_parameters(
     cache copies the bytes once. Until the module is bound, the host holds two copies.
 
     Args:
-        module: its parameters and persistent buffers must be processed, contiguous and on one device.
+        module: the module, whose parameters and persistent buffers must be processed, contiguous and on one device.
         model: the name under which the parameters are cached. The name must include everything that changes the
             parameters: revision, engine version, dtype, quantisation and rank.
         connection: see `join`. The cache must be connected to the same hub.

@@ -82,7 +82,8 @@ class ResidentStatus:
     num_attached: int
     """Number of engines that map the model."""
     tier: str
-    """`gpu` or `host` while the model is on its device. Otherwise its lower tier: `host`, `disk` or `source`."""
+    """`gpu` or `host` while the model is on its device. For a model that was moved, its lower tier: `host`, `disk` or
+    `source`."""
     state: ResidentState = ResidentState.KEPT
     why: str = ""
     """Describes memory corruption and the result of the reload."""
@@ -247,7 +248,7 @@ class WeightCache:
         storage_options: Mapping[str, str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fetch a model from members that hold it, and the missing bytes from storage. Then serve it until `drop`.
+        """Fetch a model from members that hold it, and the missing bytes from storage. Serve the model until `drop`.
 
         Args:
             model: the name that engines pass to `attach`.

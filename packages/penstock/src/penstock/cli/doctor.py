@@ -24,7 +24,7 @@ _ECOSYSTEMS = {
     "RUNAI_STREAMER_": "penstock_hf.runai_streamer",
 }
 
-# This exceeds the processor's caches, so that the rate of the memory is measured.
+# The copy exceeds the processor's caches, so that the rate of the memory is measured.
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
 _READ_S = 1.0

@@ -93,7 +93,7 @@ _LEAST_CELL = 16
 
 
 def cut(text: str, width: int | None) -> str:
-    """Shorten a text to this width. None leaves it unchanged."""
+    """Shorten a text to this width. None leaves the text unchanged."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 

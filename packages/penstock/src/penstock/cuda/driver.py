@@ -142,9 +142,9 @@ QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
     | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"}
 )
-"""Calls that take a microsecond or two and keep the interpreter's lock. A thread that releases it may wait 5 ms for it
-while another thread runs Python. A copy on a stream with `QUEUE_DEPTH` waiting copies blocks until the device
-continues, so `CudaDriver.copy` releases the lock there."""
+"""Calls that take a microsecond or two and keep the interpreter's lock. A thread that releases the lock may wait 5 ms
+to acquire it again while another thread runs Python. A copy on a stream with `QUEUE_DEPTH` waiting copies blocks until
+the device continues, so `CudaDriver.copy` releases the lock there."""
 QUEUE_DEPTH = 1000
 """Waiting copies on a stream after which the next call blocks. Source: measured on one H200, at copy 1,021."""
 NOT_READY = 600
@@ -167,8 +167,8 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 PITCHED_BYTES = 4 << 10
 """Minimum run size of rectangles that the copy engines copy."""
 PITCHED_LEAST_BYTES = 1 << 20
-"""Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. It is no faster
-than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no multiprocessor of the device."""
+"""Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. Such a copy is
+no faster than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no multiprocessor of the device."""
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
 _FEW = 8
@@ -366,7 +366,7 @@ class CudaDriver:
         self._do("cuMemRelease", handle)
 
     def map_handle(self, address: int, nbytes: int, handle: int) -> None:
-        """Map all memory of a handle at reserved addresses. `allow` makes it usable."""
+        """Map all memory of a handle at reserved addresses. `allow` makes the mapping usable."""
         self._do("cuMemMap", address, nbytes, 0, handle, 0)
 
     def unmap_handle(self, address: int, nbytes: int) -> None:
@@ -446,7 +446,7 @@ class CudaDriver:
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         """Prepare copies between addresses. Return a function that queues the copies and may be called repeatedly.
 
-        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the rest.
+        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the others.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
         # The driver refuses pitches of `PITCH_LIMIT` or more.
@@ -536,8 +536,8 @@ class CudaDriver:
 
 
 never_freed: list[tuple[object, ...]] = []
-"""Objects whose memory a hanging device may still use, since no call cancels a copy. They are kept until the process
-ends."""
+"""Objects whose memory a hanging device may still use, since no call cancels a copy. These objects are kept until the
+process ends."""
 
 
 class StreamPool:
