@@ -195,7 +195,7 @@ def test_attach_is_recorded_as_startup_phase(hub: HubThread, model: Path) -> Non
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
 
 
-def test_running_fetch_shows_current_phase(fleet: ps.Fleet, get: Ask, model: Path) -> None:
+def test_phases_route_shows_phase_of_running_fetch(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     """The fetch is held before its first chunk, so that the phase can be seen."""
     held, seen = threading.Event(), threading.Event()
     first = type(fleet.member).claim

@@ -60,7 +60,7 @@ def test_why_query_for_unknown_name_returns_explanation() -> None:
             assert "no member has, fetches, publishes or receives lama" in answer
 
 
-def test_status_and_why_results_have_report_methods() -> None:
+def test_status_and_why_reports_convert_to_text_and_json() -> None:
     with ps.join("llama") as fleet:
         fleet.offer({"w": torch.ones(4)})
         status, why = ps.hub.status(), ps.hub.why("llama")

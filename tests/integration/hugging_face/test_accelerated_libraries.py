@@ -220,7 +220,7 @@ def test_adapters_are_streamed(hub: HuggingFaceServer, models: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"model": "cpu", "lm_head": "disk"}])
-def test_accelerate_dispatch_is_streamed(
+def test_checkpoint_dispatched_by_accelerate_is_streamed(
     device_map: dict[str, str], hub: HuggingFaceServer, models: dict[str, Path], tmp_path: Path
 ) -> None:
     def dispatched(place: str | Path, folder: Path) -> Any:

@@ -284,7 +284,7 @@ def test_filling_cache_from_non_hub_uri_raises(uri: str) -> None:
         fill(uri)
 
 
-def test_commands_fill_and_use_cache(
+def test_fetch_and_load_commands_fill_cache(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}.items():

@@ -129,7 +129,7 @@ class TestSafetensorsStreamer:
             with pytest.raises(ValueError, match="more than one file"):
                 streamer.stream_files(files(model), tensor_names=["a.weight"])
 
-    def test_streamer_reads_files_sequentially(self, model: Path) -> None:
+    def test_one_streamer_streams_several_files_in_turn(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             for path in files(model):
                 streamer.stream_file(path)

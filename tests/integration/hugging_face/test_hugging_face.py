@@ -81,7 +81,7 @@ def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: 
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
 
 
-def test_mirror_listing_without_digests_loads_unverified(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_model_from_mirror_without_digests_loads_unverified(hub: HuggingFaceServer, tmp_path: Path) -> None:
     hub.lists_names_only = True
     for name in ("org/tiny", "org/sharded"):
         weights = load(hub, f"hf://{name}")

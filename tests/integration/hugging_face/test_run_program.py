@@ -100,7 +100,9 @@ def test_program_and_children_read_uris(program: Path, directory: Path, stock: d
 
 
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
-def test_program_reads_network_volume(program: Path, directory: Path, stock: dict[str, str], tmp_path: Path) -> None:
+def test_program_reads_network_volume_through_penstock(
+    program: Path, directory: Path, stock: dict[str, str], tmp_path: Path
+) -> None:
     with NetworkVolume(directory, tmp_path / "volume", latency_s=0.001) as volume:
         done = penstock_run("--verbose", sys.executable, program, volume, "--child")
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def corruption_reasons() -> list[str]:
         return [held.why for member in hub.status().members for held in member.holdings]
 
 
-def test_cache_reloads_corrupt_model_and_serves_others(runtime, large, small, fork_server: ForkServer) -> None:
+def test_cache_reloads_corrupt_model_and_serves_other_model(runtime, large, small, fork_server: ForkServer) -> None:
     wanted, others = by_safetensors(large), by_safetensors(small)
     with KeeperProcess([str(large), str(small)], fork_server=fork_server) as keeper:
         engine, other = ps.cache.attach("large"), ps.cache.attach("small")

@@ -343,7 +343,7 @@ def test_forked_child_raises_instead_of_waiting(checkpoint: Path) -> None:
         server.opened.set()
 
 
-def test_mismatched_target_raises_immediately(checkpoint: Path) -> None:
+def test_target_with_mismatched_shape_raises_immediately(checkpoint: Path) -> None:
     model = empty()
     model.head = torch.nn.Linear(WIDTH, 9)
     with pytest.raises(PlanError) as raised:

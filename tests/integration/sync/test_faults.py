@@ -181,7 +181,7 @@ def test_receiver_with_changed_weights_stops_serving(host: Host) -> None:
         assert_has_version(worker, result, 2)
 
 
-def test_trainer_restarts_with_different_world_size(host: Host) -> None:
+def test_restarted_trainer_can_change_world_size(host: Host) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     for version, world_size in enumerate((2, 3, 1), start=1):
         publishers = host.start_ranks("publisher", world_size)
