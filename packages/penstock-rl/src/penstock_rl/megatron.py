@@ -251,8 +251,8 @@ def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
     """Split one parameter and add its shards. The two copies of a tied parameter add two shards."""
-    # Megatron numbers layers from 0 in each stage, and experts from 0 on each rank. A checkpoint numbers them over the
-    # whole model.
+    # Megatron numbers layers from 0 in each stage, and experts from 0 on each rank. A checkpoint numbers layers and
+    # experts over the whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp
     if "expert" in at:

@@ -234,7 +234,8 @@ def bench_fetch(
 ) -> None:
     """Measure fetches between processes on this host.
 
-    The weights are generated. Prints the seconds, GB/s and path of each receiver. A plain copy shows the limit.
+    The weights are generated. Prints the seconds, GB/s and path of each receiver. A plain copy of the same bytes shows
+    the limit.
     """
     from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device

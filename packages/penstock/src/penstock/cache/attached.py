@@ -105,7 +105,8 @@ class AttachReport(Summarised):
     phases: Mapping[str, float]
     """Seconds for `find`, `lease`, `map` and `verify`. Their sum is `wall_s`."""
     verified: bool
-    """Whether this process compared every byte with its digest. If not (`verify=False`), only the cache did."""
+    """Whether this process compared every byte with its digest. With `verify=False`, only the cache has compared
+    them."""
 
     def summary(self) -> str:
         """Return a readable summary of a few lines."""
@@ -211,8 +212,8 @@ def attach(
         device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any.
         revision: a revision or a unique prefix of a revision. None means the only cached revision.
         verify: compare every mapped chunk with its digest. On a device the comparison takes 25 ms for 60 GB. On the
-            host it reads the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which verified every
-            chunk on arrival.
+            host the comparison reads the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which
+            verified every chunk on arrival.
         timeout_s: seconds to wait for a cache that is absent or still loading. The wait continues while the cache
             brings the model back from a lower tier.
 
