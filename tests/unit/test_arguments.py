@@ -90,7 +90,7 @@ def test_omitted_sync_rank_means_single_rank() -> None:
     assert rank_of((3, 8)) == (3, 8)
 
 
-def test_format_passed_as_operation_error_suggests_to_option(file: Path) -> None:
+def test_format_passed_as_operation_raises_with_hint(file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*use to='cast:F16'"):
         ps.convert(file, file.parent / "out", operations=["cast:F16"])
 
@@ -103,7 +103,7 @@ def test_operations_accept_strings_and_mappings(operations: object, file: Path) 
     assert report.operation.startswith(("dequantise to BF16", "copy"))
 
 
-def test_former_name_of_wait_is_deprecated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_timeout_argument_name_is_deprecated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     with pytest.warns(DeprecationWarning, match="wait_s= is called timeout_s= now"), pytest.raises(ps.NotFound):
         ps.cache.attach("nobody", wait_s=0.0)  # type: ignore[call-arg]

@@ -75,7 +75,7 @@ def test_every_function_reads_uri_through_penstock(path: Path) -> None:
         assert are_equal(safetensors.torch.load_file(f"file://{path}"))
 
 
-def test_names_imported_elsewhere_are_patched_and_restored(path: Path) -> None:
+def test_names_in_importing_modules_are_patched_and_restored(path: Path) -> None:
     before = types.ModuleType("program_before")
     exec("from safetensors import safe_open; from safetensors.torch import load_file", before.__dict__)
     sys.modules["program_before"] = before
@@ -216,7 +216,7 @@ def raised(call: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("framework", ["np", "pt"])
-def test_errors_have_original_classes(framework: str, tmp_path: Path) -> None:
+def test_installed_replacement_raises_original_error_classes(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "kinds.safetensors"
     safetensors.torch.save_file(KINDS, path)
     theirs = Kept.safe_open(path, framework)

@@ -58,7 +58,7 @@ def test_processes_agree_on_oldest_runtime_directory(tmp_path) -> None:
     assert len(found) == 1 and found <= made
 
 
-def test_named_runtime_directory_is_never_replaced(tmp_path) -> None:
+def test_configured_runtime_directory_is_never_replaced(tmp_path) -> None:
     assert runtime_dir({"PENSTOCK_RUNTIME_DIR": str(tmp_path / "mine")}, shared=tmp_path) == tmp_path / "mine"
 
 

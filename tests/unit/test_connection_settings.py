@@ -29,18 +29,18 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
 
 
-def test_connection_string_is_hub_address() -> None:
+def test_connection_string_sets_hub_address() -> None:
     assert ps.ConnectionSettings.of("https://hub:7070") == ps.ConnectionSettings(hub="https://hub:7070")
     assert ps.ConnectionSettings.of(None) == ps.ConnectionSettings()
     settings = ps.ConnectionSettings(hub="unix:///run/hub.sock", rack="a12")
     assert ps.ConnectionSettings.of(settings) is settings
 
 
-def test_missing_variables_use_local_hub() -> None:
+def test_missing_environment_variables_select_local_hub() -> None:
     assert resolve_connection(None) == ps.ConnectionSettings(hub=None, token=None)
 
 
-def test_environment_fills_missing_fields(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+def test_environment_variables_fill_missing_settings(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
     monkeypatch.setenv("PENSTOCK_HUB", "https://env:7070")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
     assert resolve_connection(None) == ps.ConnectionSettings(hub="https://env:7070", token=TOKEN)
@@ -81,7 +81,7 @@ def test_settings_repr_hides_token() -> None:
         assert TOKEN not in str(caught.value)
 
 
-def test_settings_are_immutable_values() -> None:
+def test_connection_settings_are_immutable_and_hashable() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN, transports=["shm", "http"])
     assert settings.transports == ("shm", "http")
     assert len({settings, copy.deepcopy(settings)}) == 1
@@ -118,7 +118,7 @@ def test_settings_are_immutable_values() -> None:
     ],
     ids=str,
 )
-def test_wrong_value_raises_config_error_with_hint(fields: dict[str, Any]) -> None:
+def test_wrong_setting_value_raises_config_error_with_hint(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ps.ConnectionSettings(**fields)
     assert next(iter(fields)) in caught.value.message and caught.value.hint
@@ -142,7 +142,7 @@ def test_token_file_is_read_at_call_time(tmp_path: Path, token_file: Path) -> No
             call()
 
 
-def test_token_file_overrides_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
+def test_token_file_setting_overrides_environment_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "none"))
     assert resolve_connection(ps.ConnectionSettings(token_file=token_file)).token == TOKEN
 

@@ -41,7 +41,7 @@ class Foreign(Exception):
         (errors.GrantRefused, PermissionError),
     ],
 )
-def test_typed_error_is_also_python_error(ours: type[PenstockError], pythons: type[Exception]) -> None:
+def test_typed_error_is_also_builtin_error(ours: type[PenstockError], pythons: type[Exception]) -> None:
     error = ours("it failed", uri="s3://user:secret@bucket/x", hint="do this")
     with pytest.raises(pythons) as caught:
         raise error
@@ -237,7 +237,7 @@ def test_builtin_handlers_never_catch_penstock_errors() -> None:
         ("__builtins__", errors.PenstockError, errors.PenstockError),
     ],
 )
-def test_error_class_named_by_peer_must_be_known(name: str, least: type, kind: type) -> None:
+def test_unknown_error_class_from_peer_becomes_base_class(name: str, least: type, kind: type) -> None:
     assert errors.class_named(name, least) is kind
 
 

@@ -139,7 +139,7 @@ def test_missing_package_hint_names_its_extra() -> None:
     assert named == own
 
 
-def test_hint_names_hub_without_tls(tmp_path: Path) -> None:
+def test_https_request_to_plain_hub_hint_suggests_http(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-this-hub\n")
     auth = Auth.of(token_file=tokens)
@@ -174,7 +174,7 @@ def test_stall_hint_includes_model_name() -> None:
     assert "`penstock why 'big model'`" in str(error.hint)
 
 
-def test_average_of_one_source_error_names_operation(llama: Path) -> None:
+def test_average_of_single_source_raises(llama: Path) -> None:
     assert plan([llama, llama], operations="average").operation.name.endswith("average()")
     with pytest.raises(PenstockError, match="average of 1 sources"):
         plan([llama], operations="average")
@@ -191,7 +191,7 @@ def test_verify_error_names_corrupt_file(llama: Path) -> None:
     assert caught.value.uri == str(path)
 
 
-def test_staging_error_names_destination(llama: Path, tmp_path: Path, monkeypatch) -> None:
+def test_no_space_error_hint_names_destination(llama: Path, tmp_path: Path, monkeypatch) -> None:
     def is_full(path: Path) -> int:
         raise OSError(28, "No space left on device")
 

@@ -34,7 +34,7 @@ def test_outermost_deferred_block_raises_on_exit() -> None:
         interrupts.raise_if_noted()
 
 
-def test_deferred_wait_raises_once() -> None:
+def test_interrupt_noted_in_deferred_block_is_raised_once() -> None:
     assert interrupts.longest_wait_s(30) == 30
     cleaned = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
@@ -104,7 +104,7 @@ def test_signal_in_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not swallowed
 
 
-def test_foreign_handlers_and_threads_are_unaffected() -> None:
+def test_deferred_block_leaves_foreign_handlers_and_threads_unaffected() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
@@ -157,7 +157,7 @@ assert codes == [0], codes
 """
 
 
-def test_child_forked_by_other_thread_is_interruptible() -> None:
+def test_child_forked_by_second_thread_is_interruptible() -> None:
     # Use a separate process, because torch's threads do not survive a fork.
     child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert (child.returncode, child.stderr) == (0, "")
@@ -175,7 +175,7 @@ def _raise_timeout(prefix: str, number: int, frame: object) -> None:
 
 
 @pytest.mark.parametrize("handler", [_Alarm(), functools.partial(_raise_timeout, "mine"), _Alarm().__call__])
-def test_signal_handler_error_is_recognised(handler: Any) -> None:
+def test_error_raised_by_signal_handler_is_recognised(handler: Any) -> None:
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(TimeoutError) as raised:
@@ -185,7 +185,7 @@ def test_signal_handler_error_is_recognised(handler: Any) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_library_error_is_not_handler_error() -> None:
+def test_library_timeout_is_not_attributed_to_signal_handler() -> None:
     """concurrent.futures raises the builtin TimeoutError inside its module."""
     with pytest.raises(TimeoutError) as raised:
         Future[None]().result(timeout=0)

@@ -78,7 +78,7 @@ def test_report_lines_are_indented_in_log(log: Log, caplog: pytest.LogCaptureFix
     assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
-def test_log_record_has_caller_without_arguments(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_record_names_caller_and_drops_arguments(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     class Argument:
         pass
 
@@ -90,7 +90,7 @@ def test_log_record_has_caller_without_arguments(log: Log, caplog: pytest.LogCap
     gc.collect()
     assert kept() is None
     assert {record.filename for record in caplog.records} == {Path(__file__).name}
-    assert {record.funcName for record in caplog.records} == {"test_log_record_has_caller_without_arguments"}
+    assert {record.funcName for record in caplog.records} == {"test_log_record_names_caller_and_drops_arguments"}
 
 
 def read(file: str) -> str:
@@ -115,7 +115,7 @@ def name_of(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def test_every_logger_in_package_escapes() -> None:
+def test_raw_loggers_are_created_only_in_listed_files() -> None:
     found = {file for file, call in calls() if name_of(call) == "getLogger"}
     assert found == CONFIGURE
     raw = [
@@ -150,7 +150,7 @@ def test_every_log_message_is_literal() -> None:
         assert used, (file, name)
 
 
-def test_terminal_is_written_only_in_listed_files() -> None:
+def test_only_listed_files_write_to_terminal() -> None:
     found = {
         file
         for file, call in calls()

@@ -94,7 +94,7 @@ def test_api_functions_without_torch_raise_missing_extra(tmp_path: Path, llama: 
     assert not (tmp_path / "out").exists()
 
 
-def test_commands_without_torch_exit_as_usage_errors(tmp_path: Path, llama: str) -> None:
+def test_commands_without_torch_exit_with_usage_error(tmp_path: Path, llama: str) -> None:
     commands = [
         f"load {llama}",
         f"cache {llama}",
@@ -111,7 +111,7 @@ def test_commands_without_torch_exit_as_usage_errors(tmp_path: Path, llama: str)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "llama"]
 
 
-def test_doctor_without_torch_names_its_command(tmp_path: Path) -> None:
+def test_doctor_without_torch_prints_torch_install_command(tmp_path: Path) -> None:
     program = "from penstock.cli.main import run; run(['doctor'])"
     done = _run_without("torch", program, cwd=tmp_path)
     assert done.returncode == 0 and "pip install 'torch" in done.stdout, done.stderr
@@ -133,12 +133,12 @@ def test_doctor_without_torch_names_its_command(tmp_path: Path) -> None:
         ("penstock_convert", "convert llama out"),
     ],
 )
-def test_command_without_package_exits_as_usage_error(tmp_path: Path, llama: str, packages: str, command: str) -> None:
+def test_command_without_required_package_exits_with_usage_error(tmp_path: Path, llama: str, packages: str, command: str) -> None:
     done = _run_without(packages, _COMMANDS, command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_core_without_convert_package_names_extra(tmp_path: Path) -> None:
+def test_convert_without_its_package_raises_missing_extra(tmp_path: Path) -> None:
     program = """
 import penstock as ps
 for name in ("convert", "ConvertReport"):

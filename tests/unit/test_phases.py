@@ -92,7 +92,7 @@ def test_engine_error_is_recorded_as_failure() -> None:
 
 
 @pytest.mark.parametrize("error", [Cancelled("enough"), KeyboardInterrupt(), GeneratorExit()])
-def test_cancelled_operation_is_neither_failed_nor_ready(error: BaseException) -> None:
+def test_cancelled_operation_leaves_process_in_starting_state(error: BaseException) -> None:
     with pytest.raises(type(error)), Phases("move", journey="load"):
         raise error
     assert (boot().state, names(boot())) == ("starting", [("move", "cancelled")])
@@ -115,7 +115,7 @@ def test_startup_record_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> N
         assert names(boot()) == [("find", "running")]
 
 
-def test_phase_change_wakes_waiting_streams(record: BootRecord) -> None:
+def test_phase_change_wakes_waiting_thread(record: BootRecord) -> None:
     record.wait(before := record.serial, 0.0)
     assert record.serial == before
     waiter = threading.Thread(target=record.wait, args=(before, 60.0))
@@ -126,7 +126,7 @@ def test_phase_change_wakes_waiting_streams(record: BootRecord) -> None:
     assert not waiter.is_alive()
 
 
-def test_phase_bytes_do_not_retain_counter() -> None:
+def test_finished_phase_releases_byte_counter() -> None:
     import weakref
 
     class Weights:
@@ -182,7 +182,7 @@ def streamed(file: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     "verb", [lambda file: dict(ps.load(file, settings=ps.ReadSettings(copy=True)).report.phases), into, streamed]
 )
-def test_load_records_phases_of_its_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
+def test_recorded_load_phases_match_load_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
     reported = verb(file)
     now = boot()
     assert now.ready and {one.journey for one in now.phases} == {"load"}

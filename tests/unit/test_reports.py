@@ -82,7 +82,7 @@ def test_report_writes_manifest_to_requested_path(directory: Path, tmp_path: Pat
         ps.manifest(directory, sign=tmp_path / "absent.pem")
 
 
-def test_manifest_for_changed_weights_requires_replace(directory: Path) -> None:
+def test_manifest_for_changed_weights_raises_without_replace(directory: Path) -> None:
     first = ps.manifest(directory)
     again = ps.manifest(directory)
     assert again.written == () and "up to date" in str(again) and again.revision == first.revision

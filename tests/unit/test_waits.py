@@ -58,7 +58,7 @@ def test_leaving_scope_abandons_library_call() -> None:
     over.set()
 
 
-def test_library_call_raises_own_error() -> None:
+def test_library_call_error_reaches_caller() -> None:
     def fail() -> None:
         raise ValueError("of the library")
 

@@ -59,7 +59,7 @@ def test_wire_fixture_sets_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_frame_is_written_as_recorded(name: str) -> None:
+def test_frame_encodes_to_recorded_bytes(name: str) -> None:
     assert FRAMES[name].write() == wire_of(FIXTURES[name])
 
 

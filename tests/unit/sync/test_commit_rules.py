@@ -42,7 +42,7 @@ def test_every_vote_combination_returns_documented_decision() -> None:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
 
-def test_last_report_replaces_any_report_except_refusal() -> None:
+def test_latest_report_replaces_any_earlier_report_except_refusal() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
     assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
     ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")
@@ -110,7 +110,7 @@ def test_silent_rank_0_is_retried_until_deadline() -> None:
     )
 
 
-def test_undecided_rank_0_is_polled_until_limit() -> None:
+def test_undecided_rank_0_is_polled_until_time_limit() -> None:
     questions, end = ends([DecisionReply(at=9.0), DecisionReply(at=10.5), DecisionReply(at=10.6, decision=WITHDRAWN)])
     assert (questions[-1], end) == ("hub", WITHDRAWN)
 

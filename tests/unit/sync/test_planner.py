@@ -120,7 +120,7 @@ def test_plan_is_built_before_publication(group: Group) -> None:
     assert "missing" in request_part(planner, want, is_ahead=True).why
 
 
-def test_receiver_missing_from_old_list_stays_planned(
+def test_receiver_missing_from_cached_member_list_stays_planned(
     planner: Planner, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, look = group.look(), group.look
@@ -180,7 +180,7 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_sta
     assert request_part(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
 
 
-def test_planner_skips_version_receiver_reported_withdrawn(group: Group, version_status: VersionStatus) -> None:
+def test_version_that_receiver_reports_withdrawn_is_skipped(group: Group, version_status: VersionStatus) -> None:
     # The publishers are dead and still listed with version 4. This receiver has version 3 and knows no decision.
     group.id = "s1"
     group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
@@ -211,7 +211,7 @@ def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     assert "not published yet" in request_part(planner, layout("s0"), 4).why
 
 
-def test_withdrawn_version_is_planned_from_its_receivers(
+def test_withdrawn_version_is_read_from_receivers_that_have_it(
     planner: Planner, group: Group, version_status: VersionStatus
 ) -> None:
     version_status.post("p0", 3, is_open=False)

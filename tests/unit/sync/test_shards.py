@@ -56,7 +56,7 @@ def test_views_keep_strides_and_shards_keep_position() -> None:
     assert (layout.member, layout.address, layout.regions) == ("m", "a", (192,))
 
 
-def test_packed_elements_are_counted_by_format() -> None:
+def test_packed_f4_shape_counts_single_elements() -> None:
     raw = torch.zeros(4, 6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     whole, part = declared({"w": raw, "p": Shard(tensor=raw[:, 2:], global_shape=(4, 6), offset=(0, 2))})
     assert (whole.form.dtype, whole.form.shape, whole.form.strides) == (DType.F4, (4, 12), (12, 1))
@@ -65,7 +65,7 @@ def test_packed_elements_are_counted_by_format() -> None:
         declared({"w": raw.t()})
 
 
-def test_shard_offsets_count_across_regions() -> None:
+def test_shard_offset_counts_bytes_of_preceding_regions() -> None:
     arena = Arena.allocate(4096)
     inside = arena.bytes_at(512, 16).view(torch.float32)
     held = {"a": torch.zeros(6), "i": inside, "b": torch.zeros(3, dtype=torch.int8), "e": torch.zeros(0, 4)}

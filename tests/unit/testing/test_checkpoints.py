@@ -49,7 +49,7 @@ def test_same_seed_reproduces_bytes(tmp_path: Path) -> None:
     assert once != other
 
 
-def test_index_names_shard_of_every_tensor(tmp_path: Path) -> None:
+def test_index_lists_shard_of_every_tensor(tmp_path: Path) -> None:
     paths = write_llama(tmp_path, total_bytes=2 * MIB, shards=4)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     held = {name: path.name for path in paths for name in safetensors_torch.load_file(path)}

@@ -21,7 +21,7 @@ def trained() -> Llama:
 
 
 @torch.no_grad()
-def test_single_test_rank_matches_trained_model() -> None:
+def test_single_llama_rank_matches_trained_model() -> None:
     model, served = trained(), LlamaRank(SIZES)
     served.load_weights(model.state_dict().items())
     torch.testing.assert_close(served(TOKENS), model(TOKENS))

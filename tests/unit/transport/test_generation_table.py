@@ -75,7 +75,7 @@ def few_descriptors(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_reader_without_free_descriptors_blames_destination(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_free_file_descriptors_blames_destination(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Use a socket pair, since the server of an endpoint would be short of descriptors in this process too.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull) as sent:
@@ -105,7 +105,7 @@ except DestinationError as error:
     assert "Too many open files" in done.stdout
 
 
-def test_owner_without_free_descriptors_raises(endpoint) -> None:
+def test_owner_without_free_file_descriptors_raises(endpoint) -> None:
     # The free descriptor is for the lock of the directory.
     with few_descriptors(1), pytest.raises(DestinationError, match="Too many open files"):
         endpoint.address(0)

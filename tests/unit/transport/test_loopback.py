@@ -102,7 +102,7 @@ def test_closed_handle_refuses_fence(transport) -> None:
         handle.fence()
 
 
-def test_columns_of_unequal_length_are_refused() -> None:
+def test_segment_columns_of_unequal_length_are_refused() -> None:
     one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
     with pytest.raises(PlanError):
         Segments(src=one, dst=one, nbytes=two).check(src_nbytes=9, dst_nbytes=9)

@@ -50,7 +50,7 @@ def test_wait_without_subscribers_returns_immediately() -> None:
     assert progress.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
 
 
-def test_stalled_subscriber_is_late_until_recovery() -> None:
+def test_stalled_subscriber_is_counted_late_until_next_request() -> None:
     progress = SubscriberProgress()
     progress.begin(1, ["a", "b"])
     found, thread = start_wait(progress, 1, stall_s=2.0)
@@ -78,7 +78,7 @@ def test_dead_subscriber_is_reported_as_failed() -> None:
     assert found[0].failed == {"a": "its process is gone"}
 
 
-def test_failure_without_version_applies_to_newest() -> None:
+def test_failure_report_without_version_applies_to_newest_version() -> None:
     progress = SubscriberProgress()
     progress.begin(1, ["a"])
     report_progress(progress, "a", -1, "failed", why="names differ")

@@ -103,7 +103,7 @@ def test_sharded_blocks_match_unsharded_tensor(tag: str, grid: tuple[int, int]) 
     )
 
 
-def test_master_cast_includes_every_tensor() -> None:
+def test_bf16_cast_includes_every_float32_tensor() -> None:
     whole = tensors(dtype=torch.float32) | {"norm.weight": torch.randn(7), "scale": torch.tensor(2.5)}
     whole["already"] = torch.ones(3, dtype=torch.bfloat16)
     rows = declared(whole)

@@ -71,7 +71,7 @@ def requests(members: Members, names: list[str], version: int, stall_s: float = 
     return LinkRequests(cast("Membership", members), names, version, stall_s, members.threads)
 
 
-def test_requested_source_links_are_returned(members: Members) -> None:
+def test_links_to_requested_sources_are_returned(members: Members) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(["b", "a"], 3)
     assert list(links) == ["b", "a"]
@@ -80,7 +80,7 @@ def test_requested_source_links_are_returned(members: Members) -> None:
 
 
 @pytest.mark.parametrize(("names", "version"), [(["a"], 3), (["a", "c"], 3), (["a", "b"], 4)])
-def test_changed_sources_or_version_are_requested_again(members: Members, names: list[str], version: int) -> None:
+def test_different_sources_or_version_request_new_links(members: Members, names: list[str], version: int) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(names, version)
     assert {name: cast("int", link.map) for name, link in links.items()} == dict.fromkeys(names, version)
@@ -112,7 +112,7 @@ def test_lost_source_error_names_member(members: Members) -> None:
     assert caught.value.member == "b" and isinstance(caught.value.error, PeerLost)
 
 
-def test_unused_requests_are_abandoned(members: Members) -> None:
+def test_unused_link_requests_are_abandoned(members: Members) -> None:
     # More members than threads, and no member has begun the version.
     names = [f"m{number}" for number in range(40)]
     members.missing = set(names)

@@ -107,7 +107,7 @@ def test_packed_and_unpacked_versions_are_bit_identical(links: PeerLinks) -> Non
     assert np.array_equal(*found)
 
 
-def test_small_memory_uses_several_buffers(links: PeerLinks) -> None:
+def test_small_packing_memory_is_filled_repeatedly(links: PeerLinks) -> None:
     world = World(links, LEAST_PACK_BYTES, [(4096, 512)])
     expected = world.expected()
     transfer = world.transfer(watermark_bytes=16 * LEAST_BYTES)
@@ -213,7 +213,7 @@ def test_version_fenced_after_packing_is_refused(links: PeerLinks) -> None:
     assert transfer.lost == "p0"
 
 
-def test_fence_during_packing_grants_no_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_during_packing_raises_stale_descriptor(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source = world.sources[0]
     copy = packer.pack_strips
@@ -305,7 +305,7 @@ def test_receiver_reads_directly_if_buffers_are_busy(http: PeerLinks, monkeypatc
     assert max(asked) - min(asked) < 3.0  # only the first of 16 batches waits
 
 
-def test_source_without_ready_rows_stalls(http: PeerLinks) -> None:
+def test_source_without_ready_rows_raises_source_stalled(http: PeerLinks) -> None:
     world = World(http)
     late = world.sources[1]
     late.fence()
@@ -361,7 +361,7 @@ def test_failed_registration_is_retried(http: PeerLinks, monkeypatch: pytest.Mon
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_allocation_on_full_device_is_retried_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_on_full_device_is_retried_for_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source, allocate = world.sources[0], packer.Packer._allocate
     assert pack(source, short_strips(world)).regions is not None
@@ -379,7 +379,7 @@ def test_allocation_on_full_device_is_retried_next_version(http: PeerLinks, monk
         assert pack(source, short_strips(world), wait_s=0.0).regions is not None
 
 
-def test_undecodable_reply_after_write_sets_mutated(http: PeerLinks) -> None:
+def test_undecodable_reply_after_write_raises_with_mutated_set(http: PeerLinks) -> None:
     holdings, wants = sharded("p", [(4096, 512)], 0, 1, 1), sharded("s", [(4096, 512)], 1, 4, 1)
     source = held(holdings[0], http, pack_bytes=LEAST_PACK_BYTES)
     source.begin(1)

@@ -23,7 +23,7 @@ def memory(nbytes: int, seed: int) -> tuple[Memory, np.ndarray]:
     return Memory(address=data.ctypes.data, nbytes=nbytes, owner=data), data
 
 
-def test_staging_copies_only_planned_strips() -> None:
+def test_only_planned_strips_are_copied() -> None:
     pairs = [(memory(n, n), memory(n, n + 1)) for n in (3_000_000, 0, 5000)]
     rows = [(0, 300_000, 3, 400_000), (1_200_000, 500, 40, 1000), (1_300_000, 400_000, 1, 0), (3_000_100, 7, 30, 9)]
     at, run_bytes, num_rows, pitch = np.array(rows, np.int64).T
@@ -38,7 +38,7 @@ def test_staging_copies_only_planned_strips() -> None:
     assert np.array_equal(np.concatenate([dst[1] for dst, _ in pairs]), expected)
 
 
-def test_copy_between_unequal_sizes_is_rejected() -> None:
+def test_copy_between_memories_of_unequal_size_raises() -> None:
     with pytest.raises(PlanError):
         MemoryCopy([memory(10, 0)[0]], [memory(11, 0)[0]])
 

@@ -190,7 +190,7 @@ def test_staged_update_passes_documented_states(sync: MemorySync, holder: Memory
             subscriber.commit()
 
 
-def test_staging_live_version_commits_nothing(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_live_version_staged_again_commits_no_bytes(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         subscriber.stage()

@@ -79,7 +79,7 @@ def test_transfer_verifies_every_byte(links: PeerLinks) -> None:
     num_regions=st.integers(1, 3),
     bucket_bytes=st.integers(64, 20_000),
 )
-def test_random_receiver_plans_arrive_complete(shapes, froms, to, num_regions, bucket_bytes) -> None:
+def test_random_shapes_and_shardings_transfer_every_byte(shapes, froms, to, num_regions, bucket_bytes) -> None:
     shapes = [(rows * 12, columns * 12) for rows, columns in shapes]
     with open_links(only=["loopback"]) as links:
         made = world(links, shapes, froms=froms, to=to, num_regions=num_regions, bucket_bytes=bucket_bytes)
@@ -138,7 +138,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 @pytest.mark.parametrize("receiver", [0, 1])
 @pytest.mark.parametrize("is_filling", [False, True])
-def test_local_devices_are_read_in_turns(
+def test_concurrent_reads_from_local_devices_are_limited(
     links: PeerLinks, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each receiver reads half of its bytes from each source.
@@ -168,7 +168,7 @@ def test_local_devices_are_read_in_turns(
     assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
 
-def test_receiver_devices_have_separate_turns(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_receiver_device_has_separate_read_limit(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     monkeypatch.setattr(SourceRead, "near_device", lambda self, step: f"cuda:{step.reads[0][1]}")
     reads = recorded(monkeypatch)
@@ -231,7 +231,7 @@ class Lying(LocalLink):
         return reply
 
 
-def test_flipped_byte_is_reported_and_not_verified(links: PeerLinks) -> None:
+def test_corrupt_byte_raises_integrity_error_naming_source(links: PeerLinks) -> None:
     made = world(links, bucket_bytes=1 << 30)
     source_links = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
     transfer = made.transfer()
@@ -269,7 +269,7 @@ def test_untouched_target_is_reported_as_unmutated(links: PeerLinks) -> None:
     assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
-def test_source_never_ready_raises_stall(links: PeerLinks) -> None:
+def test_source_with_unready_rows_raises_source_stalled(links: PeerLinks) -> None:
     made = world(links)
     made.sources[1].fence()
     made.sources[1].begin(1)

@@ -102,7 +102,7 @@ def test_recording_lists_slices_that_rank_needs() -> None:
     assert list(wants) == sorted(wants)
 
 
-def test_recorded_weights_are_cast_like_loader() -> None:
+def test_cast_by_loader_is_recorded() -> None:
     tensors = checkpoint(torch.float32)
     live, true = Toy(Place(dtype=torch.bfloat16)), Toy(Place(dtype=torch.bfloat16))
     recording = record(live, table_of(tensors))
@@ -118,7 +118,7 @@ def test_cast_through_second_dtype_rounds_twice() -> None:
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.half().float())), {"w": W})
 
 
-def test_view_as_same_width_dtype_is_recorded() -> None:
+def test_view_as_dtype_of_same_width_is_recorded() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     check((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
     check((8, 6), each_tensor(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
@@ -158,7 +158,7 @@ LOADERS: dict[str, tuple[tuple[int, ...], Callable]] = {
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_loader_of_views_and_copies_is_recorded(what: str) -> None:
+def test_loader_that_copies_views_is_recorded(what: str) -> None:
     shape, load = LOADERS[what]
     check(shape, each_tensor(load), {"w": W})
 
@@ -360,7 +360,7 @@ def test_overwritten_tensor_leaves_no_record() -> None:
     assert recording.unused == ("first",)
 
 
-def test_dtypes_missing_in_torch_are_unrecorded() -> None:
+def test_tensors_with_dtypes_missing_in_torch_are_unrecorded() -> None:
     from penstock.peer.local_weights import tabulate
     from penstock.types import DType
 

@@ -30,7 +30,7 @@ def fill_by_rows(shape: tuple[int, ...], load: Callable, tensors: dict[str, torc
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_loader_of_views_receives_all_bytes(what: str) -> None:
+def test_loader_that_copies_views_receives_all_bytes(what: str) -> None:
     shape, load = LOADERS[what]
     fill_by_rows(shape, each_tensor(load), {"w": W})
 
@@ -83,7 +83,7 @@ def test_cast_and_transpose_use_scratch() -> None:
     assert torch.equal(model.p, W.t().to(torch.bfloat16))
 
 
-def test_bit_reinterpretation_reaches_parameter() -> None:
+def test_tensor_viewed_as_another_dtype_needs_no_scratch() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     table = table_of({"w": raw})
@@ -139,7 +139,7 @@ def test_partially_recorded_tensor_is_received_once() -> None:
     assert [row.tensor.numel() for row in want.rows] == [W.numel()]
 
 
-def test_memory_replaced_by_loader_raises_after_fill() -> None:
+def test_loader_replacing_parameter_memory_raises_plan_error() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p = torch.nn.Parameter(w * 2, requires_grad=False)
@@ -155,7 +155,7 @@ def test_memory_replaced_by_loader_raises_after_fill() -> None:
     assert (caught.value.mutated, caught.value.tensor) == (True, "p")
 
 
-def test_staged_copy_is_flipped_then_loaded() -> None:
+def test_staged_rows_leave_model_unchanged_until_flip() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     model, true = Toy(Place(tp_rank=1, tp=2)), Toy(Place(tp_rank=1, tp=2))

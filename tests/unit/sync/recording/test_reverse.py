@@ -71,7 +71,7 @@ def test_engine_fills_engine_with_different_parallelism() -> None:
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_loader_of_views_is_reversed(what: str) -> None:
+def test_recording_with_view_copies_is_reversible(what: str) -> None:
     shape, load = LOADERS[what]
     model = Holder(shape, each_tensor(load))
     recording = record(model, table_of({"w": W}))

@@ -119,7 +119,7 @@ def test_split_rows_map_to_separate_regions() -> None:
     assert [part.target_box().start for part in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_restricted_stride_map_splits_into_maps() -> None:
+def test_restricted_stride_map_yields_requested_rows() -> None:
     # View 12 rows as [3, 4], transpose to [4, 3], and copy rows 2 to 9 of the flat result.
     whole = between(StridedView(full((12,)), 0, (1, 4)), StridedView(full((12,)), 0, (3, 1)), (4, 3))
     parts = [part for cut in restrict(whole, Box(start=(2,), stop=(9,))) for part in boxes(cut)]
