@@ -142,7 +142,9 @@ def test_token_file_is_read_at_call_time(tmp_path: Path, token_file: Path) -> No
             call()
 
 
-def test_token_file_setting_overrides_environment_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
+def test_token_file_setting_overrides_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path
+) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "none"))
     assert resolve_connection(ps.ConnectionSettings(token_file=token_file)).token == TOKEN
 

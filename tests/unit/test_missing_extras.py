@@ -133,7 +133,9 @@ def test_doctor_without_torch_prints_torch_install_command(tmp_path: Path) -> No
         ("penstock_convert", "convert llama out"),
     ],
 )
-def test_command_without_required_package_exits_with_usage_error(tmp_path: Path, llama: str, packages: str, command: str) -> None:
+def test_command_without_required_package_exits_with_usage_error(
+    tmp_path: Path, llama: str, packages: str, command: str
+) -> None:
     done = _run_without(packages, _COMMANDS, command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -134,7 +134,7 @@ def test_wrong_metrics_address_raises_config_error(listen: str, message: str, to
 
 
 def test_loopback_metrics_endpoint_requires_token(tmp_path: Path) -> None:
-    with pytest.raises(ps.ConfigError, match="need a token"):
+    with pytest.raises(ps.ConfigError, match="requires a token"):
         ps.telemetry.serve_metrics("127.0.0.1:0")
     empty = tmp_path / "empty"
     empty.write_text("# none\nshort\n")
@@ -186,7 +186,7 @@ def test_environment_variable_enables_metrics_endpoint(
     ps.load(llama)
     assert endpoint_module._endpoint is None
     monkeypatch.setenv("PENSTOCK_METRICS", "127.0.0.1:0")
-    with pytest.raises(ps.ConfigError, match="need a token"):
+    with pytest.raises(ps.ConfigError, match="requires a token"):
         ps.load(llama)
     monkeypatch.setenv("PENSTOCK_METRICS_TOKEN_FILE", str(token_file))
     with caplog.at_level("INFO", logger="penstock.metrics"):

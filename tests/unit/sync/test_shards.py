@@ -92,7 +92,7 @@ def test_shard_offset_counts_bytes_of_preceding_regions() -> None:
     [
         (torch.zeros(1, 4).expand(3, 4), "overlap"),
         (torch.zeros(2, dtype=torch.complex128), "no dtype"),
-        (torch.zeros(3, 3).to_sparse(), "not one plain tensor"),
+        (torch.zeros(3, 3).to_sparse(), "not a single plain tensor"),
         (torch.zeros(2, dtype=torch.complex64).conj(), "differ from the bytes in memory"),
         (Shard(tensor=torch.zeros(2, 2), global_shape=(3, 2), offset=(2, 0)), "outside shape"),
         (Shard(tensor=torch.zeros(2, 2), global_shape=(3, 2), offset=(-1, 0)), "is negative"),

@@ -83,11 +83,11 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
-            raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
+            raise ValueError(f"box start {self.start} and stop {self.stop} have different numbers of dims")
         # An empty box is allowed, because a tensor may have fewer rows than there are ranks.
         for a, b in zip(self.start, self.stop, strict=True):
             if a < 0 or b < a:
-                raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
+                raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or a stop below its start")
 
     @classmethod
     def of(cls, *slices: slice) -> Box:

@@ -361,7 +361,9 @@ def test_failed_registration_is_retried(http: PeerLinks, monkeypatch: pytest.Mon
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_allocation_on_full_device_is_retried_for_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_on_full_device_is_retried_for_next_version(
+    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(http)
     source, allocate = world.sources[0], packer.Packer._allocate
     assert pack(source, short_strips(world)).regions is not None

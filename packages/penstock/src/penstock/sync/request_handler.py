@@ -89,7 +89,7 @@ class SyncHandler:
         # Read every body, to reuse the connection. Only a member with a session may send 256 MiB.
         raw = body(MAX_MESSAGE_BYTES if member is not None else MAX_BODY_BYTES) if verb == "POST" else b""
         if member is None:
-            raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")
+            raise PermissionDenied("the session is unknown or has ended", hint="request a new grant from the hub")
         if verb == "POST":
             return self._post(member, path[1], raw)
         number = {name: _number(query, name) for name in ("after", "version", "rank", "wait_ms")}
@@ -97,7 +97,7 @@ class SyncHandler:
 
     def _open(self, request: SessionRequest) -> MemberSession:
         if request.key != self.key:
-            raise NotFound("this member does not take part in this sync")
+            raise NotFound("this member is not part of the requested sync")
         self.admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
         # The id is the only authorisation of later requests.
         session = secrets.token_hex(16)
@@ -171,7 +171,7 @@ class SyncHandler:
                 if self.version_status.is_past(version):
                     break
                 if (left := deadline - time.monotonic()) <= 0:
-                    raise NotFound(f"version {version} has not begun here yet")
+                    raise NotFound(f"this member has not begun version {version} yet")
                 # The version status has a separate condition, so check it ten times a second.
                 served.changed.wait(min(left, 0.1))
             # Hold the lock, so that no fence comes between the check above and the map.

@@ -83,7 +83,7 @@ def row_of(
     # Quantised, nested and sparse tensors have several buffers, or memory that does not contain the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         raise PlanError(
-            f"a {type(tensor).__name__} is not one plain tensor in memory", tensor=name, hint="declare its parts"
+            f"a {type(tensor).__name__} is not a single plain tensor", tensor=name, hint="declare its inner tensors"
         )
     # Torch conjugates and negates lazily with a bit on the tensor, which a peer that reads the bytes would miss.
     if tensor.is_conj() or tensor.is_neg():
@@ -231,6 +231,6 @@ def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
         require_initialised(name, value)
         if value.is_nested:
             raise PlanError(
-                "a nested tensor is not a single plain tensor in memory", tensor=name, hint="declare its parts"
+                "a nested tensor is not a single plain tensor in memory", tensor=name, hint="declare its inner tensors"
             )
         yield row_of(name, value, value.shape, (0,) * value.ndim)

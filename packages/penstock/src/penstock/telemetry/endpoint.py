@@ -69,7 +69,7 @@ class MetricsEndpoint(Closeable):
         if bound is None:
             raise ConfigError(
                 f"cannot serve metrics at {address}: {refusal}",
-                hint="give an address of this host, and a range of ports for several processes, such as HOST:9464-9479",
+                hint="use an address of this host, and a range of ports for several processes, such as HOST:9464-9479",
             ) from refusal
         endpoint._server = HttpServer(
             bound,
@@ -181,7 +181,7 @@ def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[st
     address = settings.metrics if listen is None else metrics_address(listen)
     path = settings.metrics_token_file if token_file is None else Path(token_file)
     if address is None:
-        raise ConfigError("there is no address for the metrics", hint="give listen=, or set PENSTOCK_METRICS")
+        raise ConfigError("there is no address for the metrics endpoint", hint="pass listen=, or set PENSTOCK_METRICS")
     return _serve(address, path)
 
 
@@ -189,8 +189,8 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
     global _endpoint
     # Loopback also requires a token, because every user of the host can connect and the metrics contain model names.
     if token_file is None:
-        hint = "give token_file= or set PENSTOCK_METRICS_TOKEN_FILE. Create the file with `openssl rand -hex 32 > FILE`"
-        raise ConfigError(f"the metrics at {address} need a token", hint=hint)
+        hint = "pass token_file= or set PENSTOCK_METRICS_TOKEN_FILE. Create the file with `openssl rand -hex 32 > FILE`"
+        raise ConfigError(f"the metrics endpoint at {address} requires a token", hint=hint)
     with _lock:
         if _endpoint is not None and _endpoint.is_ours:
             hint = "a process has one endpoint, so close the existing one first"

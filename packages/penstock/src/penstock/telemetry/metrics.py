@@ -211,7 +211,7 @@ class Registry:
         try:
             import prometheus_client
         except ImportError as error:
-            raise MissingExtra("metrics need prometheus-client", hint=install_hint("metrics")) from error
+            raise MissingExtra("metrics require the package prometheus-client", hint=install_hint("metrics")) from error
         self.pid = os.getpid()
         # Do not use the library's default registry, which belongs to the application and is served by engines.
         self._registry = prometheus_client.CollectorRegistry()

@@ -267,7 +267,7 @@ class PeerLinks(Closeable):
                 descriptor = decode(offered[offered_as])
                 # The peer also chooses the name. With a wrong name, a transport would decode a foreign payload.
                 if descriptor.transport != offered_as:
-                    raise PlanError(f"a descriptor offered as {offered_as} belongs to {descriptor.transport}")
+                    raise PlanError(f"the peer offered a {descriptor.transport} descriptor as one for {offered_as}")
                 refusal = kind.unless_peer(ours[name], descriptor)
                 if not refusal:
                     return self.transports[name], descriptor, "; ".join(why)
@@ -275,7 +275,7 @@ class PeerLinks(Closeable):
             elif name not in unnamed:
                 why.append(f"{name}: {self._missing(name, ours)}")
         raise PlanError(
-            f"no transport reaches the peer: {'; '.join(why)}", hint="allow a common transport on both ends"
+            f"no transport reaches the peer: {'; '.join(why)}", hint="allow the same transport in both processes"
         )
 
     def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:

@@ -115,7 +115,7 @@ class Shared:
                 return cls(driver, device, handle=b"", offset=offset, pieces=_pieces_of(driver, base, memory))
         if offset + memory.nbytes > nbytes:
             raise ConfigError(
-                "memory to register spans two allocations", hint="register each separately, or use an arena"
+                "memory to register spans two allocations", hint="register one allocation at a time, or use an arena"
             )
         return cls(driver, device, handle=handle, offset=offset, pieces=())
 
@@ -129,7 +129,7 @@ class Shared:
                 runs.append((1, nbytes))
         if len(runs) > _MAX_RUNS:
             message = f"cannot describe device memory in {len(runs)} runs of pieces, more than {_MAX_RUNS}"
-            raise ConfigError(message, hint="use an arena")
+            raise ConfigError(message, hint="allocate the memory in an arena")
         return tuple(runs)
 
     def export(self) -> Iterator[int]:

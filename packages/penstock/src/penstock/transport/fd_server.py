@@ -152,7 +152,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
     """
     if not path:
         hint = "restart the peer with this release"
-        raise ConfigError("the peer's release does not send file descriptors of its memory", uri=uri, hint=hint)
+        raise ConfigError("the peer's release does not send file descriptors for its memory", uri=uri, hint=hint)
     # Check the path, since a peer could name any socket of this user.
     if path.startswith("\0"):
         fault = "" if path.startswith("\0penstock") else "its name is not that of a member's socket"
@@ -174,7 +174,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
                 # Without descriptors, the connection was closed early. Too many do not match the described memory.
                 if not fds or received > count:
                     _close_all(fds)
-                    raise StaleDescriptor(f"received {received} of {count} pieces of memory", uri=uri)
+                    raise StaleDescriptor(f"the peer sent {received} of {count} file descriptors", uri=uri)
                 yield from _each(fds)
     except PenstockError:
         # Some of these errors are OSErrors too, and must not be converted below.

@@ -468,7 +468,7 @@ class Endpoint:
     def check_mine(self, into: Handle, source: Descriptor) -> IntoHandle:
         """Return the open handle. Raises ConfigError for a foreign handle or descriptor, Cancelled if it is closed."""
         if not isinstance(into, IntoHandle) or into.endpoint is not self:
-            raise ConfigError(f"{self.transport} got a foreign handle")
+            raise ConfigError(f"{self.transport} got another transport's handle")
         self.check_theirs(source)
         into.check_open()
         return into
@@ -476,7 +476,7 @@ class Endpoint:
     def check_theirs(self, source: Descriptor) -> None:
         """Check that a descriptor belongs to this transport, which must be open. Raises like `check_mine`."""
         if source.transport != self._reads:
-            raise ConfigError(f"{self.transport} got a {source.transport} descriptor")
+            raise ConfigError(f"{self.transport} cannot read a {source.transport} descriptor")
         self.check_open()
 
     def claim(self, source: Descriptor, address: GenerationAddress) -> MemoryClaim:

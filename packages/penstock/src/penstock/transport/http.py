@@ -190,7 +190,7 @@ class HttpTransport:
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> Read:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
-            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or another transport's handle")
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         payload = decode_payload(source, _DECODER)
         read = Read(

@@ -355,7 +355,7 @@ class _Carrier:
             if is_coded:
                 choice.declined()
             if reply.length != nbytes + TRAILER.size:
-                raise FormatError("the peer sent a different length than was requested", uri=read.uri)
+                raise FormatError("the response has a different length than the request", uri=read.uri)
             return self._receive(connection.wire, part, nbytes)
         finally:
             choice.end(is_coded)
@@ -419,7 +419,7 @@ def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Plan
         planes.decode(frame, np.frombuffer(views[0], np.uint8))
         return
     if sum(map(len, views)) != nbytes:
-        raise FormatError("the peer sent a block that covers more runs than the request")
+        raise FormatError("the peer sent a compressed block that is longer than the requested runs")
     block, at = np.empty(nbytes, np.uint8), 0
     planes.decode(frame, block)
     for view in views:

@@ -67,7 +67,7 @@ class IntoDevice:
 
     def register(self, memory: Memory) -> Handle:
         """Raise ConfigError, since peers cannot read this memory."""
-        raise ConfigError(f"{self.name} only reads into memory")
+        raise ConfigError(f"{self.name} can only read into memory, and cannot offer memory to peers")
 
     def register_into(self, memory: Memory) -> IntoHandle:
         """Return a handle for reads into device memory. Raises ConfigError for host memory, Cancelled after `close`."""

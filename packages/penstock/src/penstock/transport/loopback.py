@@ -107,7 +107,7 @@ class LoopbackTransport:
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> LoopbackRead:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, LoopbackHandle) or into.transport is not self:
-            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or another transport's handle")
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         return LoopbackRead(into, source, segments)

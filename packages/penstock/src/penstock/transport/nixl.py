@@ -234,7 +234,7 @@ class NixlTransport:
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> NixlRead:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, NixlHandle) or into.transport is not self:
-            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or another transport's handle")
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)

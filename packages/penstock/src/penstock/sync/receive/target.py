@@ -67,7 +67,7 @@ def select_tensors(
     for name, dtype, shape, tag in _rows(checkpoint, tags):
         if tag in chosen:
             if name in rows:  # two of the requested tags store a tensor under the same name
-                raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
+                raise PlanError(f"published twice, as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
     table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
     return TensorSelection(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})

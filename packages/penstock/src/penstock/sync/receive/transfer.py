@@ -407,7 +407,7 @@ class _TransferRun(Run):
         # Each read ends at its deadline, so this wait is bounded.
         with turns:
             if self.ticket.stopped:
-                raise Cancelled("the run is over")
+                raise Cancelled("the transfer was cancelled")
             yield
 
     def _arrived(self, step: Step) -> None:

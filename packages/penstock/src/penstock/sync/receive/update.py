@@ -397,7 +397,7 @@ class UpdateLoop:
         raise ConfigError(
             f"{some} moved since the update began",
             tensor=moved[0] if moved else None,
-            hint="move weights before stage() or update() and not between them and the flip, and call it again",
+            hint="call stage() or update() again, and do not move the weights until the version is live",
         )
 
     def _give_up_buffers(self) -> None:
@@ -445,7 +445,7 @@ class UpdateLoop:
         if isinstance(outcome, LayoutNeeded):
             outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
             if isinstance(outcome, LayoutNeeded):
-                raise NotFound("the planner asked twice for this receiver's layout")
+                raise NotFound("the planner requested this receiver's layout a second time")
         # A version that is known to be withdrawn must not go live, whatever a planner replies.
         known = self.decisions.get((outcome.epoch, outcome.version))
         if isinstance(outcome, Withdrawn):

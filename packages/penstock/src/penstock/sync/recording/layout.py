@@ -190,7 +190,7 @@ def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iter
         return
     if any(kind == "view" for kind, _ in record.steps):
         # A shard declares values of one dtype, so viewed bits would be sent as wrong values.
-        raise PlanError(f"the loader views its bits as another dtype in {record.target}", tensor=record.source)
+        raise PlanError(f"the loader views the bits as another dtype in {record.target}", tensor=record.source)
     global_shape = torch_shape(row.form.dtype, shape)
     strides = row.tensor.stride()
     first = int(row.tensor.storage_offset())

@@ -98,10 +98,10 @@ class StrideGrid:
         start, rest = [0] * len(self.shape), offset
         for dim in self._outer_first:
             if self.strides[dim] < 1:
-                raise NotBoxes("a tensor that repeats its own elements")
+                raise NotBoxes("the viewed tensor repeats its own elements")
             start[dim], rest = divmod(rest, self.strides[dim])
         if rest or any(a >= n for a, n in zip(start, self.shape, strict=True)):
-            raise NotBoxes("a view that begins outside the tensor")
+            raise NotBoxes("the view begins outside the tensor")
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
@@ -114,7 +114,7 @@ class StrideGrid:
                 last[dim] += step * (n - 1)
         # Check the last element too, because the sum of the dims may leave a row even if each dim fits.
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
-            raise NotBoxes("a view that continues from one row into the next")
+            raise NotBoxes("the view continues from one row into the next")
         return start, placed
 
     def has(self, start: Sequence[int], reach: Sequence[int]) -> bool:
@@ -132,7 +132,7 @@ class StrideGrid:
             return [(extent, -1, 0, 0, 0)]
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
-            raise NotBoxes("a view that strides inside an element")
+            raise NotBoxes("the stride of the view is smaller than an element")
         # Start in the dim with the largest stride up to the view's stride, and continue in the dims around it.
         inner: list[Digit] = []
         while True:
@@ -144,7 +144,7 @@ class StrideGrid:
             outer = self._outer_first[level - 1] if level else dim
             dense = level and self.strides[outer] == self.strides[dim] * self.shape[dim]
             if uneven or rest or not count or not dense or extent % count:
-                raise NotBoxes("a view that steps unevenly across rows")
+                raise NotBoxes("the view steps unevenly across rows")
             inner.insert(0, (count, dim, step, 0, 0))
             extent, stride, level = extent // count, stride * count, level - 1
 
@@ -223,7 +223,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     inner = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
     looped = [whole.digits[i] for i in sorted(loops)]
     if (count := math.prod(digit[0] for digit in looped)) > MAX_BOXES:
-        raise NotBoxes(f"the copy consists of {count} separate boxes")
+        raise NotBoxes(f"the copy consists of {count} separate boxes, more than {MAX_BOXES}")
     # The digits with gaps become loops, with one map for each combination of their values.
     maps = []
     for values in itertools.product(*(range(digit[0]) for digit in looped)):
