@@ -1,7 +1,7 @@
 """Waits that are aborted when their call exits early because of an error, Ctrl-C, or a signal handler that raises.
 
-A verb waits for the network in many threads. When the verb exits early, its threads must not wait until a server's
-deadline. The threads of one call therefore share a `Scope`, in which each wait registers a function that aborts it.
+A call such as `load` waits for the network in many threads. If it exits early, its threads must not wait for a server's
+deadline. The threads therefore share a `Scope`, in which each wait registers a function that aborts it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def jitter(low: float, high: float) -> float:
 
 
 def pause(seconds: float) -> None:
-    """Sleep for this time, or until the call is left. Raises the errors of `require_wanted`."""
+    """Sleep for this time, or until the scope is left. Raises the errors of `require_wanted`."""
     over, until_s = threading.Event(), time.monotonic() + seconds
     with _registered(over.set):
         while (left_s := until_s - time.monotonic()) > 0:

@@ -151,7 +151,7 @@ def update_outcome(report: UpdateReport) -> Outcome:
 
 
 def received(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return the bytes received by source and transport, for metrics."""
+    """Return the number of bytes from each source over each transport, for metrics."""
     counts: Counter[tuple[str, str]] = Counter()
     for path, nbytes in nbytes_by_path.items():
         counts["peer", path.partition(" ")[0]] += nbytes

@@ -1,8 +1,8 @@
 """The request handler of a sync member. It serves the member's map, digests, planned parts and progress to peers.
 
 `POST /v1/sync` opens a session. `SyncHandler._get` and `_post` list the routes below `/v1/sync/SESSION`. A client
-repeats a request whose connection broke. All requests are idempotent except `pack`, which then takes a second buffer,
-while the lease of the first expires.
+repeats a request whose connection broke. All requests are idempotent except `pack`. A repeated `pack` uses a second
+buffer until the lease of the first buffer expires.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SyncHandler:
                     raise NotFound(f"this member has not begun version {version} yet")
                 # The version status has a separate condition, so check it ten times a second.
                 served.changed.wait(min(left, 0.1))
-            # Hold the lock, so that no fence comes between the check above and the map.
+            # Hold the lock, so that no fence happens between the check above and reading the map.
             version_map = served.map()
         if version_map.version != version:
             raise StaleDescriptor(f"version {version} was replaced by version {version_map.version}")
@@ -207,7 +207,7 @@ class SyncHandler:
                 self._strips.move_to_end(request.strips)
                 return strips
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
-        # All peers share the names, so columns must match their name.
+        # All peers share these names, so check that the columns match the requested name.
         if name_of_strips(*columns) != request.strips:
             return None
         at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)

@@ -61,7 +61,7 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardR
     With FSDP2, call it between steps, because it reshards the module, as `state_dict` does.
 
     Args:
-        params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name:
+        params: a module (its parameters and persistent buffers, tied parameters under each name), or tensors by name:
             unsliced tensors, DTensors, a `Shard` or several Shards.
 
     Raises:
@@ -137,7 +137,7 @@ def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[
 
 
 def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
-    """Return the layout of rows, with offsets that count through `regions`. Raise PlanError for a row in no region."""
+    """Return the layout of rows, with byte offsets across all `regions`. Raise PlanError for a row in no region."""
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)

@@ -163,7 +163,7 @@ _refused_in = 0
 def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[str] | None = None) -> MetricsEndpoint:
     """Serve the metrics of this process for Prometheus, until the endpoint is closed or the process ends.
 
-    Counting begins with this call. Without a call, the first verb starts the endpoint if `PENSTOCK_METRICS` is set.
+    Counting begins with this call. Without a call, the first journey starts the endpoint if `PENSTOCK_METRICS` is set.
 
     Args:
         listen: `host:port`, where port 0 means any free port, or `host:first-last` for the first free port in a range.

@@ -1,4 +1,4 @@
-"""A call of a verb, counted for Prometheus and traced with OpenTelemetry if a tracer is configured."""
+"""Counting of calls such as `load` for Prometheus, and tracing with OpenTelemetry if a tracer is configured."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def recent_failures() -> tuple[JourneyFailure, ...]:
 
 
 class Journey:
-    """A call of a verb, for metrics and tracing.
+    """A call such as `load` or `fetch`, for metrics and tracing.
 
     Use it as a context manager, which makes its span the current span, or call `begin` and `end`.
 
     Args:
         kind: one of `metrics.JOURNEYS`.
-        model: name of the model or the sync. Empty if there is none, as for a load.
+        model: name of the model or the sync. Empty if the journey has no name, as for a load.
         attributes: initial attributes of the span.
 
     Attributes:
@@ -59,7 +59,7 @@ class Journey:
         num_wrong: number of digest mismatches.
         num_retries: number of replaced sources or repeated attempts.
         outcome: data from the report. None unless the journey succeeded.
-        ended: how the journey ended, for the metrics. None while it is running.
+        ended: how the journey ended, for the metrics. None while the journey is running.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:

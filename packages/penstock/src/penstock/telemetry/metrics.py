@@ -27,7 +27,7 @@ RESULTS = ("ok", "failed", "cancelled")
 MAX_MODELS = 100
 """Maximum number of values of the label `model` in one process. Later models share the value `other`."""
 
-# From 10 ms for a small model from another process on the host to 20 minutes for a large model from an object store.
+# A small model from a process on the host takes 10 ms, and a large model from an object store takes 20 minutes.
 _JOURNEY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
 # A staged update pauses the engine for milliseconds. A direct update pauses it until all bytes arrived.
 _PAUSE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -143,7 +143,7 @@ method."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The values in a journey's report that its metrics and its span contain."""
+    """Values from a journey's report, for its metrics and its span."""
 
     nbytes: int
     phases: Mapping[str, float] = field(default_factory=dict)

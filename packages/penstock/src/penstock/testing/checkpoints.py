@@ -130,11 +130,11 @@ def write_llama(
     shards: int = 2,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a Llama-like checkpoint in BF16, with an FP8 MLP if `fp8`. Engines can serve it without `fp8`.
+    """Write a Llama-like checkpoint in BF16, with an FP8 MLP if `fp8`. Without `fp8`, engines can serve it.
 
     Args:
         directory: created if it does not exist. Files with the same names are replaced.
-        total_bytes: approximate size. It determines the shape in place of `num_layers` to `vocab`.
+        total_bytes: approximate size. Replaces `num_layers`, `hidden`, `intermediate` and `vocab`.
         num_layers: number of decoder layers.
         hidden: hidden size, a multiple of 32.
         intermediate: MLP size. None means 4 x hidden.

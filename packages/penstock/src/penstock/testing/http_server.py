@@ -173,7 +173,7 @@ class RangeServer:
 
     @property
     def faults(self) -> Faults:
-        """Return the injected faults. Setting them restarts the count of requests."""
+        """Return the injected faults. Assigning new faults restarts the count of requests."""
         return self._faults
 
     @faults.setter

@@ -72,7 +72,7 @@ class TransportTests:
         receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
 
     def test_transport_descriptor_round_trips_through_encoding(self) -> None:
-        """Check that encoding leaves a descriptor unchanged, short, and true to the registration."""
+        """Check that an encoded descriptor is short, decodes unchanged, and describes the registration."""
         with self.pair(sample(1000), 10) as (holder, handle, _, _):
             raw = encode(handle.descriptor)
             assert len(raw) <= MAX_DESCRIPTOR_BYTES

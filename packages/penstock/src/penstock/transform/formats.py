@@ -96,7 +96,7 @@ def _registration_fault(form: Format) -> str | None:
     # Blocks whose sides are powers of two divide the kernels' tiles, so no block spans two tiles.
     if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
         return f"sides of block {rows} x {cols} are not powers of two up to {MAX_BLOCK} or {WHOLE} for the whole dim"
-    # The kernel reads a block that spans the whole dim twice, and supports only blocks of one row.
+    # The kernel reads a block that spans the whole dim in two passes, and supports only such blocks of one row.
     if rows != 1 and WHOLE in form.block:
         return f"block {rows} x {cols} spans the dim, so it must have one row"
     if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
@@ -304,7 +304,7 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return, per dim, the multiple at which a box can end without cutting a block. It may also end with the tensor."""
+    """Return, per dim, the multiple at which a box can end without cutting a block, other than at the tensor's end."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))

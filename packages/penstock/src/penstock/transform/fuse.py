@@ -244,7 +244,7 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _LaunchTiles:
-    """Return the launch for these matrices. Its table has their columns, their first tiles, and each tile's matrix."""
+    """Return the launch. Its table lists the columns and first tile of each matrix, and the matrix of each tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across

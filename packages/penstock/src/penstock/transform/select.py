@@ -49,7 +49,7 @@ def reasons(
 
     Args:
         keep: shell patterns of names that stay unchanged.
-        only: shell patterns. A tensor is quantised only if its name matches at least one.
+        only: shell patterns. A tensor is quantised only if its name matches at least one pattern.
     """
     # The biases of other modules can show that a weight is transposed.
     transposed = _transposed(tensors)

@@ -63,9 +63,9 @@ class TransportKind:
             0, cuda_ipc 10, shm 20, nixl 30 and http 40.
         unless: returns the reason not to open the transport with this setup, or an empty string.
         unless_peer: returns the reason not to read this memory of a peer, given our handle and the peer's descriptor,
-            or an empty string. After a reason the next transport is tried. It must be quick, since it is called for
-            each pair of regions before the first read. An error of `post_read` or `wait` ends the use of the peer with
-            any transport.
+            or an empty string. If there is a reason, the next transport is tried. The function must be quick, since it
+            is called for each pair of regions before the first read. An error of `post_read` or `wait` ends the use of
+            the peer with any transport.
     """
 
     name: str
@@ -179,7 +179,7 @@ def _routes() -> Iterator[tuple[str, str, TransportKind]]:
 
 
 class PeerLinks(Closeable):
-    """Transports of one process by name, nearest first. `refused` states why others could not be opened."""
+    """Transports of one process by name, nearest first. `refused` states why other transports could not be opened."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
         self.transports: dict[str, Transport] = {}
@@ -212,7 +212,7 @@ class PeerLinks(Closeable):
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
     def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
-        """Register memory with every transport of this reach that can offer it. Raises ConfigError if none can."""
+        """Register memory with every transport of this reach that can offer it. Raises ConfigError if all refuse."""
         handles: dict[str, Handle] = {}
         why = dict(self.refused)
         try:
@@ -294,7 +294,7 @@ class PeerLinks(Closeable):
         return self.refused.get(name, "it is not open in this process")
 
     def sweep(self) -> None:
-        """Release the memory of peers that are gone. Call it while nothing is read, since a read does this itself."""
+        """Release the memory of peers that are gone. Call it between reads, since a read does this itself."""
         for transport in self.transports.values():
             if isinstance(transport, Sweeping):
                 transport.sweep()

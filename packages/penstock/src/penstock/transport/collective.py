@@ -35,7 +35,7 @@ class GroupCollectives:
             raise PlanError("this process is not a rank of the group")
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank. All must have the same length."""
+        """Return the bytes of every rank, by rank. All ranks must pass the same number of bytes."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
         gathered = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
         self.finish(self.post_gather(gathered, mine))

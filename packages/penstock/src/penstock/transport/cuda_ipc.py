@@ -88,7 +88,7 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shared:
-    """Shared form of a local registration: the IPC handle of its allocation, or the pieces of its virtual memory.
+    """Data that shares a local registration: the IPC handle of its allocation, or the pieces of its virtual memory.
 
     `offset` is the memory's offset in the allocation or in its first piece. `pieces` lists addresses and sizes.
     """
@@ -120,7 +120,7 @@ class Shared:
         return cls(driver, device, handle=handle, offset=offset, pieces=())
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return the lengths of the pieces in the form of the payload."""
+        """Return the lengths of the pieces as run-length pairs (count, bytes)."""
         runs: list[tuple[int, int]] = []
         for _, nbytes in self.pieces:
             if runs and runs[-1][1] == nbytes:
@@ -199,7 +199,7 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 def handle_fault(payload: CudaPayload) -> str:
     """Return why this process cannot open the memory with its handle, or an empty string."""
-    # The driver finds the exporter by its process id. It fails, or mistakes this process for it if the ids are equal.
+    # The driver finds the exporter by its process id. Here it fails, or finds this process if the ids are equal.
     # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
         return ""
@@ -542,7 +542,7 @@ class CudaIpcTransport:
             self._advance(read)
 
     def close(self) -> None:
-        """See `Transport.close`. Waits for copies in flight for at most `SETTLE_S`, then keeps their memory."""
+        """See `Transport.close`. Waits at most `SETTLE_S` for copies, then keeps the memory of unfinished copies."""
         if not self._endpoint.page.is_mine:
             return
         # Close the endpoint first, so that no read is posted and waiting threads raise Cancelled.

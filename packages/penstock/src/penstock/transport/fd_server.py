@@ -1,4 +1,4 @@
-"""Server of file descriptors of shared memory for processes of the same user, on a Unix socket.
+"""Server that sends file descriptors of shared memory to processes of the same user, on a Unix socket.
 
 Each request names a generation. The descriptors are sent in order, in several messages (SCM_RIGHTS). The socket is in
 the runtime directory, so every container that mounts this directory can reach it, whatever its namespaces. Client and

@@ -2,11 +2,11 @@
 
 An endpoint has one generation table, which is a page of shared memory that every reader on the host maps read-only. The
 page holds a header and slots of four words: generation (0 if free), checksum, serial, 0. The serial identifies a
-registration as long as its memory stays the same. The checksum is a digest of its descriptor and detects forgeries. A
-lock on the page shows that its owner is alive, since the kernel releases it when the owner dies.
+registration as long as its memory stays the same. The checksum is a digest of the registration's descriptor and detects
+forgeries. A lock on the page shows that its owner is alive, since the kernel releases it when the owner dies.
 
 An owner writes the generation before it changes a byte, and a reader checks it after its last byte. The interpreter's
-lock, acquired in between, orders the two.
+lock orders each pair of accesses.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class ResponsePart:
 class Read:
     """See `PendingRead`. `cut_into_parts` creates its parts, of which `num_left` have not arrived.
 
-    `changed` guards the fields. It is notified when the read ends and when a connection stops using the memory. No part
-    is requested after the first `error`.
+    `changed` guards the fields. The condition is notified when the read ends and when a connection stops using the
+    memory. No part is requested after the first `error`.
     """
 
     peer: Peer
@@ -164,7 +164,7 @@ class Read:
                 self.changed.notify_all()
 
     def fail(self, error: PenstockError) -> None:
-        """Abort the read unless it is done, and the connections that receive for it."""
+        """Abort the read unless it is done, and close the connections that receive its bytes."""
         with self.changed:
             if self.error is not None or not self.num_left:
                 return

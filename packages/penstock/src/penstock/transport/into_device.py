@@ -52,7 +52,7 @@ MANY = 64
 
 
 class IntoDevice:
-    """Common code of both transports. `source` is the transport whose descriptors are accepted."""
+    """Base of `StagedTransport` and `PinnedTransport`. `source` is the transport whose descriptors are accepted."""
 
     nap_s: ClassVar[float]
     """Seconds between two polls of a copy."""

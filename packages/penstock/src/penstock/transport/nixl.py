@@ -140,7 +140,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
                 check_wanted=into.check_open,
                 stall_s=stall_s,
             )
-            # Retry if another read gave up its peer and closed the agent that both reads used.
+            # Retry if another read gave up on its peer and closed the shared agent.
             while True:
                 try:
                     with into.transport.reading(into) as reader:
@@ -218,7 +218,7 @@ class NixlTransport:
 
     @contextmanager
     def reading(self, into: NixlHandle) -> Iterator[Reader]:
-        """Yield the reading agent, or a new one if it was closed. `into` stays registered in the block."""
+        """Yield the reading agent, or a new one if it was closed. `into` stays registered during the block."""
         with self.changing:
             into.check_open()
             if self._reader is None or not self._reader.agent.is_open:

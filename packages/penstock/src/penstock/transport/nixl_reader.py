@@ -1,12 +1,12 @@
 """NIXL's agent, and the reader of the `nixl` transport, which has a separate agent.
 
-A transfer in flight cannot be cancelled. Over TCP, a peer that was stopped, given up and then continued still writes
+A transfer in flight cannot be cancelled. Over TCP, a stopped peer that continues after its reader gave up still writes
 its bytes, even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
 closes the whole agent, which does stop them. Other reads continue with the next agent from where they were.
 
 An agent is not thread-safe (sync mode NONE), so a lock is held during each call, and no call waits. NIXL's progress
-thread stays off, since it occupies a core as long as the agent is alive, and with one at each peer TCP reached half of
-its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
+thread stays off, since it occupies a core as long as the agent is alive. With such a thread at each peer, TCP reached
+half of its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
 benchmarks/results/cpu2_202611/hosts.md.
 """
 

@@ -260,9 +260,9 @@ from a silent peer would take a hundred times `stall_s`."""
 def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
     """Wait for all posted reads, so that none is in flight any more, even after a failure.
 
-    `posting` posts a read in each iteration. Its error ends the posting, and the earlier reads are waited for. Return
-    the first failure, or a DestinationError if there is one, since bytes may still arrive. Also return whether a byte
-    of our memory may have been written.
+    `posting` posts a read in each iteration. An error of `posting` ends the loop, and earlier reads are still waited
+    for. Return the first failure, or a DestinationError if there is one, since bytes may still arrive. Also return
+    whether a byte of our memory may have been written.
     """
     posted: list[tuple[Transport, PendingRead]] = []
     failed: PenstockError | None = None
@@ -320,4 +320,4 @@ class DeferredRead(ABC, Generic[*Ts]):
 
     @abstractmethod
     def _carry(self, stall_s: float, *work: *Ts) -> None:
-        """Move every byte, and add to `moved_bytes` as they arrive."""
+        """Move every byte, and update `moved_bytes` as bytes arrive."""

@@ -212,7 +212,7 @@ class ShmTransport:
         return claim, mapped, mapped.address + payload.offset
 
     def sweep(self) -> None:
-        """See `Sweeping`. A read that finds such memory also sweeps."""
+        """See `Sweeping`. A read that detects released memory also sweeps."""
         with self._endpoint.changing:
             self._mapped.sweep()
 

@@ -39,7 +39,7 @@ Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSelection:
-    """The checkpoint as one receiver reads it."""
+    """The tensors that one receiver reads, with the tag of each transformed tensor."""
 
     table: TensorTable
     tags: Mapping[str, str]
@@ -78,7 +78,7 @@ def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, t
 
 
 def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
-    """Return the offered block format for which the model has codes and scales, or () unless exactly one fits."""
+    """Return the only offered block format whose codes and scales the model has, or () if no or several formats fit."""
     if model is None:
         return ()
     live = live_tensors(model)
@@ -88,7 +88,7 @@ def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str
 
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
-    # A cast has no scales, and any BF16 model would request `cast:BF16`.
+    # A cast is not selected automatically: it has no scales, so every BF16 model would match `cast:BF16`.
     if form.scaling == "none":
         return False
     # Engines store F4 codes as bytes, because few kernels accept torch's dtype.
@@ -122,7 +122,7 @@ def requirements_for(
     strict: bool,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return the requirements for a result of `tensors_of`. `tags` maps names to tags under which they are read."""
+    """Return the requirements for a result of `tensors_of`. `tags` maps transformed tensors to their tags."""
     if not len(table):
         raise PlanError("the publishers have no tensors")
     if isinstance(target, torch.nn.Module):
@@ -181,7 +181,7 @@ def _tagged(row: ShardRow, tag: str) -> ShardRow:
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
-    # The model itself computes buffers such as rotary tables.
+    # Check only parameters, because the model itself computes buffers such as rotary tables.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
     if recording.unrecorded:
@@ -203,7 +203,7 @@ class ReceiveBuffers:
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.
-        ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or there is too little.
+        ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or memory is short.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class ReceiveBuffers:
             raise
 
     def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
-        """Return whether strips of the target's memory match these digests now."""
+        """Return whether the strips of the target's memory still match these digests."""
         with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
         """Return the names of tensors in the staging copy whose bytes no longer match these digests."""
-        # A check may have used other streams.
+        # Wait first, because a check hook may have queued work on other streams.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]
         if not any(map(len, wrong)):
@@ -263,7 +263,7 @@ class ReceiveBuffers:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of the staging copy and scratch, which are needed in addition to the target."""
+        """Return the size of the staging copy and the scratch in bytes, without the target's memory."""
         copied = 0 if self.staging_copy is None else self.staging_copy.regions.nbytes
         return copied + self.wanted.scratch_bytes
 
@@ -277,7 +277,7 @@ class ReceiveBuffers:
 
     def install(self) -> None:
         """Finish the update when all bytes are in the target's memory and scratch."""
-        # Autograd does not detect writes by address.
+        # Autograd does not detect writes to raw addresses.
         note_written(row.tensor for row in self.wanted.rows[: self.wanted.num_live])
         self.wanted.install()
         self.wanted.finish()

@@ -64,7 +64,7 @@ class TiedRows:
         self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
-        """Raise PlanError if the sources for one memory have different bytes, or SourceFailed without a reply."""
+        """Raise PlanError if the sources of tied rows have different bytes, or SourceFailed if a source is silent."""
         for names, (ours, others) in self._pairs:
             apart = (ours.source != others.source) | (ours.src != others.src)
             apart |= (ours.num_rows > 1) & (ours.src_pitch != others.src_pitch)
@@ -98,7 +98,7 @@ def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
     )
     if same:
         return one, other
-    # Ranks may shard the two tensors differently, so cut the runs of both at every start and end of either.
+    # Ranks may shard the two tensors differently, so cut their runs wherever a run of either tensor starts or ends.
     runs = [_runs(reads) for reads in (one, other)]
     edges = np.unique(np.concatenate([edge for each in runs for edge in (each.dst, each.dst + each.run_bytes)]))
     begin, nbytes = edges[:-1], np.diff(edges)

@@ -1,6 +1,6 @@
 """The transfer of one receiver's part of a sync from several sources at once, with verification.
 
-Devices on this host share one queue for each device that reads them, because concurrent reads would share links. With
+Source devices on this host share one queue per receiving device, because concurrent reads would compete for links. With
 `ChangedRanges`, only strips that changed since the last version are read, if the measured density and bandwidth favour
 it. A skipped strip is digested like a strip that was read, so the stored digests are never trusted.
 """
@@ -53,7 +53,7 @@ def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster. A rate of 0 is unknown."""
+    """Return whether it is faster to spend `cost_s` seconds and read only changed bytes. A rate of 0 means unknown."""
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
@@ -92,7 +92,7 @@ class ChangedRanges:
             )
 
     def lacking(self, step: Step, wanted: U64) -> Step | None:
-        """Return the changed strips of a step, which must be read: the step, a smaller step, or None."""
+        """Return a step with the strips that must be read, or None if no strip of this step changed."""
         known = None if step in self._unsure else self._digests.get(step)
         if known is None:
             return step
@@ -119,7 +119,7 @@ class ChangedRanges:
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
-        """Record the figures of a completed run, and with `were_ready` the duration of its digest requests."""
+        """Record the rates of a completed run. If `were_ready`, also record the duration of its digest requests."""
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
         if report.moved_bytes and report.wire_s > 0:
@@ -138,7 +138,7 @@ LEAST_BYTES = MIB
 
 @dataclass(eq=False)
 class Transfer:
-    """A receiver's part of a sync. `run` it for each version, as long as the plan's key is the same.
+    """The transfer of a receiver's part of a sync. Call `run` for each version while the plan's key stays the same.
 
     `watermark_bytes` limits the bytes that are read and not yet verified. `lost` is the source that failed, or None.
     """
@@ -168,7 +168,7 @@ class Transfer:
         """Read the part from sources with one version, and return when every byte is verified in place.
 
         Raises:
-            PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
+            PlanError: the part does not match the memory, a source is missing, or the sources have several versions.
             StaleDescriptor, PeerLost, SourceStalled, IntegrityError: `lost` names the source that failed.
             DestinationError: the receiver's device failed, or may still be written to.
         """
@@ -273,7 +273,7 @@ class _TransferRun(Run):
         self._next_window = 0
 
     def _queued(self, steps: Sequence[Step]) -> dict[int | str, _Queue]:
-        # A slow source must not delay the steps of other sources. Devices on this host are equally fast.
+        # Use one queue per source, so that a slow source does not delay others. Devices on this host share a queue.
         queues: dict[int | str, _Queue] = {}
         part = self._transfer.part
         sources = np.array([step.source for step in steps], np.int64)
@@ -329,7 +329,7 @@ class _TransferRun(Run):
             self._fetch.post(*items)
 
     def _advance(self) -> None:
-        """Pass the verified windows in order, and finish after the last. The caller holds the lock."""
+        """Advance past the verified windows in order, and finish after the last window. The caller holds the lock."""
         while self._next_window < len(self._windows) and not self._left[self._next_window]:
             self._next_window += 1
         if self._next_window == len(self._windows):
@@ -475,7 +475,7 @@ def reporting_progress(
         while not over.wait(transfer.timing.progress_interval_s):
             report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
-    # The transfer's threads wait for the link, and a silent receiver would count as late.
+    # Use another thread, because the transfer's threads wait for the link and a silent receiver would count as late.
     reporter = threads.start(work, "penstock-progress")
     assert reporter is not None
     try:

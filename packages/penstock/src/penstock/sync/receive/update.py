@@ -154,7 +154,7 @@ class UpdateLoop:
     def _stop_serving(self) -> None:
         if self.states.version >= 0:
             self.withdraw()
-            # Planners choose sources from the hub's list.
+            # Send a heartbeat now, because planners choose sources from the hub's list.
             self.membership.member.beat_now()
 
     def note_decision(self, decision: FleetDecision) -> None:
@@ -213,7 +213,7 @@ class UpdateLoop:
             news = self.news(after, self.timing.news_wait_s)
             now = time.monotonic()
             if news is not None:
-                # A version may take hours, so without a timeout only the silence of every planner counts.
+                # A version may take hours, so without a timeout only the time since a planner's last reply is limited.
                 last_reply = now
                 if news.version >= version:
                     return news.version
@@ -228,7 +228,7 @@ class UpdateLoop:
                 raise SourceStalled(message)
 
     def prepare(self) -> None:
-        """Do the remaining one-time work of the first update. Raise NotFound while publisher ranks are missing."""
+        """Do the one-time work of the first update in advance. Raise NotFound while publisher ranks are missing."""
         self.follow()
         lost: dict[str, PenstockError] = {}
         while True:
@@ -265,7 +265,7 @@ class UpdateLoop:
 
     def _attempts(self, version: int | None, pause: Callable[[int], None], begun: float) -> Staged:
         lost: dict[str, PenstockError] = {}
-        # The epochs for which a lost member may be needed.
+        # Epochs in which a member was lost.
         damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
             planner = self._choose_planner(lost)
@@ -283,7 +283,7 @@ class UpdateLoop:
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # The error concerns the planner, or a member that the planner could not reach or do without.
+                # The lost member is the planner, or a member that the planner needs but could not reach.
                 about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
                 is_other = failed.uri != about and about not in lost
                 member, error = about if is_other else planner.member, failed
@@ -309,7 +309,7 @@ class UpdateLoop:
         raise AssertionError("unreachable")
 
     def _is_live(self, version: int, epoch: str) -> bool:
-        """Return whether this version is already live. Raise ConfigError if it is below the live version."""
+        """Return whether this version is already live. Raise ConfigError if the live version is newer."""
         live = self.states.version
         if version > live:
             return False
@@ -360,9 +360,9 @@ class UpdateLoop:
         if buffers is None or key != self._table:
             requirements = self.requirements
             if requirements is None or key != self._table:
-                # If names or shapes do not match, the live version must still be served.
+                # If names or shapes do not match, keep the buffers, so that the live version is still served.
                 requirements = self._followed.requirements(selection.table, selection.tags)
-            # A device rarely has memory for two staging copies.
+            # Free the old buffers first, because a device rarely has memory for two staging copies.
             self._give_up_buffers()
             buffers = self._allocate(requirements)
             self.buffers, self.requirements = buffers, requirements
@@ -424,7 +424,7 @@ class UpdateLoop:
         *,
         is_ahead: bool = False,
     ) -> Granted:
-        # With `have_key`, the planner does not send the same part of megabytes for every version.
+        # With `have_key`, the planner does not send an unchanged part of several megabytes again for every version.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version,
@@ -512,7 +512,7 @@ class UpdateLoop:
             except PenstockError as error:
                 if error.mutated and not self.options.staged:
                     self.states.enter(SubscriberState.WRITING)
-                # The transfer wrote to the staging copy, or the state records that it wrote to the target.
+                # The state already records writes to the target, and writes to the staging copy do not matter.
                 error.mutated = False
                 if transfer.lost is not None:
                     raise SourceFailed(transfer.lost, error) from error
@@ -520,7 +520,7 @@ class UpdateLoop:
         if not self.options.staged:
             self.states.enter(SubscriberState.WRITING)
         if granted.decide_s is None and not self.options.has_check:
-            # A live publish waits only for the bytes.
+            # A publish of live weights waits only until the bytes are read.
             self.report("committed")
         return Staged(
             version=granted.version,
@@ -570,7 +570,7 @@ class UpdateLoop:
         return proven
 
     def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
-        """Return buffers after `free`, for a version from elsewhere whose known digests are `proven`."""
+        """Allocate buffers again after `free`, for a restored version whose known digests are `proven`."""
         assert self.checkpoint is not None
         if self.follow():
             proven = []  # the strips belong to the old memory

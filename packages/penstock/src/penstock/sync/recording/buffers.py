@@ -1,4 +1,4 @@
-"""The buffers of a recording. Each consists of boxes from checkpoint tensors, numbers and unknown elements."""
+"""The buffers that a recording tracks. A buffer contains boxes of checkpoint tensors, numbers and unknown elements."""
 
 from __future__ import annotations
 
@@ -145,15 +145,15 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def strided(self) -> StridedView:
-        """Return the view without its shape."""
+        """Return the buffer's grid with this view's offset and strides."""
         return StridedView(self.buffer.grid, self.offset, self.strides)
 
     def region(self) -> list[StrideMap]:
-        """Return the viewed boxes of the buffer, as maps to themselves. Raise NotBoxes."""
+        """Return the boxes of the buffer that the view covers, as identity maps. Raise NotBoxes."""
         return boxes(between(self.strided, self.strided, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[BufferPiece]:
-        """Yield this view's pieces as pieces of `target`'s buffer. Both views have the same shape. Raise NotBoxes."""
+        """Yield this view's pieces as pieces of `target`'s buffer. `target` has the same shape. Raise NotBoxes."""
         mine = self.buffer
         for part in boxes(between(self.strided, target.strided, self.shape)):
             # The source is usually a whole checkpoint tensor. Its single piece needs no intersection.

@@ -35,7 +35,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A copy from one box of a checkpoint tensor into one box of a parameter or buffer.
 
     target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), after
-    `steps`. Boxes count elements like torch, which counts two F4 elements as one.
+    `steps`. Boxes count torch's elements. Torch counts two F4 elements as one.
     """
 
     source: str
@@ -63,7 +63,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The copies of a loader from a checkpoint. No element of a parameter is in two records."""
+    """The copies that a loader makes from a checkpoint into a model. No element of a parameter is in two records."""
 
     layout: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -167,7 +167,7 @@ def checkpoint_shards(
 ) -> dict[str, Sequence[Shard]]:
     """Return a rank's shards of the checkpoint tensors that fill its model, without elements that no record fills.
 
-    `recording` is made from the whole model's loader. Raise PlanError if the loader was only partly recorded.
+    `recording` records the loader of the unsharded model. Raise PlanError if the loader was only partly recorded.
     """
     if recording.unrecorded:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
@@ -194,7 +194,7 @@ def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iter
     global_shape = torch_shape(row.form.dtype, shape)
     strides = row.tensor.stride()
     first = int(row.tensor.storage_offset())
-    # Restrict the recorded map to this rank's part of the target, and cut the map until both ends are boxes.
+    # Restrict the recorded map to this rank's part of the target, and cut it until its source and target are boxes.
     for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
         inside = zip(part.target_start, box.start, strides, strict=True)
         begin = first + sum((at - start) * step for at, start, step in inside)

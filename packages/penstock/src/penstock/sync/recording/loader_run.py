@@ -48,7 +48,7 @@ def user_code(what: str, *, mutated: bool = False) -> Iterator[None]:
 def follow(
     model: torch.nn.Module, specs: Specs, run: Load, device: torch.device, left_out: dict[str, str]
 ) -> LoadRecorder:
-    """Run the loader until it reads no values. Tensors whose values it reads are added to `left_out`."""
+    """Repeat the loader until it reads no values. Tensors whose values it reads are added to `left_out`."""
     # The loop ends, because each run leaves out at least one more tensor.
     while True:
         recorder = LoadRecorder(model, device)
@@ -108,7 +108,7 @@ class _Pass:
     def tensors(self, specs: Specs) -> Iterator[tuple[str, torch.Tensor]]:
         for name, (dtype, shape) in specs.items():
             self._last = name
-            # Unwatched creation saves a third of the time. In inference mode torch refuses views of older tensors.
+            # In inference mode torch refuses views of older tensors, so create each tensor now, unwatched for speed.
             with torch._C._DisableTorchDispatch():
                 tensor = self._recorder.checkpoint_tensor(name, dtype, shape)
             yield name, tensor

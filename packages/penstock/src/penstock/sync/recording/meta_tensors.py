@@ -40,7 +40,7 @@ class Recorded(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device, buffer: Buffer | None
     ) -> Recorded:
-        """Return a tensor that views its buffer as `meta` does. Without elements it has no buffer."""
+        """Return a tensor that views `buffer` as `meta` does. `buffer` is None for a tensor without elements."""
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
@@ -72,7 +72,7 @@ class Recorded(torch.Tensor):
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Dispatch mode that passes every operator of this thread to the recorder, because all may write live tensors."""
+    """Dispatch mode that passes all operators of this thread to the recorder, because any may write live tensors."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class LoadRecorder:
         self._live: dict[int, list[LiveBuffer]] = {}
         # Checkpoint tensors with the same dtype and shape differ only in their buffers.
         self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, StrideGrid, StrideMap]] = {}
-        # Start with the largest, so that a tensor inside another's memory is recorded as part of the other tensor.
+        # Record larger tensors first, so that a tensor inside another tensor's memory becomes part of its record.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
                 buffers = self._live.setdefault(_storage(tensor), [])
@@ -275,7 +275,7 @@ class LoadRecorder:
         to.buffer.put(pieces)
 
     def view_of(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return a view of a tensor, recorded or live."""
+        """Return a view of a recorded or live tensor."""
         if not isinstance(tensor, Recorded):
             return view(tensor)
         return Recorded(view(tensor._meta), self, tensor.device, tensor._buffer)
@@ -389,7 +389,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate a recording tensor if it can become a weight. Counters and indices stay real."""
+    """Allocate a recording tensor if it can become a weight. Integer tensors are allocated as usual."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
@@ -468,7 +468,7 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
         return out
 
     def inside(m: torch.Tensor) -> torch.Tensor:
-        # Torch lists paddings from the last dim, as pairs of before and after.
+        # Torch lists paddings from the last dim, as pairs (before, after).
         for i, before in enumerate(pads[::2]):
             m = m.narrow(-1 - i, before, source.shape[-1 - i])
         return m

@@ -1,8 +1,8 @@
 """The checkpoint data that a receiver needs. `record` runs the model's loader once, and `wanted` derives rows.
 
 A record whose target has the same order, dtype and contiguous runs gets a row in the parameter itself, and other
-records get rows in scratch. `install` permutes, casts and copies them. `finish` passes unrecorded tensors through the
-loader and sets constants.
+records get rows in scratch. `install` permutes, casts and copies the arrived rows. `finish` passes unrecorded tensors
+through the loader and sets constants.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def record(
 
     If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
     through the loader at each update. If the loader fails without that tensor, all tensors pass through the loader.
-    Effects of the loader on anything but the model's tensors remain. The tensors need no memory. Each operator of the
-    loader takes about 50 us of Python. Nothing else may use the model during the call.
+    Side effects of the loader outside the model's tensors remain. The checkpoint tensors need no memory. Each operator
+    of the loader takes about 50 us of Python. Nothing else may use the model during the call.
 
     Args:
-        model: live, on any device, including "meta". Copies into its parameters and buffers are recorded.
+        model: the live model, on any device, including "meta". Copies into its parameters and buffers are recorded.
         table: the checkpoint's tensors, from its manifest or its publisher.
-        load: receives the tensors as pairs (name, tensor). None means `model.load_weights`, or else
+        load: function that receives the tensors as pairs (name, tensor). None means `model.load_weights`, or else
             `model.load_state_dict`.
         device: the device that the recording tensors report.
 
@@ -141,7 +141,7 @@ def _recording(
             )
     used = {entry.source for entry in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
-    # Tied parameters, and parameters inside another parameter's memory, are recorded under the other's name.
+    # Tied parameters, and parameters inside another parameter's memory, are recorded under that parameter's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
     # Values that the loader read, or that went to an unknown place, may decide which tensors it fills.
@@ -185,7 +185,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Step:
-    """A conversion of arrived bytes by a record, or a plain copy without a record."""
+    """A conversion of received bytes that `record` describes, or a plain copy if `record` is None."""
 
     piece: torch.Tensor
     target: torch.Tensor
@@ -200,7 +200,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requirements:
-    """The rows that a receiver needs, and serves once it has a version. Call `install` and `finish` on arrival."""
+    """The rows that a receiver needs, and later serves. Call `install` and `finish` after the rows arrive."""
 
     rows: tuple[ShardRow, ...]
     num_live: int
@@ -225,15 +225,15 @@ class Requirements:
 
     @classmethod
     def as_declared(cls, rows: Sequence[ShardRow]) -> Requirements:
-        """Return these rows as requirements without steps after arrival. Raise PlanError if rows share memory."""
+        """Return requirements for these rows, which need no conversion. Raise PlanError if rows share memory."""
         tied = tied_targets([row.name for row in rows], [row.tensor for row in rows])
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
 
     def with_tied(self, others: Mapping[str, str]) -> Requirements:
-        """Return these requirements with extra rows for further names of memory that is already received.
+        """Return these requirements with rows for additional names of memory that is received anyway.
 
         Args:
-            others: for each further name, the name whose rows share its memory.
+            others: maps each additional name to the name whose rows share its memory.
         """
         rows, tied = list(self.rows), []
         for other, name in others.items():
@@ -313,7 +313,7 @@ class Requirements:
 
         steps = [step for mine in self._steps.values() for step in mine] + list(self._last)
         with self._writing():
-            # These steps write into the copy where no row arrives, because a flip does not copy these places.
+            # Writing into the copy is safe here: no row arrives at these targets, so a flip does not copy them.
             for step in steps:
                 replace(step, piece=staged(step.piece), target=staged(step.target)).run()
             for target, value in self._constants:
@@ -399,7 +399,7 @@ def wanted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """The name, dtype and shape of a checkpoint tensor in torch's elements."""
+    """A checkpoint tensor, with its dtype and shape as torch counts elements."""
 
     name: str
     kind: torch.dtype

@@ -27,7 +27,7 @@ Digit = tuple[int, int, int, int, int]
 
 
 class NotBoxes(Exception):
-    """The copy is not a copy between a few boxes, for the reason in the message."""
+    """A copy that cannot be described as copies between a few boxes. The message states the reason."""
 
 
 # A recording creates these values several times for each tensor, and dataclasses take five times as long as Structs.
@@ -105,7 +105,7 @@ class StrideGrid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Locate a view of `dims` (extent, stride). Return its first element, and each dim's outermost-first digits."""
+        """Locate a view of `dims` (extent, stride). Return its first element and each dim's digits, outermost first."""
         start = self.start(offset)
         placed = [self._split(extent, stride, start) for extent, stride in dims]
         last = list(start)
@@ -317,7 +317,7 @@ def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
     joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
-        # Take digits from both ends alternately, innermost first, and cut each pair to the smaller digit.
+        # Pop one digit from each map at a time, innermost first, and cut the pair to the smaller digit.
         while left and right:
             (n, d, s), (m, e, t) = left.pop(), right.pop()
             common = min(n, m)
