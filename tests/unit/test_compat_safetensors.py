@@ -100,7 +100,7 @@ def test_patched_function_after_uninstall_calls_original(path: Path) -> None:
         kept("http://127.0.0.1:9/none.safetensors", "pt")
 
 
-def test_nested_install_is_undone_by_outermost() -> None:
+def test_nested_install_stays_until_outermost_uninstall() -> None:
     with installed():
         with installed():
             install()

@@ -250,5 +250,5 @@ def test_foreign_text_cannot_control_terminal(text: str) -> None:
     assert "\\nforged" in shown
 
 
-def test_line_breaks_in_own_messages_are_preserved() -> None:
+def test_line_breaks_in_penstock_messages_are_preserved() -> None:
     assert str(errors.PlanError("first:\n  second")).startswith("first:\n  second")

@@ -124,7 +124,7 @@ def test_missing_extra_hint_names_installable_packages(extra: str) -> None:
     assert re.fullmatch(r"pip install( '[a-z0-9-]+[<>=0-9.,]+')+", hint) and "penstock" not in hint
 
 
-def test_messages_name_only_published_packages() -> None:
+def test_error_messages_mention_only_published_packages() -> None:
     sources = [Path(package.__file__).parent for package in (penstock, penstock_convert)]
     files = [path for source in sources for path in source.rglob("*.py")]
     assert [path.name for path in files if "pip install 'penstock" in path.read_text(encoding="utf-8")] == []

@@ -21,7 +21,7 @@ def send() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_outermost_deferred_block_raises_on_exit() -> None:
+def test_interrupt_is_raised_when_outermost_deferred_block_exits() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         with interrupts.deferred():

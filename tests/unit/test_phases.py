@@ -204,7 +204,7 @@ def test_failed_load_records_error(file: Path, tmp_path: Path) -> None:
     assert boot().phase == "plan"
 
 
-def test_refused_load_leaves_no_running_phase(file: Path, tmp_path: Path) -> None:
+def test_refused_load_does_not_block_next_load(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         ps.load(file, settings=ps.ReadSettings(trace=tmp_path / "no such directory" / "trace.json"))
     assert boot().state == "failed"

@@ -49,7 +49,7 @@ def test_latest_report_replaces_any_earlier_report_except_refusal() -> None:
     assert ballot.decide(is_due=False).by == "b"
 
 
-def test_late_joiner_is_not_awaited() -> None:
+def test_vote_of_late_joiner_is_not_awaited() -> None:
     ballot = Ballot.of(["a"], "withdraw").reported("new", "failed", "x").reported("a", "prepared")
     assert ballot.decide(is_due=False).prepared == ("a",)
     assert ballot.reported("new", "prepared").decide(is_due=False).prepared == ("a", "new")

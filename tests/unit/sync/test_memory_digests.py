@@ -26,7 +26,7 @@ def expected(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(np.array(leaves, "<u8").tobytes())
 
 
-def test_each_memory_has_separate_digest() -> None:
+def test_each_tensor_memory_has_separate_digest() -> None:
     dice = np.random.default_rng(3)
     sizes = [1, 7, 240, 241, 4096, LEAF_BYTES, LEAF_BYTES + 1, 3 * LEAF_BYTES + 12345]
     arena = torch.from_numpy(dice.integers(0, 256, sum(sizes) + 64 * len(sizes), np.uint8))
@@ -68,7 +68,7 @@ def test_digest_check_detects_changed_byte() -> None:
 
 
 @torch.no_grad()
-def test_equal_bytes_at_new_address_match() -> None:
+def test_equal_bytes_at_new_address_match_digests() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     kept = [parameter.data for parameter in model.parameters()]

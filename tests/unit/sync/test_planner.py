@@ -203,7 +203,7 @@ def test_layout_of_different_member_is_refused(planner: Planner) -> None:
         planner.part("s1", PartRequest(version=-1, digest=want.digest(), layout=encode(want)))
 
 
-def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
+def test_missing_publisher_rank_is_awaited(planner: Planner, group: Group) -> None:
     del group.members["p1"]
     assert "ranks 1 of 2" in request_part(planner, layout("s0")).why
     with pytest.raises(NotFound, match="ranks 1 of 2"):

@@ -111,7 +111,7 @@ def test_meta_tensors_have_no_regions() -> None:
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3))
-def test_repeated_sharding_covers_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
+def test_nested_sharding_covers_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
     def expected(numbers: torch.Tensor, cuts: list[tuple[int, int, int]]) -> list[int]:
         for size, coordinate, factor in cuts:
             pieces = [piece.chunk(size) for piece in numbers.chunk(factor)]

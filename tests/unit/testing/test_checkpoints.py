@@ -80,7 +80,7 @@ def test_generated_llama_has_requested_size(total_bytes: int, fp8: bool) -> None
     assert sum(tensor.nbytes for tensor in shape.tensors(fp8=fp8)) == pytest.approx(total_bytes, rel=0.1)
 
 
-def test_moe_has_many_tensors_of_equal_size(tmp_path: Path) -> None:
+def test_generated_moe_has_many_tensors_of_equal_size(tmp_path: Path) -> None:
     tensors = read(write_moe(tmp_path, num_tensors=800, tensor_bytes=4096, shards=3))
     assert len(tensors) == 800
     assert {len(raw(tensor)) for tensor in tensors.values()} == {4096}

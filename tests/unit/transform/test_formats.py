@@ -34,7 +34,9 @@ def test_unaligned_shard_produces_complete_blocks() -> None:
     shape=st.tuples(st.integers(1, 300), st.integers(1, 12).map(lambda n: 32 * n)),
     cuts=st.tuples(st.lists(st.integers(0, 300), max_size=3), st.lists(st.integers(0, 384), max_size=3)),
 )
-def test_shards_produce_every_output_once(tag: str, shape: tuple[int, int], cuts: tuple[list[int], list[int]]) -> None:
+def test_shards_produce_every_output_element_once(
+    tag: str, shape: tuple[int, int], cuts: tuple[list[int], list[int]]
+) -> None:
     form = FORMATS[tag]
     edges = [sorted({0, n, *(min(c, n) for c in some)}) for n, some in zip(shape, cuts, strict=True)]
     whole = outputs(form, "w", DType.F32, shape, Box.full(shape))
@@ -82,7 +84,9 @@ def test_channel_scales_require_unsliced_rows() -> None:
         ("cast:F32", DType.I64, (4,), "cannot be cast"),
     ],
 )
-def test_unsupported_shape_or_format_raises(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
+def test_format_with_unsupported_dtype_or_shape_raises(
+    tag: str, dtype: DType, shape: tuple[int, ...], says: str
+) -> None:
     with pytest.raises(PlanError, match=says):
         outputs(format_of(tag), "w", dtype, shape, Box.full(shape))
     with pytest.raises(ConfigError, match="fp8-block128"):
@@ -104,7 +108,7 @@ def test_unsupported_shape_or_format_raises(tag: str, dtype: DType, shape: tuple
         ("mxfp-8", "mxfp8"),
     ],
 )
-def test_common_format_name_is_suggested(asked: str, meant: str) -> None:
+def test_format_alias_raises_with_suggested_name(asked: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         format_of(asked)
     assert str(caught.value.hint).startswith(f"did you mean '{meant}'?")

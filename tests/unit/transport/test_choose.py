@@ -21,7 +21,7 @@ def test_unavailable_transport_is_skipped_with_reason() -> None:
         assert list(links.transports) == ["loopback"] and links.refused == {"shm": "no memfds"}
 
 
-def test_failed_open_closes_opened_transports() -> None:
+def test_failed_transport_open_closes_earlier_transports() -> None:
     opened: list[LoopbackTransport] = []
 
     def loopback() -> LoopbackTransport:

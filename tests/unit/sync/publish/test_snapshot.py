@@ -137,7 +137,7 @@ class CompletedEvent:
         return True
 
 
-def test_device_batches_queue_ahead_of_host_batches() -> None:
+def test_device_batches_are_queued_ahead_of_completion() -> None:
     log: list[str] = []
     batches = [LoggedBatch(i, log, on_device=True) for i in range(4)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)

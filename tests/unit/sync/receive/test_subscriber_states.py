@@ -662,7 +662,7 @@ def test_stored_version_is_restored_if_members_are_lost(sync: MemorySync, holder
 
 
 @MODES
-def test_weights_stay_released_if_stored_version_is_wrong(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_weights_stay_released_if_stored_version_differs(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)

@@ -188,7 +188,7 @@ def test_remote_sources_are_read_concurrently(links: PeerLinks, monkeypatch: pyt
     assert reads.most > NEAR_READS
 
 
-def test_plan_from_older_release_uses_default_source() -> None:
+def test_plan_from_older_release_starts_at_first_source() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
     part = parts(holdings, wants, 4096)[1]
     for wrong in (-1, 2, 1 << 63):
