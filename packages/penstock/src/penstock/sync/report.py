@@ -19,7 +19,7 @@ UpdateMode = Literal["staged", "direct"]
 class PublishReport(Summarised):
     """The result of publishing a version, as one publisher saw it. Only members in `committed` have the version.
 
-    A snapshot is read after `publish` returned, so its report names no member.
+    Members read a snapshot after `publish` returns, so the report of a snapshot names no members.
     """
 
     name: str

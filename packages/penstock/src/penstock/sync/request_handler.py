@@ -72,7 +72,7 @@ class SyncHandler:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
-        self._strips: OrderedDict[bytes, Strips] = OrderedDict()  # by name, the newest last
+        self._strips: OrderedDict[bytes, Strips] = OrderedDict()  # least recently used first
 
     def answer(
         self, verb: str, path: list[str], query: Mapping[str, list[str]], body: Callable[[int], bytes]

@@ -183,13 +183,13 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
     local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
     rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
-        # FSDP2 renews the references to its shards' memory only when a module is converted.
+        # FSDP2 updates its references to the shards' memory only in `_apply`, so apply the identity.
         params._apply(lambda tensor: tensor)
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict(keep_vars=True)
-    # A module may contain wrapped modules, such as an actor and a critic. Inner wrappers come last.
+    # A module may contain wrapped modules, such as an actor and a critic. Process the innermost wrappers first.
     wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]
     for path in reversed(wrappers):
         outer = f"{path}." if path else ""
@@ -206,7 +206,7 @@ def _wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(module, _PARALLEL):
         inner: torch.nn.Module = module.module
         return inner
-    # Look up the name, because importing the class of compiled modules takes seconds.
+    # Detect a compiled module by this name, because importing its class takes seconds.
     return module._modules.get("_orig_mod")
 
 

@@ -159,7 +159,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of a journey."""
+    """The result and the totals of a finished journey."""
 
     result: str
     """One of `RESULTS`."""

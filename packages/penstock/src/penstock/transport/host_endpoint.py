@@ -347,7 +347,7 @@ class FencedHandle(IntoHandle):
 
 
 class MemoryClaim:
-    """A peer's registration according to a descriptor, to be checked before and after its bytes are read."""
+    """A peer's registration that a descriptor names. Check it before and after reading its bytes."""
 
     def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
         self.page = page

@@ -2,8 +2,8 @@
 
 A process with a descriptor may read the memory that it describes. The descriptor contains a key of 16 random bytes,
 which the server requires and compares in constant time. TLS hides the key and the bytes. A reader only sends requests
-to the address in a descriptor. Members of a fleet only accept descriptors whose address is that of the member that sent
-them (`data_port`). `http_reader` is the client, and `http.region_server` the server.
+to the address in a descriptor. Members of a fleet only accept descriptors with the address of the sending member
+(`data_port`). `http_reader` is the client, and `http.region_server` the server.
 """
 
 from __future__ import annotations

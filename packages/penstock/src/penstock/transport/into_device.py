@@ -2,8 +2,8 @@
 
 `StagedTransport` reads with an inner transport into pinned staging buffers, and copies from there. `PinnedTransport`
 maps and pins the peer's memory, and the device's copy engine reads it directly. Pinning takes three times as long as a
-copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so it is for memory that is read
-repeatedly and not yet pinned by its publisher.
+copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so use it for memory that is read
+repeatedly and that its publisher has not pinned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a receiver that share memory under several names. Their sources must have equal bytes. One is read."""
+"""Receiver rows that share memory under several names. Their sources must have equal bytes, and one row is read."""
 
 from __future__ import annotations
 

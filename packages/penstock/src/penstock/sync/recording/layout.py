@@ -212,7 +212,7 @@ def _torch_box(row: ShardRow) -> Box:
 
 
 def _map_of(record: LayoutRecord) -> StrideMap:
-    # A record stores shapes but no steps. The digits of each box fill its dims from the outermost dim.
+    # A record stores shapes but no steps. Derive the steps: the digits of a box fill its dims, outermost dim first.
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}

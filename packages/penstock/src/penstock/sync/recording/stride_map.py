@@ -52,7 +52,7 @@ class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
         return StrideMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the source box's row-major shape in digits, and the permutation of the digits to the target box."""
+        """Return the shape into which to split the source box, and the permutation that gives the target's order."""
         return _order(self.digits)
 
 
@@ -61,7 +61,7 @@ class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=1 << 12)
 def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # After digits that continue each other are merged, most copies need no permutation.
+    # Merge digits that continue each other, after which most copies need no permutation.
     merged: list[Digit] = []
     for n, sd, ss, td, ts in sorted(digits, key=lambda digit: (digit[1], -digit[2])):
         if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
@@ -258,7 +258,7 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 
 
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
-    """Return the maps that write into `box`. There are several maps if the box cuts a digit above other digits."""
+    """Return the maps that write into `box`. There are several maps if the box ends inside an outer digit."""
     parts = [whole]
     for dim in range(len(box.start)):
         at, stop = box.start[dim], box.stop[dim]
@@ -287,7 +287,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
     if not extents:
         yield []
         return
-    # As with decimal numbers, a range consists of a start up to a whole outer step, whole steps, and a remainder.
+    # Split the range into elements before the first full outer step, full steps, and elements after the last one.
     below = math.prod(extents[1:])
     edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
     for low, high in itertools.pairwise(sorted(edges)):
@@ -309,7 +309,7 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
             if writer.target_box() == reader.target_box():
                 yield _joined(writer, reader)
             else:
-                # The reader's box was cut at the writer's digits, so cut the writer's box at the new digits.
+                # This writer fills only part of the reader's box, so restrict the reader to this part.
                 yield from chain(writer, reader.flipped())
 
 
