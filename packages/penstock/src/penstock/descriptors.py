@@ -1,7 +1,7 @@
-"""The limit on open file descriptors.
+"""Raises the soft limit on open file descriptors.
 
-The soft limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,023. It
-stays raised for the rest of the process.
+The limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,023. The
+raised limit applies until the process exits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOM = 1 << 16
 # Descriptors for sockets, pipes and libraries, in addition to the files of a load.
 _SPARE = 64
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
-# The largest number of descriptors that any call has needed. The error of a later call suggests it as the limit.
+# The largest number of descriptors that any call has needed. A later error suggests this number as the limit.
 _needed = 0
 
 
@@ -36,7 +36,7 @@ def limit() -> int:
 def raise_limit(needed: int | None = None) -> int:
     """Raise the soft limit within the hard limit, and return the new soft limit.
 
-    The limit stays unchanged if it allows `needed` descriptors. None raises it to the hard limit.
+    The limit stays unchanged if it allows `needed` descriptors. If `needed` is None, raise it to the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or (needed is not None and soft >= needed):

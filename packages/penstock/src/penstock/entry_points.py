@@ -59,7 +59,7 @@ def own_version() -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra's packages. It works however Penstock was installed."""
+    """Return the command that installs an extra's packages, no matter how Penstock was installed."""
     if extra in _OWN:
         return f'pip install "penstock[{extra}]"'
     try:

@@ -55,7 +55,7 @@ class PenstockError(Exception):
 
     Attributes:
         blame: the side at fault: `source`, `destination`, `plan` or `config`.
-        mutated: True if the destination was touched. Load it again before using it.
+        mutated: True if the destination was changed. Load the destination again before using it.
         uri: the file, object or peer, if the error is about one.
         tensor: the tensor, if the error is about one.
         byte_range: `(start, stop)` in `uri`, if the error is about a range.
@@ -120,7 +120,7 @@ _OWN_FIELDS = ("errno", "strerror", "filename", "filename2", "name", "path")
 
 
 class CauseText(Exception):
-    """The text of an error's cause. It replaces a cause whose class the receiving process may not know."""
+    """The text of an error's cause, sent in place of a cause whose class the receiving process may not know."""
 
 
 def _sendable_cause(cause: BaseException | None) -> BaseException | None:
@@ -139,7 +139,7 @@ _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
 
 
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
-    """Return `error` as an instance of its class and of `others`. Return it unchanged if it already is one.
+    """Return `error` as an instance of its class and of `others`, unchanged if it already is such an instance.
 
     A program that catches another library's errors then also catches Penstock's error for the same fault.
     """
@@ -202,13 +202,13 @@ class Cancelled(PenstockError):
 
 
 class FormatError(PenstockError):
-    """A header, index or manifest is malformed or contradicts its file. No memory was allocated from its numbers."""
+    """A header, index or manifest is malformed or contradicts its file. No memory was allocated for its contents."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class UnsafeFormat(FormatError):
-    """The weights are a pickle, which runs code when it is read. It was not read. The hint says how to convert it."""
+    """The weights are a pickle, which runs code when read. The pickle was not read. The hint says how to convert it."""
 
 
 class SourceError(PenstockError):
@@ -286,7 +286,7 @@ class BudgetTooSmall(PlanError):
 
 
 class BaseMismatch(PenstockError):
-    """An adapter was published for a different base model than the receiver's. None of its bytes were read.
+    """An adapter was published for a different base model than the receiver's. No byte of the adapter was read.
 
     Attributes:
         expected: identity of the base that the adapter was published for.
@@ -322,11 +322,11 @@ class PeerLost(PenstockError):
 
 
 class VersionRefused(PenstockError):
-    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version is served.
+    """A version of a sync was withdrawn or failed its check. The previous version stays live.
 
     Attributes:
         version: the version number.
-        member: the member that refused the version. Empty if no single member refused it.
+        member: the member that refused the version. Empty if no single member did so.
         reason: why the version was refused.
     """
 

@@ -1,7 +1,7 @@
-"""Copy many short runs of device memory by one kernel, where copy engines would spend their time on starting copies.
+"""Copies many short runs of device memory with one kernel, because copy engines would spend their time starting copies.
 
-The kernel runs on the reader's device and loads the holder's memory over NVLink. Import this module on first use, since
-it imports Triton.
+The kernel runs on the reader's device and loads the holder's memory over NVLink. Import this module on first use,
+because it imports Triton.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -48,7 +48,7 @@ def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> N
 
 
 def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-    """Queue the copies on a stream of this device, by one or two launches and a table of 24 bytes for each 16 KiB.
+    """Queue the copies on a stream of this device, with one or two launches and a table of 24 bytes for each 16 KiB.
 
     Runs whose source and destination differ in alignment to 16 bytes are copied byte by byte, which is slower.
     """
@@ -74,13 +74,13 @@ def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[
 
 
 def run(table: torch.Tensor, is_wide: bool) -> None:
-    """Launch a table of tiles."""
+    """Launch the kernel for a table of tiles."""
     _copy_tiles[(table.shape[1],)](table, table.shape[1], WIDE=is_wide, num_warps=4)
 
 
 def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
-    """Return the runs as tables of tiles: one of 16-byte words, and one of the bytes before and after the words."""
-    # Words of 16 bytes need the same alignment of source and destination.
+    """Return the runs as two tables of tiles: the aligned 16-byte words, and the bytes before and after the words."""
+    # A copy of 16-byte words requires that source and destination have the same alignment.
     same_alignment = (dst ^ src) % _WIDTH == 0
     head = np.where(same_alignment, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, by Triton or from a compiled copy that an earlier process stored in ~/.cache/penstock.
+"""Launches Triton kernels, through Triton or from a compiled copy that an earlier process stored in ~/.cache/penstock.
 
 A fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its cached kernels, since Triton hashes all
 its sources first. A copy is loaded in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
@@ -39,7 +39,7 @@ _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which a device is torch's current device. The CPU needs no context."""
-    # Torch looks up a device object in 1.2 us and a number in 0.07 us.
+    # Torch looks up a device object in 1.2 us, and a device number in 0.07 us.
     return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -68,16 +68,16 @@ def launch(
 
 
 class Launch:
-    """A launch of a kernel that can be queued again each time its memory is refilled. It keeps the tensors alive.
+    """A kernel launch that can be queued again each time its memory is refilled. The launch keeps its tensors alive.
 
-    Its arguments are packed for the driver only once. When other threads competed for the GIL, packing them for each
+    The arguments are packed for the driver only once. When other threads competed for the GIL, packing them for each
     launch took 0.25 ms, and a digest of 1 GB with ten launches took 2.6 ms instead of 0.5 ms. Not thread-safe.
 
     Args:
-        module: module with the kernel and everything that it calls. A copy is valid for the text of this module.
-        name: name of the kernel, whose integers Triton must not specialise.
-        num_programs: default number of programs in a launch. With 0 nothing is launched.
-        arguments: the first arguments, in order. A copy is used only if integers are below 2^31.
+        module: module with the kernel and everything that it calls. A compiled copy is valid for one version of it.
+        name: name of the kernel, whose integer arguments Triton must not specialise.
+        num_programs: default number of programs in a launch. If 0, `run` launches nothing.
+        arguments: the first arguments, in order. A compiled copy is used only if all integers are below 2^31.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Launch:
     def run(self, *more: torch.Tensor | int, num_programs: int | None = None) -> None:
         """Queue the kernel on the current stream of its first argument's device.
 
-        `more` follows the arguments of the constructor, with the same number and types in every call. Raises
-        MissingExtra if Triton is needed and not installed, and DestinationError if the driver refused the kernel.
+        The arguments `more` follow those of the constructor, with the same number and types in every call. Raises
+        MissingExtra if Triton is needed but not installed, and DestinationError if the driver refused the kernel.
         """
         if num_programs is None:
             num_programs = self._num_programs
@@ -211,7 +211,7 @@ def _load(path: Path | None) -> _Kernel | None:
 
 
 def _store(compiled: Any, path: Path | None) -> None:
-    """Store a copy if it can be launched without Triton. Ignore a full or read-only disk."""
+    """Store a copy if it can be launched without Triton. Do nothing if the disk is full or read-only."""
     metadata = compiled.metadata
     # Only Triton launches kernels that need scratch memory, clusters or other extras.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -250,7 +250,7 @@ class _Kernel:
 
 
 class _Queued:
-    """Arguments of a loaded kernel in the form of the driver. The last `num_more` are set at each launch."""
+    """Arguments of a loaded kernel, packed for the driver. The last `num_more` arguments are set at each launch."""
 
     def __init__(self, kernel: _Kernel, arguments: Sequence[torch.Tensor | int], num_more: int) -> None:
         self._function = kernel.function

@@ -1,7 +1,7 @@
-"""Copy rectangles of device memory with one kernel. Source and destination may both have gaps.
+"""Copies rectangles of device memory with one kernel. Source and destination may have gaps.
 
 A table entry holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The
-memory must be reachable from the device (its own or a peer's).
+memory must be reachable from the device, as the device's own memory or as a peer's memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plan_copy(
 def _plan(
     dst: I64, src: I64, run_bytes: I64, dst_pitch: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
 ) -> PackTable:
-    # A single run has no pitch. With 0 the pitch does not prevent the widest loads.
+    # A single run needs no pitch. A pitch of 0 does not prevent the widest loads.
     one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
@@ -83,7 +83,7 @@ def _plan(
         host = torch.from_numpy(np.ascontiguousarray(columns))
         # A copy from pageable memory would make the call wait for the device.
         device_table = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-        # One tile for each 16 KiB is many times larger than the table, so create the tiles on the device.
+        # The array of tiles is many times larger than the table, so create it on the device.
         rectangle = torch.arange(len(mine), dtype=torch.int32, device=device)
         tiles = torch.repeat_interleave(rectangle, device_table[8], output_size=int(counts.sum()))
         constants = {"TILE_BYTES": TILE_BYTES * width // 16, "WIDTH": width}

@@ -1,4 +1,4 @@
-"""XXH3-64 digests of leaves and strips in device memory at memory speed, bit-identical to those of the CPU.
+"""XXH3-64 digests of leaves and strips in device memory at memory speed, bit-identical to the CPU's digests.
 
 Leaves and contiguous strips are digested in place. Strips with gaps are packed into scratch, a slab at a time. The
 kernels are in `digest.xxh3_triton`, and the references on the CPU in `digest.leaf` and `digest.strip`.
@@ -27,7 +27,7 @@ _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Shapes of the launches, which do not change the digests. Source: benchmarks/results/h100_202611/digest.md."""
+    """Launch parameters, which do not affect the digests. Source: benchmarks/results/h100_202611/digest.md."""
 
     tile_blocks: int = 8
     """Number of 1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
@@ -51,12 +51,12 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
-    """Leaves whose block sums one launch computes and the next one uses."""
+    """Leaves whose block sums are computed by one launch and used by the next launch."""
 
     first_leaf: int
     stop_leaf: int
     tiles: int
-    """Number of tiles of each leaf, which is that of the longest leaf in the slab."""
+    """Number of tiles for each leaf, determined by the longest leaf in the slab."""
     aligned: bool
 
     @property
@@ -78,12 +78,12 @@ class LeafTable:
     """Number of rows of sums that the largest slab needs."""
 
     def digest(self, *, out: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> torch.Tensor:
-        """Digest the current bytes of every leaf. Only one thread at a time may call it.
+        """Digest the current bytes of every leaf. Not thread-safe.
 
-        It is asynchronous on the device's current stream, which must be the planning stream or one that waits for it.
+        The digests are queued on the device's current stream, which must be the planning stream or wait for it.
 
         Args:
-            out: [num_leaves] int64 on the table's device, contiguous, or with as many rows as were planned.
+            out: [num_leaves] int64 on the table's device, contiguous, with a row for each value of `into`.
             sums: scratch, uint64 [at least num_sums, 8], which earlier and later digests of the stream may share.
 
         Returns:
@@ -110,15 +110,15 @@ def plan_leaves(
     """Lay out leaves for the kernels, without synchronisation. Raises ValueError for malformed columns.
 
     Args:
-        addresses: [num_leaves] address of each leaf in the memory of `device`. An alignment of 16 is fastest.
+        addresses: [num_leaves] address of each leaf in the memory of `device`, best aligned to 16 bytes.
         nbytes: [num_leaves] bytes of each leaf, at least 1.
         device: CUDA device. The CPU works only under Triton's interpreter.
-        into: [num_leaves] row of `out` for each leaf, if `digest` receives `out`. None means the order of the leaves.
+        into: [num_leaves] row of `out` for each leaf, if `digest` receives `out`. If None, row i is leaf i.
     """
     _require_columns(addresses, nbytes)
     num_leaves = len(nbytes)
     rows = np.arange(num_leaves) if into is None else into
-    # A launch follows one path. Aligned leaves load 16 bytes at once, and short leaves have separate algorithms.
+    # All leaves of a launch use the same code: 16-byte loads if aligned, and separate algorithms for short leaves.
     kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
     tiles = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
     # All leaves of a slab get the same number of tiles, so also sort by length if lengths differ widely.
@@ -146,8 +146,8 @@ def plan_leaves(
 class OrderedLeaves:
     """Leaves laid out for the kernels in their order, so that ranges can be digested while other leaves are filled.
 
-    A range costs a few launches and no planning. Leaves that are digested all at once are faster with `plan_leaves`,
-    which explains the arguments and errors. The scratch is 1/16 of the longest slab, at most 64 MiB unless a single
+    A range costs a few launches and no planning. To digest all leaves at once, use the faster `plan_leaves`, which
+    also documents the arguments and errors. The scratch is 1/16 of the longest slab, at most 64 MiB unless a single
     leaf needs more. The caller must keep the memory of the leaves until every digest is done.
     """
 
@@ -168,7 +168,7 @@ class OrderedLeaves:
     def digest(self, first: int, stop: int, *, out: torch.Tensor) -> None:
         """Digest the leaves `[first, stop)` into their rows of `out`, [num_leaves] int64. Not thread-safe.
 
-        It is asynchronous on the current stream, which must always be the same or wait for the previous one.
+        The digests are queued on the current stream, which must be the stream of the previous call or wait for it.
         """
         with device_context(self.device):
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
@@ -250,10 +250,10 @@ def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
 
 
 def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
-    """Cut leaves into slabs of at most `slab_tiles` tiles or one leaf. Each leaf gets the tiles of the longest one."""
+    """Split leaves into slabs of up to `slab_tiles` tiles or one leaf. All leaves of a slab get equally many tiles."""
     slabs = []
     while first_leaf < stop_leaf:
-        # At most this many leaves fit, and they do fit if no leaf is longer than the first.
+        # At most this many leaves fit in the slab. All of them fit if no leaf is longer than the first leaf.
         stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
         candidates = tiles[first_leaf:stop]
         max_tiles = int(candidates.max())
@@ -296,7 +296,7 @@ SCRATCH_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels. Their digests take 0.02 % of the strips' bytes."""
+    """Strips laid out for the kernels. The digests take 0.02 % of the strips' bytes."""
 
     leaves: torch.Tensor
     """Digests of every strip, then of the leaves of strips with several leaves."""
@@ -310,7 +310,7 @@ class StripTable:
     def digest(self) -> torch.Tensor:
         """Return [num_strips] int64 on the device: the digests' uint64 bits, which the next call overwrites.
 
-        It is asynchronous on the device's current stream, which must be the planning stream.
+        The digests are queued on the device's current stream, which must be the planning stream.
         """
         # Each torch call releases the GIL, and reacquiring it takes up to a millisecond.
         tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
@@ -330,7 +330,7 @@ def plan_strips(
 
     Args:
         address: base address of the strips' offsets, which the caller must have checked.
-        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it must take turns.
+        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that run in turn may share it.
         leaf_bytes: bytes of a leaf. Holder and reader of a sync use the default.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)

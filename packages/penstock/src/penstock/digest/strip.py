@@ -82,14 +82,14 @@ class Strips:
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:
-    """Return host memory as an array. The caller keeps it alive."""
+    """Return host memory as an array. The caller must keep the memory alive."""
     if not nbytes:
         return np.zeros(0, np.uint8)
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
 
 
 def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
-    """Return the digest of each strip in host memory. The offsets must have been checked."""
+    """Return the digest of each strip in host memory. Call `Strips.check` first."""
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
@@ -125,7 +125,7 @@ def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
     row += bool(skipped)
     num_whole = (len(out) - head) // run
     if num_whole:
-        # Copy a run as one numpy element. Copied byte by byte, short runs would cost mostly overhead.
+        # Copy a run as one numpy element. A copy of short runs byte by byte would be mostly overhead.
         kind = np.dtype((np.void, run))
         rows = np.ndarray((num_whole,), kind, memory[row * pitch :].data, strides=(pitch,))
         out[head : head + num_whole * run].view(kind)[...] = rows

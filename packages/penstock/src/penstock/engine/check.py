@@ -126,7 +126,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaChecker:
     """Checks slabs with the Triton kernel, in batches, on a separate stream.
 
-    If the place has all slabs when `prepare` is called, all leaves share one layout. Otherwise each batch has its own.
+    All leaves share one layout if the place has all slabs when `prepare` is called. Otherwise each batch has a layout.
     """
 
     num_threads = 1
@@ -141,13 +141,13 @@ class CudaChecker:
         self._layout: _Layout | None = None
 
     def prepare(self) -> PendingItem | None:
-        """Load the kernels, which takes milliseconds, or seconds to compile. Closing the run waits for this call."""
+        """Load the kernels in milliseconds, or compile them in seconds. Closing the run waits for this call."""
         device = self._place.device
-        # A stream allocates its slabs one by one, so its slabs are not complete here.
+        # A streaming load allocates its slabs one by one, so some slabs do not exist yet.
         has_all = self._place.wait_for_slabs()
         if self._place.is_out_of_memory:
             return None
-        # Without the device, leaving the `stream` block would create a context on the first device.
+        # Without the `device` block, leaving the `stream` block would create a context on the first device.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if has_all:
                 self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
@@ -181,12 +181,12 @@ class CudaChecker:
         try:
             return _Layout(self._expected, slabs, addresses, device, tuning)
         except torch.cuda.OutOfMemoryError as error:
-            # The scratch memory is 1/16 of a slab of the digest, whose blocks have 1 KiB.
+            # The digests need 64 bytes of scratch memory for each block.
             raise self._place.memory_error(SMALL_SLAB_BLOCKS << 6) from error
 
 
 class _Layout:
-    """The leaves of slabs at `addresses` in the form that the kernels need, with computed and expected digests."""
+    """The leaves of slabs at `addresses`, laid out for the kernels, with computed and expected digests."""
 
     def __init__(
         self,
@@ -223,12 +223,12 @@ class _Layout:
         return merged
 
     def warm_up(self) -> None:
-        """Load the kernels. This computes digests too, which are computed again after the bytes arrive."""
+        """Load the kernels by digesting a few leaves, which are digested again after their bytes arrive."""
         self._leaves.warm_up(out=self._digests)
 
     def digest(self, first: int, stop: int) -> None:
         self._leaves.digest(first, stop, out=self._digests)
-        # Let the host compare the digests, so that no kernel is launched between the copies.
+        # Copy the digests to the host and compare them there, so that no kernel is launched between the copies.
         self.results.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
 
 
@@ -253,7 +253,7 @@ class _DigestResults:
 
 
 class _Passing:
-    """Work that is queued on a stream. When it is complete, `done` compares the `ranges` of leaves in `results`."""
+    """Work queued on a stream. Once the work is complete, `done` compares the `ranges` of leaves in `results`."""
 
     def __init__(
         self, stream: torch.cuda.Stream, results: _DigestResults | None = None, ranges: Sequence[tuple[int, int]] = ()

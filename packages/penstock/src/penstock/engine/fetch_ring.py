@@ -1,6 +1,6 @@
-"""The fetch executor for files in the page cache. It uses one thread and io_uring workers instead of many threads.
+"""The fetch executor for files in the page cache, with one thread and io_uring workers instead of many threads.
 
-Items that do not suit a ring are posted to an executor with threads.
+Items that the ring cannot read are posted to an executor with threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.waits import start_thread
 
 
 class Queued(NamedTuple):
-    """A read of bytes `[offset, offset + nbytes)` of the file `fd` to `address`. `memory` keeps the address valid."""
+    """A read of bytes `[offset, offset + nbytes)` from file `fd` to `address`. `memory` keeps the address valid."""
 
     fd: int
     offset: int
@@ -38,7 +38,7 @@ class RingItem(WorkItem, Protocol):
     """A work item for a ring, which calls `queue`, `arrived`, and then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Acquire a buffer and return the read. Return "later" if none is free, or None if a ring does not suit."""
+        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None to use a thread."""
 
     def arrived(self) -> PendingItem | None:
         """Copy the bytes of the completed read to their destination, or start a copy on a device."""
@@ -64,14 +64,14 @@ class _RingRead:
 
 
 class RingFetch:
-    """An executor for fetch items on a ring. Its thread also starts the copies of the read bytes and waits for them.
+    """An executor for fetch items on a ring. The ring's thread also starts and awaits the copies of the read bytes.
 
-    At 55 GB/s, two threads would mostly wait for the GIL. `place` copies the bytes that `threads` read.
+    At 55 GB/s, two separate threads would mostly wait for the GIL. `place` copies the bytes that `threads` read.
 
     Args:
         ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
         num_reads: number of reads that the kernel's workers execute concurrently.
-        threads: executor for the items that do not suit the ring. This executor closes it.
+        threads: executor for the items that the ring cannot read. This executor closes it.
         stall_s: seconds that a read may be in flight before the ticket fails.
     """
 
@@ -261,7 +261,7 @@ class HostedExecutor:
         self._wake()
 
     def watch(self, item: WorkItem, copy: PendingItem | None, start: float) -> None:
-        """Finish an item when its copy is done. If `copy` is None, it is already done."""
+        """Finish an item when its copy is done. If `copy` is None, finish the item now."""
         if copy is None:
             guarded(self._ticket, item.finish)
         else:
@@ -276,7 +276,7 @@ class HostedExecutor:
         return bool(self._in_flight)
 
     def close(self) -> None:
-        """Execute or abandon the remaining items. Call it after the hosting thread has ended."""
+        """Execute or abandon the remaining items. Call this after the hosting thread has ended."""
         while self.turn():
             time.sleep(POLL_S)
 

@@ -1,7 +1,7 @@
 """Copies from staging buffers into the destination's slabs, in host memory and in CUDA memory.
 
-CUDA slabs are allocated on the caller's stream. The copy stream waits for that stream after each allocation, because
-kernels that the caller queued may still use a recycled block.
+CUDA slabs are allocated on the caller's stream. After each allocation the copy stream waits for the caller's
+stream, because kernels that the caller queued may still use a recycled block.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HostPlace:
         self._slabs: list[Bytes | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
 
     def slab(self, index: int) -> Bytes:
-        """Return the slab's memory, and allocate it if necessary. It belongs to the caller after `take`."""
+        """Return the slab's memory, and allocate it if necessary."""
         with self._lock:
             slab = self._slabs[index]
             if slab is None:
@@ -93,7 +93,7 @@ class HostPlace:
             return slab
 
     def take(self, index: int) -> Bytes:
-        """Return the slab's memory and drop the reference to it."""
+        """Return the slab's memory, which the caller owns from now on."""
         memory = self.slab(index)
         self._slabs[index] = None
         return memory
@@ -145,7 +145,7 @@ class CudaRegistrar:
 
 
 class CudaPending:
-    """Copies that are complete once an event on the place's stream has passed."""
+    """Copies that are complete once an event on the place's stream is complete."""
 
     __slots__ = ("_driver", "event")
 
@@ -182,7 +182,7 @@ class CudaPlace:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Let only the calling thread allocate inside the block. Other threads wait until `allocate` has their slab.
+        """Let only the calling thread allocate inside the block. Other threads wait for `allocate`.
 
         Enter the block before reads start, and call `allocate` last in it. Otherwise another thread allocates slabs
         outside the caller's memory pool, because `torch.cuda.use_mem_pool` affects one thread.
@@ -298,7 +298,7 @@ class CudaPlace:
 def place_on(
     device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor | None] | None = None
 ) -> HostPlace | CudaPlace:
-    """Create the place for slabs on a device. `slabs` are flat uint8 tensors to fill. A slab of None is allocated."""
+    """Create the place for slabs on a device. `slabs` are flat uint8 tensors to fill, or None to allocate."""
     if device.type == "cpu":
         return HostPlace(slab_nbytes, [None if slab is None else slab.numpy() for slab in slabs or ()] or None)
     return CudaPlace(device, slab_nbytes, slabs)

@@ -41,18 +41,18 @@ E = TypeVar("E", bound=AnyExecutor)
 
 
 class Run(Closeable):
-    """The base of a journey's run, with its executors, ticket and trace. Leaving the `with` block ends all its work.
+    """The base class of runs, with executors, a ticket and a trace. Leaving the `with` block ends all work of the run.
 
-    A journey derives a class, posts items to the executors and calls `ticket.finish` after the last item.
+    A journey derives a class from this class, posts items to executors and calls `ticket.finish` after the last item.
 
     Args:
         stall_s: seconds without progress after which a wait fails.
         is_quick: let the process hand over the GIL quickly while the executors have threads. See `quick_handover`.
-        threads: kept threads that the executors use. None means new threads.
+        threads: reusable threads for the executors. None means new threads.
 
     Attributes:
-        ticket: progress and outcome. The first error of an item stops it.
-        is_touched: whether a byte of the caller's existing memory may have been written. Errors report it as `mutated`.
+        ticket: progress and outcome. The first error of an item stops the run.
+        is_touched: whether the caller's existing memory may have been written to. Errors report this as `mutated`.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class StallTimer:
         self._looked = time.monotonic()
 
     def look(self, moved: int, received: int = 0, *, is_paused: Callable[[], bool] | None = None) -> float:
-        """Record the progress so far and return `seconds`. Call it at least every `LOOK_S` seconds during a wait.
+        """Record the progress so far and return `seconds`. During a wait, call this at least every `LOOK_S` seconds.
 
         The timer stops while `is_paused` returns True, because work with a separate deadline is running.
         """
         now = time.monotonic()
         passed_s = min(now - self._looked, LOOK_S)
         self._looked = now
-        # The number falls when a read fails. Bytes that are received again must count as progress.
+        # The number of received bytes falls when a read fails. Bytes that are received again must count as progress.
         self._received = min(self._received, received)
         if moved != self._moved or received >= self._received + LEAST_BYTES:
             self._moved, self._received, self.seconds = moved, received, 0.0
@@ -159,7 +159,7 @@ class StallTimer:
         return self.seconds
 
     def begin(self) -> None:
-        """Begin a wait. The preceding time does not count."""
+        """Begin a wait. The time before this call does not count as stalled."""
         self._moved, self._received = -1, 0
 
 
@@ -219,12 +219,12 @@ class RunState:
             self.changed.notify_all()
 
     def look(self) -> float:
-        """Return the seconds without progress. Call it only during a wait. See `StallTimer`."""
+        """Return the seconds without progress. Call this only during a wait. See `StallTimer`."""
         received = 0 if self.received is None else self.received()
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
-        """Wait until `reached()` is true. It is called after every change, with the lock of `changed`.
+        """Wait until `reached()` is true. The condition is evaluated after every change, with the lock of `changed`.
 
         Raise the error that stopped the work, SourceStalled if no byte arrived and no item ran for `stall_s` seconds,
         or KeyboardInterrupt for SIGINT inside `interrupts.deferred`.
@@ -273,7 +273,7 @@ class PendingItem(Protocol):
 
 
 class WorkItem(Protocol):
-    """A piece of work for one executor. It calls `start`, and then `finish` or `abandon`, which must not raise."""
+    """Work for one executor, which calls `start`, and then `finish` or `abandon`. The last two must not raise."""
 
     priority: int
     """Items with a lower number run first. Items with equal numbers run in posting order."""
@@ -322,7 +322,7 @@ class Executor:
         name: `fetch`, `place`, `compute`, `send` or `ask`, for the trace and the threads.
         num_threads: maximum number of threads. The first `post` starts them.
         stall_s: seconds that an item may run on a device before the ticket fails.
-        on_thread_start: called once in each thread, for example to choose its device. Not allowed with kept threads.
+        on_thread_start: called once in each thread, for example to choose its device. Not allowed with `threads`.
         is_quick, threads: see `Run`.
     """
 
@@ -436,7 +436,7 @@ class Executor:
             in_flight.append(InFlight(outcome, item, start))
 
     def retire(self, in_flight: deque[InFlight]) -> bool:
-        """Check the oldest item in flight, which completes first. Return whether it left the queue."""
+        """Check the oldest item in flight, which completes first. Return whether the item left the queue."""
         oldest = in_flight[0]
         item = oldest.item
         now = time.perf_counter()
@@ -468,7 +468,7 @@ class InFlight(NamedTuple):
 
 
 class RunFailed:
-    """The result of `guarded` for a call that raised. It has no reference to the error, which would be a cycle."""
+    """The result of `guarded` for a call that raised. A reference to the error would create a reference cycle."""
 
 
 def guarded(ticket: RunState, call: Callable[[], T]) -> T | RunFailed:

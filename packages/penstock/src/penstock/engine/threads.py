@@ -21,14 +21,14 @@ IDLE_S = 600.0
 
 
 class Joinable(Protocol):
-    """A thread, or a call in a kept thread."""
+    """A thread, or a call in a reusable thread."""
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread's function has returned."""
 
 
 class Call:
-    """A call in a kept thread."""
+    """A call in a reusable thread."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.work: Callable[[], None] | None = work
@@ -36,7 +36,7 @@ class Call:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Make the call. An error propagates to the thread."""
+        """Make the call. An error of the call propagates."""
         work, self.work = self.work, None
         assert work is not None
         work()
@@ -58,7 +58,7 @@ class _Kept(NamedTuple):
 
 
 class KeptThreads(Closeable):
-    """Threads that make one call after another, for the runs of one owner. Thread-safe.
+    """Reusable threads, each of which makes one call after another, for the runs of one owner. Thread-safe.
 
     Leaving the `with` block ends and joins the idle threads. A busy thread ends after its call. A call must restore the
     device, the stream and the context variables of its thread for the next call.

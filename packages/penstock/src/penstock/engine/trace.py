@@ -70,7 +70,7 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """Return a trace for `path`, or for None a trace of busy seconds only. Raise ConfigError if it is not writable."""
+    """Return a trace for `path`, or of busy seconds only if `path` is None. Raise ConfigError if it is unwritable."""
     if path is not None:
         path = text_of(path)
         # Append, so that an earlier trace stays until this trace is saved.

@@ -93,7 +93,7 @@ class Assignment:
                 if reader.is_connected:
                     self._retries.note_place(reader.upstream.member)
                 if reader.is_parent:
-                    # The reader may have been a spare, so its next log request may be far away.
+                    # The reader may have been a spare, which requests the log rarely.
                     reader.request_news()
             parents = self._parents(reply, now)
             if reply.is_placed:
@@ -115,7 +115,7 @@ class Assignment:
             return self._choice.pop_unneeded()
 
     def pop_failed(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that failed or are full. Note when each may be retried."""
+        """Remove and return upstreams that failed or are full. Record when each upstream may be retried."""
         now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
@@ -123,7 +123,7 @@ class Assignment:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is not faulty. With complaints, eight cold starters read storage 3.3 to 5.9 times.
+                # A full holder is not faulty. When it was reported, eight cold starts read storage 3.3 to 5.9 times.
                 if isinstance(reader.error, SourceBusy):
                     self._retries.note_full(member, now)
                     self._provenance.full[member] = str(reader.error)
@@ -135,7 +135,7 @@ class Assignment:
         return failed
 
     def close(self) -> list[UpstreamReader]:
-        """Start no more readers and assign no more chunks. Remove and return the upstreams."""
+        """Start no more readers and assign no more chunks. Remove and return all upstreams."""
         with self._lock:
             self._is_closed = True
             readers, self._choice.readers = self._choice.readers, []
@@ -147,7 +147,7 @@ class Assignment:
             return self._choice.is_idle()
 
     def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
-        """Post reads to upstreams with a free slot. Return the seconds until the next round, and whether any failed."""
+        """Post reads to free upstreams. Return the seconds until the next round, and whether an upstream failed."""
         pause_s, has_failed, reads = self._timing.fetch_turn_s, False, list[Read]()
         with self._lock:
             for reader in self._choice.readers:
@@ -182,7 +182,7 @@ class Assignment:
             return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
-        """Assign the missing chunks among these to storage, and post them under the lock. Return False if none is."""
+        """Assign missing chunks among these to storage and post them under the lock. Return whether any was missing."""
         with self._lock:
             free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
             if self._is_closed or not len(free):
@@ -202,20 +202,20 @@ class Assignment:
         self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
     def note_verified(self, chunks: I64) -> None:
-        """Note that these chunks are verified. Call it inside `held`."""
+        """Record that these chunks are verified. Call this inside `held`."""
         self._clear(chunks)
         self._failed_since_progress.clear()
         self._reported.clear()
 
     def note_read_end(self, reader: UpstreamReader) -> None:
-        """Note the end of a read and whether its upstream failed."""
+        """Record the end of a read and whether its upstream failed."""
         with self._lock:
             reader.num_flying -= 1
             if reader.error is not None:
                 self._failed_since_progress.add(reader.upstream.member)
 
     def note_reported(self, member: str) -> None:
-        """Note that the hub accepted a complaint about a failed upstream."""
+        """Record that the hub accepted a complaint about a failed upstream."""
         with self._lock:
             self._reported.add(member)
 

@@ -58,7 +58,7 @@ class ChunkChoice:
         """Return the chunks to read from an upstream now, which no earlier upstream will provide."""
         free = {tree for tree in range(self.num_trees) if self.may_read(reader, tree)}
         chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
-        # The pace of a parent is known from its own tree, so it is not probed.
+        # Do not probe a parent, because its pace is known from the reads of its tree.
         if len(chunks) or len(free) == self.num_trees or (self.num_trees > 1 and reader.is_parent):
             return chunks
         others: I64 = np.flatnonzero(self._wanted(reader, set(range(self.num_trees))))[: reader.step_chunks]
@@ -69,7 +69,7 @@ class ChunkChoice:
         return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
 
     def wants_news(self, reader: UpstreamReader) -> bool:
-        """Return True if the upstream's log should be read early, because few chunks are known for it to provide."""
+        """Return True if the upstream's log should be read early, because few chunks to read from it are known."""
         # The log of an upstream without a rank in a tree is read early only when all other upstreams stall.
         own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
@@ -87,7 +87,7 @@ class ChunkChoice:
 
     def pop_unneeded(self) -> list[UpstreamReader]:
         """Remove and return upstreams that are not needed once every tree has a working parent."""
-        # With one order, all stay as spares. With trees, spares would take reservations from an upstream's children.
+        # With one order, all upstreams stay as spares. With trees, spares would occupy slots that children need.
         if self.num_trees == 1 or not all(self._has_working_parent(tree) for tree in range(self.num_trees)):
             return []
         unneeded = [

@@ -256,7 +256,7 @@ class Discovery:
         return False
 
     def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-        """Call `ask` with the remaining seconds until it succeeds. Raise errors of these kinds only after `wait_s`."""
+        """Call `ask` with the remaining seconds until it succeeds. Raise `passing` errors only after `wait_s`."""
         begun = time.monotonic()
         is_logged = False
         while True:

@@ -21,7 +21,7 @@ from penstock.timing import Timing
 
 
 class HubState(Enum):
-    """The state of the hub for a fetch. It decides whether storage is read with claims."""
+    """The state of the hub for a fetch, which decides whether storage is read with claims."""
 
     UNKNOWN = auto()
     ANSWERS = auto()
@@ -121,7 +121,7 @@ class HubPoller:
 
     @property
     def rest_s(self) -> float:
-        """Pause before the next request to a slow hub, in seconds. It is short enough to detect a stall in time."""
+        """Seconds to pause before the next request to a slow hub, short enough to detect a stall in time."""
         return min(self._member.hub.rest_s, self._stall_s / 8)
 
     def note_failure(self, error: PenstockError) -> None:

@@ -77,7 +77,7 @@ class Fleet:
             storage_options: see `load`.
             timeout_s: seconds to wait for a first holder if there is no fallback. None means the stall deadline.
             trace: file for a Chrome trace.
-            progress: see `load`. It shows verified bytes.
+            progress: see `load`. The display shows verified bytes.
 
         Returns:
             A report of the sources that were used. From now until `leave`, this process is a source.
@@ -178,7 +178,7 @@ class Fleet:
                 error.mutated = error.mutated or is_touched
             raise
         finally:
-            # Torch does not detect writes by address. New tensors are not visible to the caller yet.
+            # Torch does not detect writes by address. The caller cannot have seen new tensors yet.
             if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
                 note_written(weights.rows)
             journey.num_wrong = running.provenance.num_wrong
@@ -186,12 +186,12 @@ class Fleet:
         return provenance, tensors
 
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
-        """Digest weights that this process already has, then let other members read them.
+        """Digest weights that this process already has, and let other members read the weights.
 
-        The hub knows about them when this returns, or after the next heartbeat if it does not respond now.
+        The hub knows about the weights when this returns, or after the next heartbeat if the hub does not respond now.
 
         Args:
-            tensors: contiguous tensors on one device. They must not change until `fence` or `leave`.
+            tensors: contiguous tensors on one device, which must not change until `fence` or `leave`.
             revision: name of the revision. None means the root of the tensors' digests.
 
         Returns:
@@ -238,10 +238,10 @@ class Fleet:
             raise
 
     def check(self) -> None:
-        """Raise IntegrityError if served weights changed in memory after they were verified. It takes microseconds.
+        """Raise IntegrityError if served weights changed in memory after verification. A call takes microseconds.
 
-        One chunk is digested again with every heartbeat. Weights that differ are no longer served. Fetch them again, or
-        call `fence` before an intended change.
+        One chunk is digested again with every heartbeat. Changed weights are no longer served. Fetch the weights again,
+        or call `fence` before an intended change.
         """
         self.member.check()
 
@@ -271,7 +271,7 @@ class Variant:
         dtype: the dtype of the weights, under any name that all members use.
         quantization: the quantisation config, or a digest of it.
         parallel: parallel coordinates of this process, e.g. `{"tp": "1/4", "pp": "0/1"}`.
-        role: `target`, `draft`, `lora:NAME`, ...
+        role: the role of the weights, such as `target`, `draft` or `lora:NAME`.
         post_processing: the engine's changes to the weights after loading. Empty means no changes.
         engine: name and version of engine and kernels, if `post_processing` depends on them.
         device_capability: the device's compute capability, if `post_processing` depends on it.
@@ -391,7 +391,7 @@ def join_or_warn(
     needs_hub: bool = False,
     log: Log = _log,
 ) -> Fleet | None:
-    """Join a fleet. If its hub is not available, warn that `place` is read from storage instead, and return None.
+    """Join a fleet. If the hub is not available, warn that `place` is read from storage instead, and return None.
 
     Only an unavailable hub causes a read from storage. A hub that refuses the caller is an error. The other arguments
     are those of `join`.

@@ -62,7 +62,7 @@ class Provenance:
         self.why_storage = f"no hub responded: {reason}"
 
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
-        """Return the error for a fetch without progress. Its message names the sources that were tried."""
+        """Return the error for a fetch without progress. The message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
         hint = f"run `{why_command(self.model)}` to see what each holder lacks, or pass fallback= to read storage"

@@ -48,7 +48,7 @@ NUM_VERIFYING = 2
 
 
 class FetchState(Enum):
-    """The state of a fetch, in order. The fetch's ticket shows whether it succeeded."""
+    """The states of a fetch, in the order in which they occur. The fetch's ticket shows whether it succeeded."""
 
     NEW = auto()
     STARTED = auto()
@@ -57,7 +57,7 @@ class FetchState(Enum):
 
 
 class FetchRun(Run):
-    """A running fetch. As a context manager it stops every thread on exit. Nothing writes to the weights afterwards.
+    """A running fetch. Leaving the `with` block stops every thread. Nothing writes to the weights afterwards.
 
     Args:
         storage: reads chunks that no member holds. None means to read only from peers.
@@ -89,7 +89,7 @@ class FetchRun(Run):
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
         self._on_first = on_first
-        # The first timer pauses while something feeds the fetch. The second never pauses and is reported to the hub.
+        # The first timer pauses while a source feeds the fetch. The second never pauses, and is reported to the hub.
         self._starved = StallTimer()
         self._no_progress = StallTimer()
         self._assignment = Assignment(
@@ -191,7 +191,7 @@ class FetchRun(Run):
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        # On 2 cores, 64 starting processes delayed the hub by half a stall deadline. Unclaimed reads slowed it more.
+        # On 2 cores, 64 starting processes delayed the hub by half a stall deadline. Unclaimed reads made it worse.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
@@ -226,7 +226,7 @@ class FetchRun(Run):
 
     @property
     def read_stall_s(self) -> float:
-        """Deadline for an upstream that sends nothing: half a stall if storage can be read instead."""
+        """Seconds that an upstream may send nothing: half of `stall_s` if storage can be read instead."""
         return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
 
     def assign(self) -> float:
@@ -277,7 +277,7 @@ class FetchRun(Run):
         self.ticket.wake()
 
     def add_received(self, arrival: ReceivedChunks) -> None:
-        """Queue chunks for verification. Their bytes are in place."""
+        """Queue chunks whose bytes have arrived for verification."""
         with self._lock:
             self._received.append(arrival)
         self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
@@ -367,7 +367,7 @@ def _follow(
 
 
 class ReadFromUpstream:
-    """A work item that reads chunks from an upstream's memory. Its posted reads may be stopped while it runs."""
+    """A work item that reads chunks from an upstream's memory. Posted reads may be stopped while the item runs."""
 
     __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
 

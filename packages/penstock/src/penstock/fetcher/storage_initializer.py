@@ -75,18 +75,18 @@ def initialize(
     """Put all files of a model into a directory, and verify its weights.
 
     With a hub (`connection`, `PENSTOCK_HUB`) the weights are fetched from members of the fleet, and from storage if no
-    member has them. The other files are copied from storage. If the hub does not respond, this logs a warning and
-    copies everything from storage.
+    member has them. The other files are copied from storage. If the hub does not respond, this function logs a
+    warning and copies everything from storage.
 
     Args:
-        uri: a directory, prefix or file as for `load`, with files of any format. It may start with `penstock+`. Its
-            last segment is the model's name in the fleet.
+        uri: a directory, prefix or file as for `load`, with files of any format. The prefix `penstock+` is
+            allowed. The last segment is the model's name in the fleet.
         destination: a directory, which may exist. Files with the same names are replaced.
         connection: the hub, or its address. See `penstock.join`.
 
     Raises:
         ConfigError: the destination contains weights of a different model, or is the source. Nothing was changed.
-        IntegrityError: weights differ from the manifest. The destination contains none of the files.
+        IntegrityError: weights differ from the manifest. The destination did not receive any file.
         DiskFull, DestinationError: the destination cannot be written, or another process writes to it.
         SourceError, FormatError: the storage failed, or the weights are malformed.
     """

@@ -48,7 +48,7 @@ class StorageReader:
 
     @property
     def received_bytes(self) -> int:
-        """Return a progress counter. It grows with every byte received, but may count some bytes twice."""
+        """Return a counter of received bytes for detecting progress. It may count some bytes twice."""
         # `Counting` sources report bytes before a read is complete, whereas the runs report complete reads.
         counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
@@ -96,7 +96,7 @@ class StorageReader:
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
-            # Two claims may share a staging pool, so closing one run fails the other. The first error is the cause.
+            # Two claims may share a staging pool, so closing one run also fails the other run. Keep the first error.
             self._error = self._error or error
             raise self._error from None
         finally:

@@ -54,8 +54,8 @@ def fetch_to_files(
 
     Args:
         fleet: a member, from `join`.
-        to: a directory that does not exist or is empty. It appears complete, with its manifest. None writes nothing.
-        device: destination of the fetch. It must be the host if `to` is given.
+        to: a directory that does not exist or is empty, and that appears complete. None writes nothing.
+        device: device that receives the tensors, which must be the host if `to` is set.
         fallback, timeout_s, progress: see `Fleet.fetch`.
         replace: replace an existing weight set at `to` once the new set is complete.
 

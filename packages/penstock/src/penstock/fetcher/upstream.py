@@ -1,7 +1,7 @@
 """An upstream of a fetch. A thread follows its log, so that its available chunks are known.
 
-The thread records digests in the weights, sets `has`, and wakes the fetch. The fetch's threads read both and record
-finished reads. A stale value changes the choice of a source but never the bytes.
+The thread records digests in the weights, sets `has`, and wakes the fetch. The fetch's threads read the digests and
+`has`, and record finished reads. A stale value changes the choice of a source but never the bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class UpstreamReader:
 
     Attributes:
         ranks: position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
-        why: for each path, why no nearer transport was chosen, and why it compresses or not.
+        why: for each path, why no nearer transport was chosen, and why bytes are compressed or not.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class UpstreamReader:
         self._read_s = 0.0
         self._read_until = 0.0
         self._followed_at = self._probed_at = time.monotonic()
-        # One value for each tree, because an upstream whose parent stalls in one tree still sends the other's chunks.
+        # One value per tree, because an upstream whose parent stalls in one tree still sends the other tree's chunks.
         self._alive_at = [self._probed_at] * NUM_TREES
         self._recent_pace = _Pace(self._probed_at)
         self._silence = StallTimer()
@@ -168,7 +168,7 @@ class UpstreamReader:
         return True
 
     def note_transport_used(self, transport: Transport, source: Descriptor) -> None:
-        """Record the transport of a finished read. Only now does it know whether it compressed the bytes."""
+        """Record a finished read's transport, which knows only now whether it compressed the bytes."""
         if isinstance(transport, Coding):
             name, why = transport.way(source)
             self._set_path(name, "; ".join(filter(None, (self._why_no_nearer, why))))
@@ -178,7 +178,7 @@ class UpstreamReader:
         self.why[self.path] = why
 
     def request_news(self) -> None:
-        """Send the next log request now, because more chunks are wanted than are known."""
+        """Send the next log request now, because the fetch can read more chunks than are known."""
         self._news_wanted.set()
 
     def renew(self, upstream: Upstream) -> None:
@@ -264,7 +264,7 @@ class UpstreamReader:
             self._check_minimum(max_bytes_per_s, "sends at most")
 
     def note_wrong_chunk(self, chunk: int) -> None:
-        """Remember a wrong chunk. When this reader ends, it asks the holder to digest the chunk again."""
+        """Remember a wrong chunk, which the holder is asked to digest again when this reader ends."""
         # The hub does not trust a reader's report about another member's bytes. A corrupt holder stops serving.
         self._suspect_chunk = chunk
 
@@ -301,7 +301,7 @@ class UpstreamReader:
                         with contextlib.suppress(PenstockError):
                             peer.recheck(self._suspect_chunk)
         except PenstockError as error:
-            # While this reader is closing, the error is only the aborted request.
+            # While this reader is closing, the error only means that the request was aborted.
             if not self._closing.is_set():
                 self.fail(error)
 
@@ -328,7 +328,7 @@ class UpstreamReader:
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
-        # Set `_generation` last, because another thread reads the time once this upstream counts as connected.
+        # Set `_generation` last, because another thread reads `_followed_at` once the generation is set.
         self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 

@@ -93,7 +93,7 @@ class HttpReply:
         raise TooLong(f"the response has more than {limit} bytes")
 
     def read_some(self, limit: int, *, wait_s: float) -> bytes:
-        """Return at most `limit` bytes of the body, those that arrive within `wait_s`. Never raises OSError."""
+        """Return the bytes of the body that arrive within `wait_s`, at most `limit`. Never raises OSError."""
         received, until_s = b"", time.monotonic() + wait_s
         with contextlib.suppress(OSError, MalformedMessage):
             while len(received) < limit and self.length != 0 and (left_s := until_s - time.monotonic()) > 0:

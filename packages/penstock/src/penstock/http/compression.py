@@ -1,8 +1,8 @@
 """Lossless compression of weights on a link: a codec that separates byte planes, and the decision whether to use it.
 
 A frame groups bytes of the same significance into planes, and compresses with zstd those planes that shrink enough. A
-BF16 weight has about 2.7 bits of information in the byte with its exponent, and 8 in the other. The element width is
-derived from the histograms of each block, so callers need not know the dtype.
+BF16 weight has about 2.7 bits of information in the byte with its exponent, and 8 bits in the other byte. The element
+width is derived from the histograms of each block, so callers need not know the dtype.
 
 A link is first measured without compression. Compression is then tried if it is promising, and kept if it is faster.
 """
@@ -172,12 +172,12 @@ class _Sampled:
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate at the slower end, in bytes/s."""
+        """Rate of encoding or decoding, whichever is slower, in bytes per second."""
         return self.nbytes / max(self.encode_s, self.decode_s, 1e-9)
 
 
 class CompressionChoice:
-    """The decision for one link, shared by all connections to a peer. With `always=None` it depends on measurements."""
+    """The decision for one link, shared by all connections to a peer. If `always` is None, measurements decide."""
 
     def __init__(self, always: bool | None = None) -> None:
         self._always = always
@@ -226,7 +226,7 @@ class CompressionChoice:
 
     @property
     def is_open(self) -> bool:
-        """Whether the link is being measured. `begin` may start another measurement."""
+        """True while the link is being measured. `begin` may start another measurement."""
         return self._is_open
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
@@ -258,7 +258,7 @@ class CompressionChoice:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
             is_watched = self._always is None and (self._is_open or is_coded)
-            # Skip this measurement if requests of the other kind are in flight, because they would distort it.
+            # Skip this measurement if requests of the other kind are in flight, because these would distort the rate.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
                 return

@@ -151,7 +151,7 @@ class HttpConnection:
         return b"".join(pieces)
 
     def fill(self, view: memoryview) -> None:
-        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed before that."""
+        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed too early."""
         while view:
             count = self.receive_into([view])
             if not count:

@@ -1,8 +1,8 @@
 """Client of the control plane: small requests to a hub or to a member's server, each with one deadline.
 
-A request of 600 bytes over a Unix socket costs 20 us of CPU time, compared with 68 us in the standard library's client
-(medians of 7 x 5,000 requests, 2 cores) and three to four times 68 us in httpx. httpx also limits only single reads, so
-a hub that sent single bytes held up a fetch for 45 s.
+A request of 600 bytes over a Unix socket costs 20 us of CPU time. The standard library's client needs 68 us (medians of
+7 x 5,000 requests, 2 cores), and httpx three to four times as much. httpx also limits only single reads, so a hub that
+sent single bytes held up a fetch for 45 s.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ControlConnection(Closeable):
     """A connection that the first request opens. One thread uses it at a time, but any thread may interrupt it.
 
     Args:
-        connect: opens the socket. It is called again after a failure.
+        connect: opens the socket, and is called again after a failure.
         host: the `Host` header.
     """
 
@@ -121,7 +121,7 @@ class ControlConnection(Closeable):
 
     @property
     def is_open(self) -> bool:
-        """True if the next request uses an open connection. The server may have closed it."""
+        """True if the next request uses an open connection, which the server may have closed already."""
         return self._client is not None
 
     @property

@@ -60,7 +60,7 @@ class ResponseHead(Head):
 
 
 class _Events:
-    """Callbacks for the parser. They hold no reference to the parser, so there is no cycle to be garbage-collected."""
+    """Callbacks for the parser, without a reference to the parser, which would create a reference cycle."""
 
     __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
 

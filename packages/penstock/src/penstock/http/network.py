@@ -1,8 +1,8 @@
 """Network settings from the environment: proxies, hosts reached without a proxy, and certificates.
 
 The variables are those that curl, requests, boto3 and huggingface_hub read. Connections to Penstock's hubs and members
-are always direct. The URL's scheme selects `HTTP_PROXY` or `HTTPS_PROXY`, else `ALL_PROXY`. `NO_PROXY` lists `*`, hosts
-with subdomains, ends of addresses, `host:port` and networks.
+are always direct. The URL's scheme selects `HTTP_PROXY` or `HTTPS_PROXY`, and `ALL_PROXY` is the default. `NO_PROXY`
+may list `*`, hosts (which include their subdomains), suffixes of addresses, `host:port` and networks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Prox
 
 
 def exclusions(environ: Mapping[str, str] | None = None) -> str:
-    """Return the hosts without a proxy in obstore's form, which does not support entries with a port."""
+    """Return the hosts without a proxy in obstore's format, which does not support entries with a port."""
     entries = re.split(r"[,\s]+", network_environment(environ).no_proxy)
     return ",".join(entry.strip("[]") for entry in entries if entry and not _has_port(entry))
 

@@ -33,12 +33,12 @@ def wants_stream(query: Mapping[str, object], accept: str) -> bool:
 
 
 def boot_of_process() -> Boot:
-    """Return the startup record of this process. It is empty before the first phase."""
+    """Return the startup record of this process, which is empty before the first phase."""
     return boot_record().snapshot() or Boot(started_at=0.0)
 
 
 def answer_ready(exchange: ServerExchange) -> None:
-    """Reply to `GET /v1/ready` with 200 once the process is ready, and 503 before. Probes require no token."""
+    """Reply to `GET /v1/ready` with 200 once the process is ready, or else with 503. Probes require no token."""
     exchange.answer(HTTPStatus.OK if boot_of_process().ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 

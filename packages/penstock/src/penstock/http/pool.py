@@ -30,7 +30,7 @@ _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
 class PooledConnection(ClientConnection):
     """A connection to a server, or to a proxy that forwards requests and therefore requires the whole URL.
 
-    `silence_s` limits the wait for a head and each read of a body. The server may have closed one that `was_used`.
+    `silence_s` limits the wait for a head and each read of a body. A connection that `was_used` may be closed already.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:

@@ -48,7 +48,7 @@ ATTEMPTS_PER_STALL = 3
 
 
 class Arrivals:
-    """Number of responses with bytes from a source, and time of the latest, for all readers of the source."""
+    """The number of responses with bytes from a source and the time of the latest, shared by the source's readers."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -96,7 +96,7 @@ class Patience:
 
         Raises:
             SourceStalled: no byte arrived for `stall_s`, or there were too many consecutive timeouts.
-            SourceUnavailable: there were too many consecutive failures, or the server deferred for `stall_s`.
+            SourceUnavailable: there were too many consecutive failures, or the server deferred requests for `stall_s`.
         """
         # A cancelled call aborts its own connection, which is not a failure of the source.
         waits.require_wanted()
@@ -163,7 +163,7 @@ class Validators:
 
     @property
     def identity(self) -> str:
-        """The ETag, or else the modification date, or else ""."""
+        """The ETag, the modification date if there is no ETag, or "" if there is neither."""
         return self.etag or self.last_modified
 
     def differs(self, headers: Mapping[str, str]) -> str | None:
@@ -281,7 +281,7 @@ class RangeExchange:
         self._pool.put(self._url, self._connection, None if kind else self.reply)
 
     def _send(self) -> None:
-        """Send the request. Retry once if it used an idle connection that the server had closed."""
+        """Send the request. Retry once if the request used an idle connection that the server had closed."""
         headers = {**self._headers, **self._origin.headers(self._url)}
         for fresh in (False, True):
             with _typed_errors(self._uri):
@@ -301,7 +301,7 @@ class RangeExchange:
                     raise
 
     def refused(self) -> bool:
-        """Return whether the request was refused but may succeed with a new URL. If so, discard the old URL."""
+        """Return whether the request was refused but may succeed with a new URL. In this case discard the old URL."""
         return self.reply.status in {400, 401, 403, 404, 410} and self._origin.renew(self._url, self.reply.status)
 
     def check(self) -> None:
@@ -366,7 +366,7 @@ class RangeExchange:
             )
 
     def readinto(self, view: memoryview) -> int:
-        """Receive at least one byte into `view`. Return the number of bytes. Raises RequestFailed at the end."""
+        """Receive at least one byte into `view`. Return the number of bytes. Raises RequestFailed if none arrives."""
         with _typed_errors(self._uri):
             received = self.reply.readinto(view)
         if not received:

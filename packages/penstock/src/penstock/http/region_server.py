@@ -1,8 +1,8 @@
 """The server of the `http` transport, which sends regions of this process's memory to readers that have a key.
 
-It responds with 410 if the generation is over or the key is not valid for it, 404 for any other path, and 413 or 400
-for a request that is too large or malformed. The trailer is sent only if the generation is still valid after the last
-byte, and readers discard bytes without it.
+The status is 410 if the generation has ended or the key is not valid for it, 404 for any other path, and 413 or 400 for
+a request that is too large or malformed. The trailer is sent only if the generation is still valid after the last byte,
+and readers discard bytes without a trailer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTTP/1.1 server of a fleet member, with one thread per connection, one request at a time, and limits on all waits.
 
-A client that stops sending or reading occupies one thread until a deadline of `ConnectionLimits`, and only memory for a
-head and for a body of the size that it may send. The hub has thousands of clients and is an ASGI server instead.
+A client that stops sending or reading occupies one thread until a deadline in `ConnectionLimits`, and memory for at
+most one head and one body of the allowed size. The hub has thousands of clients and is an ASGI server instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestRefused(Exception):
 class ServerExchange:
     """A request and its response, used by the thread of the connection until the handler returns.
 
-    After `begin_answer`, the handler sends the body over `wire`. It may set `closes` to close the connection
+    After `begin_answer`, the handler sends the body over `wire`. The handler may set `closes` to close the connection
     afterwards.
     """
 
@@ -68,7 +68,7 @@ class ServerExchange:
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
-        # Send this only now, so that a client does not send a body that would be refused.
+        # Send 100 Continue only now, so that a client does not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
         # If the body does not arrive, the OSError closes the connection.
@@ -107,14 +107,14 @@ class ServerExchange:
         self.wire.send_all(head)
 
     def begin_stream(self, lasts_s: float, fields: str) -> None:
-        """Send the head of a response that ends with the connection. The handler sends the body for `lasts_s`."""
+        """Send the head of a response that ends with the connection. The handler sends the body for up to `lasts_s`."""
         self.closes = True
         self.begin_answer(0, fields)
         # The pace of each call detects a client that reads nothing.
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
-        """Set the deadline for the client to read the response. Return the seconds left and the head."""
+        """Set the deadline for the client to read the response. Return these seconds and the response head."""
         self._has_begun = True
         if self._unread_bytes:
             # Close the connection, because the unread body would be parsed as the next request.
@@ -124,7 +124,7 @@ class ServerExchange:
         return seconds, _head(status, fields, closes=self.closes)
 
     def refuse(self, refused: RequestRefused) -> None:
-        """Respond with the status of a refusal. After the head of a response, close the connection instead."""
+        """Respond with the status of a refusal. If a response has begun, close the connection instead."""
         if self._has_begun:
             self.closes = True
             return
@@ -151,8 +151,8 @@ class HttpServer(ThreadedListener):
 
     Args:
         bound: a bound socket. The server owns it from now on.
-        handle: called for each request in the thread of its connection. It responds, raises RequestRefused, or raises
-            FormatError for a malformed request. An OSError closes the connection.
+        handle: called for each request in the thread of its connection. The handler responds, raises RequestRefused, or
+            raises FormatError for a malformed request. An OSError closes the connection.
         full_status: status of the response if there are too many connections.
     """
 

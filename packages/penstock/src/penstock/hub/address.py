@@ -40,7 +40,7 @@ def parse_peer_url(url: str) -> PeerAddress | None:
 
 
 def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix socket. Raise PermissionError if another user's process listens, or another OSError."""
+    """Connect to a Unix socket. Raise PermissionError if another user's process listens, or OSError."""
     # The socket may have been replaced since it was chosen, so check again.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)

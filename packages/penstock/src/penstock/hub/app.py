@@ -296,7 +296,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
             if speaker is not None:
                 _check_life(request, speaker)
 
-            # Both calls may wait for the store and must not block the event loop.
+            # The certificate check and the operation may wait for the store, and must not block the event loop.
             def perform() -> Any:
                 if speaker is not None and caller.certificate:
                     directory.check_certificate(speaker, caller.certificate)

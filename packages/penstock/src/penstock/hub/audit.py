@@ -89,7 +89,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
 
 
 def audit_handler(path: Path | None) -> LimitedHandler:
-    """Return a handler that appends to a file (None: stderr). Raise ConfigError if the file is not writable."""
+    """Return a handler that writes to `path`, or to stderr if None. Raise ConfigError if the file is not writable."""
     if path is None:
         return LimitedHandler(logging.StreamHandler())
     try:

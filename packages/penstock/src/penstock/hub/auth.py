@@ -2,7 +2,8 @@
 
 Members connect to each other with mutual TLS. Addresses are not compared, because members move between addresses that
 no certificate names. If the hub requires certificates, a member's server must present the certificate from its
-registration. Otherwise the CA must sign only members of this fleet. Grants (`grants`) are required in addition.
+registration. If the hub does not, the CA must sign only members of this fleet. Grants (`grants`) are required in
+addition.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class TokenFile:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a value that changes whenever the file changes. It is empty if the file is not accessible."""
+    """Return a value that changes whenever the file changes, and that is empty if the file is not accessible."""
     # An editor that replaces the file by renaming may preserve its size and mtime, so include ctime and inode.
     try:
         status = path.stat()

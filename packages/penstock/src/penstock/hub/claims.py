@@ -103,14 +103,14 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """Return the table after a member reported which chunks it has and which it is still reading.
 
-    Its other assigned chunks become free. It becomes the owner of the chunks that it is reading and that have no owner,
-    for example after a restart of the hub.
+    The member becomes the owner of the chunks that it is reading and that have no owner, for example after a restart of
+    the hub. The member's other assigned chunks become free.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
     still = chunk_mask(holding.claims, holding.num_chunks)
     if member not in members:
-        # A full table has no number for this member. It continues to read its chunks, but others may read them too.
+        # A full table has no number for this member. The member still reads its chunks, but others may read them too.
         if not holding.claims or len(members) >= _MAX_CLAIMANTS:
             return claims
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
@@ -158,8 +158,8 @@ def assign_piece(
     """Assign a piece of the first chunks that no member has or is reading.
 
     Args:
-        readable: chunks of the members from which it can read.
-        unreachable: members that the caller cannot reach. Their claims do not apply to the caller.
+        readable: chunks of the members from which the caller can read.
+        unreachable: members that the caller cannot reach. The claims of these members do not apply to the caller.
         num_sharing: number of members that read from storage.
     """
     owner = claims.owners(holding.num_chunks)

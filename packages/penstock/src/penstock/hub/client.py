@@ -105,7 +105,7 @@ class HubClient(Closeable):
 
     Attributes:
         member: the only member id that the hub accepts from this client.
-        is_local: whether it is the hub of this host.
+        is_local: whether the hub is the hub of this host.
     """
 
     def __init__(
@@ -185,10 +185,7 @@ class HubClient(Closeable):
         return client
 
     def hello(self, hello: messages.Hello, *, timeout_s: float | None = None) -> messages.Welcome:
-        """Join the fleet.
-
-        Raise PermissionDenied for a wrong token or id, or ConfigError for an incompatible protocol version.
-        """
+        """Join the fleet. Raise PermissionDenied for a wrong token or id, or ConfigError for an incompatible hub."""
         return self._request("POST", "/v1/hello", hello, messages.Welcome, timeout_s=timeout_s)
 
     def beat(self, member: str, beat: messages.Beat, *, within_s: float | None = None) -> messages.BeatReply:
@@ -264,8 +261,8 @@ class HubClient(Closeable):
         """Send a request until it gets a response, or until the earlier deadline of `timeout_s` and `within_s`.
 
         Raises:
-            HubUnavailable: the deadline passed. Its cause is the last failure.
-            PenstockError: the hub refused the request. The status of its response decides the class.
+            HubUnavailable: the deadline passed. The error's `__cause__` is the last failure.
+            PenstockError: the hub refused the request. The status of the response determines the class.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
@@ -416,7 +413,7 @@ def _failure_text(last: Exception, waited_s: float) -> str:
 def _fault(status: int, reply: bytes) -> messages.Fault:
     try:
         return _FAULT.decode(reply)
-    except MALFORMED:  # a proxy responds without a fault
+    except MALFORMED:  # proxies send no `Fault`
         return messages.Fault(error=f"status {status} with a body that did not come from a hub")
 
 

@@ -59,7 +59,7 @@ class HubProtocol(HttpToolsProtocol):
     on_unauthorized: Callable[[str, str], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio. With TLS the handshake is complete."""
+        """See asyncio. A TLS connection has completed its handshake."""
         super().connection_made(transport)
         self.logger = _quiet
         self._place: Connection = self.listener.connection_of(transport.get_extra_info("socket").fileno())

@@ -56,7 +56,7 @@ def record_job(
 
 
 def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
-    """If there are `max_jobs` conversions, drop one that is finished or silent, or one of the caller with the most."""
+    """If `max_jobs` conversions exist, drop a finished or silent one, or else one of the caller that has the most."""
     jobs = _entries(store)
     if len(jobs) < max_jobs:
         return
