@@ -42,7 +42,7 @@ def test_test_files_with_recorded_durations_exist() -> None:
     assert gone == []
 
 
-def test_quick_test_run_lasts_under_five_minutes() -> None:
+def test_quick_test_run_takes_under_five_minutes() -> None:
     files, seconds = quick_files(recorded()), recorded()
     assert len(files) > 100
     assert not [file for file in files if file.startswith(("tests/integration/", "tests/benchmarks/", "tests/gpu/"))]

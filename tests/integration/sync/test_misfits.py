@@ -221,7 +221,7 @@ def test_invalid_version_or_count_raises_config_error() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_report_names_parameters_only_loader_can_fill(leaves: bool) -> None:
+def test_report_lists_parameters_that_only_loader_can_fill(leaves: bool) -> None:
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -342,7 +342,7 @@ def test_update_succeeds_after_allocated_target_tensors_move(stack: ExitStack) -
         trained["w"].fill_(2)
 
 
-def test_update_succeeds_after_unfilled_buffer_moves(stack: ExitStack) -> None:
+def test_moved_buffer_outside_sync_does_not_fail_update(stack: ExitStack) -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -435,7 +435,7 @@ def test_repeated_publish_calls_reuse_one_publisher(stack: ExitStack) -> None:
     ],
     ids=["state dict", "variables", "module", "dict"],
 )
-def test_publisher_of_state_dict_warns_once(
+def test_publishing_detached_state_dict_warns_once(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, make_params: Callable[..., Any], warns: bool
 ) -> None:
     trained = model()

@@ -196,7 +196,7 @@ def test_started_cache_serves_until_with_block_exits(member: Member) -> None:
         cache.start(cache.tiers, cache.member)
 
 
-def test_interrupted_leave_is_completed_by_next_call(cache: WeightCache, member: Member) -> None:
+def test_next_call_completes_interrupted_leave(cache: WeightCache, member: Member) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 

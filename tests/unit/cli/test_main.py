@@ -170,7 +170,7 @@ def test_interrupt_shows_command_to_resume(monkeypatch, capsys) -> None:
     ],
     ids=" ".join,
 )
-def test_missing_location_is_reported_without_torch(arguments: list[str], tmp_path) -> None:
+def test_missing_location_is_reported_without_importing_torch(arguments: list[str], tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     code = (
         "import sys\nfrom penstock.cli.main import run\n"

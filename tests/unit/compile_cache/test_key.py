@@ -28,13 +28,13 @@ def test_every_key_field_changes_bundle_id(name: str) -> None:
     assert KEY.differences(other) == [f"{name} other instead of {getattr(KEY, name)}"]
 
 
-def test_configuration_changes_bundle_id() -> None:
+def test_different_configuration_changes_bundle_id() -> None:
     other = msgspec.structs.replace(KEY, config={"dtype": "f16", "tp": "2"})
     assert other.id != KEY.id
     assert KEY.differences(other) == ["config.dtype f16 instead of bf16", "config.tp 2 instead of none"]
 
 
-def test_configuration_order_does_not_change_bundle_id() -> None:
+def test_order_of_configuration_does_not_change_bundle_id() -> None:
     one, two = (
         msgspec.structs.replace(KEY, config=dict(pairs))
         for pairs in ([("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")])

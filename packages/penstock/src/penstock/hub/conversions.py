@@ -51,7 +51,7 @@ def record_job(
     since = now if entry is None else _ENTRY.decode(entry.value).since
     raw = msgspec.msgpack.encode(JobEntry(state, since, now, caller))
     if len(raw) > MAX_JOB_BYTES:
-        raise PlanError(f"the state of a conversion takes {len(raw)} bytes, more than {MAX_JOB_BYTES}")
+        raise PlanError(f"the state of a conversion takes {len(raw)} bytes, but the limit is {MAX_JOB_BYTES}")
     store.write(name, raw, ttl_s=JOB_TTL_S)
 
 
