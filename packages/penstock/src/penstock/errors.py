@@ -322,7 +322,7 @@ class PeerLost(PenstockError):
 
 
 class VersionRefused(PenstockError):
-    """A version of a sync was withdrawn or failed its check. The previous version stays live.
+    """A version of a sync was withdrawn or failed its check, and never goes live. The previous version stays live.
 
     Attributes:
         version: the version number.
