@@ -104,7 +104,7 @@ def require_package(name: str) -> None:
         try:
             found = importlib.util.find_spec(name) is not None
         except ValueError:
-            # The module is in sys.modules without a spec, because it was created by hand.
+            # A program added the module to sys.modules without a spec.
             return
         if not found:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

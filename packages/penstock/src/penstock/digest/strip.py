@@ -1,8 +1,8 @@
 """Digests of strips, which are runs of equal length at a fixed pitch, such as a tensor's shard in memory.
 
 A digest is computed as if the strip were packed, because holder and reader have the same runs at different pitches. The
-digest of a strip with one leaf is that leaf's XXH3-64. With more leaves it is the XXH3-64 of their digests, as
-little-endian uint64.
+digest of a strip with one leaf is that leaf's XXH3-64. With more leaves it is the XXH3-64 of the leaves'
+digests, as little-endian uint64.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class ClaimLoop:
             self._wanted.set()
 
     def fail(self, error: PenstockError, chunks: I64) -> None:
-        """Stop reading storage permanently and release these chunks. The fetch fails if it has no upstream."""
+        """Stop reading storage permanently and release these chunks. The fetch fails if no upstream is left."""
         self.provenance.faults.append(f"storage: {error}")
         self.assignment.can_read_storage = False
         if not self.assignment.readers:

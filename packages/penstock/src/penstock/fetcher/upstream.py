@@ -148,7 +148,7 @@ class UpstreamReader:
 
     @property
     def pace(self) -> float:
-        """Return the rate of reading in bytes per second, or 0 if it is not known yet."""
+        """Return the rate of reading in bytes per second, or 0 while the rate is unknown."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
         return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 

@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def wants_stream(query: Mapping[str, object], accept: str) -> bool:
-    """Return whether a request is for events, by `?stream` or by the Accept header of a browser's EventSource."""
+    """Return whether a request asks for events, with `?stream` or the Accept header of a browser's EventSource."""
     return "stream" in query or "text/event-stream" in accept
 
 

@@ -1,7 +1,7 @@
 """Messages of the data port: a request for runs of a region, and the framing of the response.
 
 A reader sends `POST /v1/regions/GENERATION` with a ReadRequest in msgpack. The response contains the bytes of the runs
-and a trailer. With `Content-Encoding: penstock-planes` it is chunked, one chunk per frame of `compression`.
+and a trailer. With `Content-Encoding: penstock-planes` the response has one chunk per frame of `compression`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def chunk_head(nbytes: int) -> bytes:
 
 
 def chunk_bytes(head: memoryview, limit: int) -> int:
-    """Return the size of a chunk from its head. Raises FormatError if it is malformed or exceeds `limit`."""
+    """Return the size of a chunk from its head. Raises FormatError for a malformed head or a size above `limit`."""
     nbytes = int(bytes(head[:8]), 16) if _CHUNK_HEAD.fullmatch(head) else -1
     if not 0 <= nbytes <= limit:
         raise FormatError("a chunk is malformed or too long")

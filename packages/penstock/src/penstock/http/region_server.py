@@ -97,7 +97,7 @@ class RegionServer(HttpServer):
             wire.cut()
 
     def hide(self, region: ServedRegion) -> None:
-        """End a generation and abort its responses in progress. Later requests for it get 410."""
+        """End a generation and abort its responses in progress. Later requests for this generation get 410."""
         with self._lock:
             self._regions.pop(region.generation, None)
             in_progress = list(region.in_progress)

@@ -28,7 +28,7 @@ class PeerAddress:
 
 
 def parse_peer_url(url: str) -> PeerAddress | None:
-    """Parse a member's URL. Return None if it is not a valid address."""
+    """Parse a member's URL. Return None for an invalid address."""
     # Another member chose this string, so do not use urlsplit, which accepts users, queries and spaces.
     match = _PEER_URL.fullmatch(url)
     if match is None:

@@ -192,7 +192,7 @@ def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
 
 
 def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
-    """Return a handler that forwards a drain request. The hub accepts or refuses it by the client's token."""
+    """Return a handler that forwards a drain request. The hub checks the client's token."""
     decoder = msgspec.json.Decoder(messages.Drain)
 
     async def endpoint(request: Request) -> Response:

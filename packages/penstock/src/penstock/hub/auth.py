@@ -51,10 +51,10 @@ class Caller:
     """An authenticated caller.
 
     Attributes:
-        models: patterns of the model names that it may access. None means all.
+        models: patterns of the model names that the caller may access. None means all.
         name: `token:` or `certificate:` and an identifier that is not secret, or `anybody` without authentication.
         certificate: the names in its certificate. Empty if the hub requires no certificates.
-        is_operator: whether it may drain members. True without authentication, because only the hub's user has access.
+        is_operator: whether the caller may drain members. True without authentication.
     """
 
     models: tuple[str, ...] | None = None

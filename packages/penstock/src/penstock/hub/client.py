@@ -105,7 +105,7 @@ class HubClient(Closeable):
 
     Attributes:
         member: the only member id that the hub accepts from this client.
-        is_local: whether the hub is the hub of this host.
+        is_local: whether the client uses the hub of this host.
     """
 
     def __init__(

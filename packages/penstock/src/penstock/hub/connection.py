@@ -3,7 +3,7 @@
 The app gets only requests with complete heads and valid tokens, because a flood of other requests in the app would use
 most of the hub's time.
 
-A connection is proven by the peer's user on a Unix socket, by a client certificate, or by the token in its first
+A connection is proven by the peer's user on a Unix socket, by a client certificate, or by the token in the first
 request. An unproven connection gets one request and is closed after the response.
 """
 
