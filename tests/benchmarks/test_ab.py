@@ -12,7 +12,7 @@ from benchmarks import ab, ab_rows
 
 
 @pytest.mark.timeout(400)
-def test_benchmarks_run_in_worktrees_of_both_commits(tmp_path: Path) -> None:
+def test_benchmark_runs_in_worktree_of_each_commit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.ab", "HEAD", "HEAD", "--rows", "load,sync", "--n", "1"]
     command += ["--large-mib", "32", "--directory", str(tmp_path)]
     done = subprocess.run(command, cwd=ab.ROOT, capture_output=True, text=True, timeout=350, check=False)
@@ -47,7 +47,7 @@ def test_run_from_another_worktree_is_rejected(tmp_path: Path) -> None:
         ab.run("load", tmp_path, tmp_path)
 
 
-def test_unknown_name_error_suggests_names_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_public_name_error_mentions_names_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ab_rows.NAMES, "load", ["penstock.nowhere:load", "penstock:unload"])
     with pytest.raises(SystemExit, match="add its place to NAMES"):
         ab_rows.public("load")

@@ -20,7 +20,7 @@ SMALL = ("--hidden", "64", "--layers", "1", "--vocab", "256", "--repeat", "1")
 
 
 @long_running
-def test_each_transfer_method_has_a_row(host: Host) -> None:
+def test_adapter_benchmark_has_row_for_each_method(host: Host) -> None:
     done = subprocess.run([sys.executable, str(BENCH), *SMALL], env={**os.environ}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     whole, model, directory = (json.loads(line) for line in done.stdout.splitlines())

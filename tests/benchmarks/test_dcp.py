@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @long_running
-def test_dcp_benchmark_rows_compare_with_torch() -> None:
+def test_dcp_benchmark_reports_torch_and_penstock_rows() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_dcp", "--mib", "2", "--ranks", "1", "--runs", "1"]
     done = subprocess.run(
         [*command, "--saved-by", "1", "--rows", "warm$|^save"], cwd=ROOT, capture_output=True, text=True, timeout=300

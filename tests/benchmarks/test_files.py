@@ -20,7 +20,7 @@ def run_benchmark(*arguments: str) -> str:
 
 
 @long_running
-def test_each_file_case_reports_cached_and_cold_reads(tmp_path: Path) -> None:
+def test_file_benchmark_reports_cached_and_cold_reads(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = run_benchmark("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))
     for case in ("mapped", "safetensors"):

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_object_benchmark_reports_every_client(tmp_path: Path) -> None:
+def test_object_store_benchmark_reports_every_client(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -25,7 +25,7 @@ def test_plan_benchmark_reports_sync_plan(more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("op", ["linear", "fp8-block128"])
-def test_task_benchmark_predicts_at_least_lower_bound(op: str) -> None:
+def test_task_benchmark_prediction_is_at_least_lower_bound(op: str) -> None:
     small = ["--layers", "2", "--experts", "4", "--tasks", "500", "--workers", "16", "--op", op]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bench_tasks", *small], cwd=ROOT, capture_output=True, text=True, timeout=120

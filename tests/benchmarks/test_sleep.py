@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_sleep_benchmark_reports_each_time() -> None:
+def test_sleep_benchmark_reports_digest_and_copy_times() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_sleep", "--device", "cpu", "--total-gb", "0.004", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,7 +16,7 @@ from tests.support.long_running import long_running
 ROOT = Path(__file__).parents[2]
 
 
-def test_unmeasured_rates_print_not_measured() -> None:
+def test_unmeasured_rate_is_reported_as_not_measured() -> None:
     assert share_of(285.2, 392.0, "into each of 2") == "285 GB/s into each of 2 (73% of the limit)"
     assert share_of(0.277, 0.0, "into each of 1") == "0.28 GB/s into each of 1 (limit not measured)"
     assert rates([310.4, 310.2]) == "310.3 GB/s (310.2-310.4)"

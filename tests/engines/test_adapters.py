@@ -74,7 +74,7 @@ def test_in_process_vllm_serves_each_adapter_version(model: Path, runtime: str, 
     assert all(seen["difference"] < 1e-3 for seen in said), said
 
 
-def test_adapter_is_merged_from_two_ranks(model: Path, runtime: str) -> None:
+def test_adapter_sharded_over_two_ranks_is_merged(model: Path, runtime: str) -> None:
     versions = run_ranks(runtime, "merge", str(model))
     assert [seen["version"] for seen in versions] == [1, 2]
     assert all(seen["merged"] < 1e-6 for seen in versions), versions

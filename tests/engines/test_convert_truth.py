@@ -116,7 +116,7 @@ def test_dequantised_models_match_transformers_in_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_fp8_rows_match_reference_in_vllm(tmp_path: Path) -> None:
+def test_fp8_channel_model_matches_reference_in_vllm(tmp_path: Path) -> None:
     """This is the only one of these formats with CPU kernels in vLLM. Blocks, MXFP8 and NVFP4 need a GPU there."""
     stored = []
     for tied in (False, True):

@@ -99,7 +99,7 @@ def test_second_vllm_replica_receives_weights_from_first(llama: Path, tmp_path: 
         assert first == true
 
 
-def test_transformers_example_generates_equal_text(runtime: str) -> None:
+def test_fetched_model_generates_same_text_as_loaded_model(runtime: str) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "fetch_transformers.py"
     done = subprocess.run(
         [sys.executable, str(example)],

@@ -199,7 +199,7 @@ def assert_loads_whole(directory: Path) -> None:
 @pytest.mark.parametrize("which", ADAPTERS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", MODELS)
-def test_merged_adapters_match_peft_logits(name: str, tied: bool, which: str, tmp_path: Path) -> None:
+def test_merged_adapter_model_matches_peft_logits(name: str, tied: bool, which: str, tmp_path: Path) -> None:
     base = write(name, tmp_path / "base", tied=tied, dtype="float32")
     beside, by_peft = train(base, tmp_path / "adapter", adapter_options(name, which))
     merged = merge([base, tmp_path / "adapter"], tmp_path / "merged", {"op": "lora-merge"})
@@ -214,7 +214,7 @@ def test_merged_adapters_match_peft_logits(name: str, tied: bool, which: str, tm
 @needs_peft
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_trained_biases_match_peft_logits(name: str, bias: str, tmp_path: Path) -> None:
+def test_adapter_with_trained_biases_matches_peft_logits(name: str, bias: str, tmp_path: Path) -> None:
     more = {"attention_bias": True} if name == "llama" else {}
     base = write(name, tmp_path / "base", tied=True, dtype="float32", **more)
     options = adapter_options(name, "attention") | {"bias": bias}

@@ -175,7 +175,7 @@ def test_model_uri_resolves_to_directory_without_weights(done: dict) -> None:
     assert not list(Path(uri["model_path"]).glob("*.safetensors"))
 
 
-def test_log_contains_chosen_load_path(done: dict) -> None:
+def test_log_reports_missing_cache_and_runai_module(done: dict) -> None:
     assert "not attached to llama in the weight cache" in done["log"]
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 

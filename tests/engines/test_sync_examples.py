@@ -38,7 +38,7 @@ def test_fsdp_trainer_syncs_to_tensor_parallel_ranks(environ: dict[str, str]) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_ray_actors_generate_trained_tokens(environ: dict[str, str]) -> None:
+def test_ray_actors_generate_same_tokens_as_trainer(environ: dict[str, str]) -> None:
     said = said_by("sync_ray.py", environ)
     assert said.count("tokens equal to the trainer's: True") == 6
     assert "3 texts in 3 steps" in said

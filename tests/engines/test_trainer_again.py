@@ -50,7 +50,7 @@ def at(tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return port, serve
 
 
-def test_failed_version_is_resent_without_republishing(at: Any) -> None:
+def test_stage_again_sends_published_version_to_restarted_server(at: Any) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -84,7 +84,7 @@ def test_failed_version_is_resent_without_republishing(at: Any) -> None:
     engine.shutdown()
 
 
-def test_resending_live_version_is_rejected(at: Any) -> None:
+def test_stage_again_rejects_unpublished_and_live_versions(at: Any) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient

@@ -51,7 +51,7 @@ def test_tied_weights_stay_tied(tied_llama: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_changed_dtype_is_cast_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_for_different_dtype_falls_back_to_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
     mine = from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16)
     assert "loaded by transformers" in caplog.text
@@ -66,14 +66,14 @@ def test_separately_saved_experts_are_merged(tmp_path: Path, caplog: pytest.LogC
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-def test_base_model_loads_from_model_with_head(llama: Path) -> None:
+def test_base_model_loads_from_checkpoint_with_head(llama: Path) -> None:
     mine = from_pretrained(transformers.LlamaModel, str(llama))
     true = transformers.LlamaModel.from_pretrained(llama)
     for name, tensor in true.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor)
 
 
-def test_loaded_model_generates_equal_tokens(llama: Path) -> None:
+def test_penstock_and_transformers_models_generate_same_tokens(llama: Path) -> None:
     prompt = torch.tensor([[1, 5, 9, 200, 17, 33, 2, 8]])
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(llama))
     true = transformers.AutoModelForCausalLM.from_pretrained(llama)

@@ -122,7 +122,7 @@ def test_killed_receiver_leaves_other_receivers_unchanged(dense: Path, runtime: 
     assert end["receivers"] == ["PeerLost", "killed"], end
 
 
-def test_vllm_server_matches_log_probabilities_per_version(dense: Path, runtime: str) -> None:
+def test_vllm_server_log_probabilities_match_trainer_for_each_version(dense: Path, runtime: str) -> None:
     steps = run("verl_vllm_syncs.py", runtime, str(dense))["STEP"]
     assert [step["penstock/version"] for step in steps] == [0, 1, 2]
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps

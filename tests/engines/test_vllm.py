@@ -67,11 +67,11 @@ def true_tokens(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[i
     return found
 
 
-def test_local_model_generates_equal_tokens(llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
+def test_local_model_matches_tokens_from_default_loader(llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
     assert tokens(tmp_path, model=str(llama), load_format="penstock") == true_tokens
 
 
-def test_sharded_model_with_options_generates_equal_tokens(
+def test_sharded_model_with_options_matches_tokens_from_default_loader(
     sharded_llama: Path, tmp_path: Path, true_tokens: list[int]
 ) -> None:
     options = {"memory_bytes": "32M", "verify": False}
@@ -79,13 +79,13 @@ def test_sharded_model_with_options_generates_equal_tokens(
     assert tokens(tmp_path, model=str(sharded_llama), **arguments) == true_tokens
 
 
-def test_tied_model_generates_equal_tokens(tied_llama: Path, tmp_path: Path) -> None:
+def test_tied_model_matches_tokens_from_default_loader(tied_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     true = tokens(tmp_path / "a", model=str(tied_llama), load_format="auto")
     assert tokens(tmp_path, model=str(tied_llama), load_format="penstock") == true
 
 
-def test_model_in_object_store_generates_equal_tokens(
+def test_object_store_model_matches_tokens_from_default_loader(
     s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
 ) -> None:
     assert tokens(tmp_path, s3_environment, model=s3_llama, load_format="penstock") == true_tokens

@@ -299,7 +299,7 @@ def test_route_error_names_invalid_argument(server: Server) -> None:
     assert len(server.tokens(PROMPT, NUM_TOKENS)) == NUM_TOKENS
 
 
-def test_two_trainer_ranks_send_through_vllm_interface(
+def test_two_trainer_ranks_update_engine_through_vllm_interface(
     server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     with trainer(SHARDED, runtime, tmp_path, str(llama), server.url, "snapshot", "shards", num_ranks=2) as ranks:

@@ -69,7 +69,7 @@ def test_patched_libraries_load_model_on_gpu(
         assert_same(auto.from_pretrained(models[name], device_map="cuda", **options), mine)
 
 
-def test_loading_to_gpu_limits_host_memory(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_loading_to_gpu_uses_limited_host_memory(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     auto = transformers.AutoModelForCausalLM
     # The first load allocates the driver's own memory.
     auto.from_pretrained(models["org/mixtral"], device_map="cuda")

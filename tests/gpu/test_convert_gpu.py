@@ -77,7 +77,7 @@ def test_gpu_merge_matches_cpu_merge(sources: list[Path], tmp_path: Path) -> Non
     assert penstock.verify(tmp_path / "gpu").verified
 
 
-def test_small_memory_budget_stages_task_in_pieces(tmp_path: Path) -> None:
+def test_tasks_are_staged_in_pieces_under_small_budget(tmp_path: Path) -> None:
     """Pieces are a quarter of the memory: 1 MiB, and 8 MiB, which is less than one read."""
     source = tmp_path / "source"
     write_llama(source, num_layers=1, hidden=2048, vocab=4096, fp8=False)

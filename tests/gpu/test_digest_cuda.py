@@ -107,7 +107,7 @@ def test_flipped_bit_is_located_in_its_row() -> None:
         before = after
 
 
-def test_digests_run_on_separate_cuda_stream(data: Bytes) -> None:
+def test_digests_on_separate_cuda_stream_are_correct(data: Bytes) -> None:
     offsets, nbytes = np.arange(64, dtype=np.int64) * 262144, np.full(64, 262144)
     out = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     stream = torch.cuda.Stream()

@@ -70,7 +70,7 @@ def test_every_rank_receives_all_tensors(tmp_path: Path, kind: str, world_size: 
 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
-def test_pieces_above_stream_limit_are_copied(tmp_path: Path, on_own_stream: bool) -> None:
+def test_thousands_of_small_pieces_are_copied(tmp_path: Path, on_own_stream: bool) -> None:
     # A scale of 12 bytes follows each tensor, so that pieces do not join across alignment.
     tensors: dict[str, torch.Tensor] = {}
     for number in range(2500):
@@ -120,7 +120,7 @@ def test_python_runs_while_copies_wait_for_stream(on_own_stream: bool) -> None:
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
 @pytest.mark.parametrize("num_pieces", [1, 8, 9, 200])
-def test_driver_packs_and_unpacks_pieces(num_pieces: int, on_own_stream: bool) -> None:
+def test_device_pieces_are_packed_and_unpacked(num_pieces: int, on_own_stream: bool) -> None:
     device, chance = torch.device("cuda:0"), np.random.default_rng(num_pieces)
     # There are two rounds of three turns, of which the last is empty. Pieces of rank 1 stay unchanged.
     sizes = [chance.integers(1, 5000, num_pieces).tolist() for _ in range(5)]

@@ -80,7 +80,7 @@ VERBS = ["load", "stream", "load_into", "safe_open"]
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, verb: str, aligned: bool) -> None:
+def test_tensors_of_every_dtype_are_loaded(tmp_path: Path, verb: str, aligned: bool) -> None:
     path = tmp_path / "model.safetensors"
     made = {name: row for name, row in every_dtype(path, aligned=aligned).items() if torch_holds(name)}
     with theirs_open(path, framework="pt") as file:

@@ -172,7 +172,9 @@ def test_device_oom_raises_typed_error_without_leak(checkpoint: Path, allocated:
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("how", ["break", "close", "drop"])
-def test_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how: str, taken: int) -> None:
+def test_abandoned_stream_frees_threads_and_device_memory(
+    checkpoint: Path, allocated: int, how: str, taken: int
+) -> None:
     tensors = penstock.stream(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=32 * MIB))
     kept = [next(tensors) for _ in range(taken)]
     if how == "break":
@@ -191,7 +193,7 @@ def test_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_source_failing_midway_raises_and_frees(
+def test_source_failing_midway_raises_and_frees_device_memory(
     checkpoint: Path, allocated: int, monkeypatch: pytest.MonkeyPatch, do: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # reads by the kernel cannot be made to fail here
@@ -219,7 +221,7 @@ def test_device_digests_detect_flipped_bit(checkpoint: Path, do: Callable[..., N
 
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
-def test_slab_tensors_of_every_length_are_verified(tmp_path: Path, verb: str) -> None:
+def test_short_long_and_sliced_tensors_are_verified(tmp_path: Path, verb: str) -> None:
     """Scalars, short and long tensors share slabs. Matrices have separate slabs, and one is sliced."""
     path = tmp_path / "model.safetensors"
     torch.manual_seed(4)
@@ -296,7 +298,7 @@ def test_memory_of_queued_kernels_is_not_reused(checkpoint: Path) -> None:
     assert_same(penstock.load(checkpoint, device=DEVICE), wanted)
 
 
-def test_load_into_waits_for_kernels_on_targets(checkpoint: Path) -> None:
+def test_load_into_waits_for_kernels_using_targets(checkpoint: Path) -> None:
     found = targets()
     torch.cuda._sleep(400_000_000)
     for tensor in found.values():

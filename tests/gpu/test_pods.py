@@ -70,7 +70,9 @@ def start(stack: ExitStack, pods: tuple[Pod, Pod], segments: str) -> tuple[Keepe
     return keeper, engine
 
 
-def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod, Pod], stack: ExitStack) -> None:
+def test_pods_share_device_memory_through_file_descriptors(
+    llama: Path, pods: tuple[Pod, Pod], stack: ExitStack
+) -> None:
     keeper, engine = start(stack, pods, "True")
     wanted = digests(by_safetensors(llama))
 

@@ -60,7 +60,9 @@ def test_kernel_reads_byte_ranges_in_pinned_memory() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_host_cache_is_read_into_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+def test_weights_in_host_cache_are_fetched_to_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         write_llama(tmp_path / "llama", total_bytes=100_000_000)

@@ -59,7 +59,7 @@ def tiers() -> dict[str, str]:
         return {held.identity.model: held.tier for member in hub.status().members for held in member.holdings}
 
 
-def test_cached_models_swap_on_device(runtime, tmp_path: Path) -> None:
+def test_attached_models_are_promoted_from_host_and_disk(runtime, tmp_path: Path) -> None:
     for seed, name in enumerate("abc"):
         write_llama(tmp_path / name, total_bytes=120_000_000, seed=seed)
     wanted = {name: by_safetensors(tmp_path / name) for name in "abc"}

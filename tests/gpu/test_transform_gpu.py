@@ -31,7 +31,7 @@ def test_software_rounding_matches_hardware_rounding(tag: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tag", sorted(FORMATS))
-def test_reference_quantisation_matches_cpu_and_gpu(tag: str) -> None:
+def test_reference_quantisation_is_identical_on_cpu_and_gpu(tag: str) -> None:
     form = FORMATS[tag]
     for source in transform_suite.sources(form, transform_suite.SMALL):
         here, there = quantize.quantise(form, source), quantize.quantise(form, source.to(DEVICE))

@@ -35,7 +35,9 @@ def logits(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "4MB"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_background_loaded_model_has_equal_logits(tmp_path: Path, dtype: str, max_shard_size: str, tied: bool) -> None:
+def test_from_pretrained_on_gpu_matches_transformers_logits(
+    tmp_path: Path, dtype: str, max_shard_size: str, tied: bool
+) -> None:
     directory = write(tmp_path, tied=tied, max_shard_size=max_shard_size, dtype=dtype)
     assert (len(list(directory.glob("*.safetensors"))) > 1) == (max_shard_size == "4MB")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")

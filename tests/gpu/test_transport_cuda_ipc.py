@@ -117,7 +117,7 @@ def test_fence_during_reads_is_detected(reader) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_process_reads_two_devices(reader) -> None:
+def test_reader_reads_memory_on_second_device(reader) -> None:
     holder = CudaIpcTransport()
     memory = allocate(NBYTES, "cuda:1")
     whole(memory).copy_(torch.frombuffer(bytearray(pattern(NBYTES)), dtype=torch.uint8))

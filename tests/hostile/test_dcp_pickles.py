@@ -47,7 +47,7 @@ def read(raw: bytes) -> Any:
 
 @given(VALUES, st.integers(2, 5))
 @settings(max_examples=150, deadline=None)
-def test_plain_values_round_trip_every_pickle_protocol(value: Any, protocol: int) -> None:
+def test_plain_values_round_trip_through_every_pickle_protocol(value: Any, protocol: int) -> None:
     assert read(pickle.dumps(value, protocol)) == value
     again = torch.load(io.BytesIO(archive(value)), weights_only=False)
     assert again == value and type(again) is type(value)
@@ -186,7 +186,7 @@ def test_archive_with_oversized_directory_is_refused() -> None:
         distcp.directory(end.rjust(1024, b"\0"), 100 << 30, uri="x", tensor="w")
 
 
-def test_invalid_part_metadata_is_rejected(metadata: bytes) -> None:
+def test_metadata_with_invalid_field_is_rejected(metadata: bytes) -> None:
     def changed(old: bytes, new: bytes) -> bytes:
         assert metadata.count(old) and len(old) == len(new)
         return metadata.replace(old, new)

@@ -172,7 +172,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 @pytest.mark.parametrize("verb", OTHERS)
-def test_invalid_model_name_raises_in_options(verb: str, name: Any) -> None:
+def test_invalid_path_argument_raises_config_error(verb: str, name: Any) -> None:
     if name is None and verb in {"public_key", "trace"}:
         pytest.skip("None is none there")
     assert isinstance(refused(lambda: OTHERS[verb](name)), ConfigError)

@@ -243,7 +243,7 @@ def model_of_two(seed: int) -> Any:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("publish", [adapter_publisher, merged_publisher])
-def test_changed_layers_are_not_published(host: Host, publish: Any, change: Any) -> None:
+def test_publishing_changed_adapter_layers_raises(host: Host, publish: Any, change: Any) -> None:
     trained = model_of_two(1)
     options = {"base": "b1"} if publish is adapter_publisher else {}
     with publish("a", trained, **options) as publisher:
@@ -278,7 +278,7 @@ MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_adapter_syncs_after_memory_moves_on_either_side(host: Host, mode: Any, move: Any) -> None:
+def test_adapter_syncs_after_trainer_or_engine_memory_moves(host: Host, mode: Any, move: Any) -> None:
     trained, served = model_of_two(1), model_of_two(2)
     with (
         adapter_publisher("a", trained, base="b1", mode=mode) as publisher,
@@ -419,7 +419,7 @@ def test_staged_version_is_refused_after_merge(host: Host) -> None:
         assert torch.allclose(logits(served), logits(trained), atol=1e-4)
 
 
-def test_scaled_adapter_model_is_rejected_immediately(host: Host) -> None:
+def test_model_with_scaled_adapter_is_rejected(host: Host) -> None:
     made = model(1)
     scale(made)
     for make in (adapter_publisher, adapter_subscriber):
@@ -447,7 +447,7 @@ def test_publisher_restarted_with_different_adapter_rank_is_rejected(host: Host,
             assert subscriber.version == 1 and other.update().version == 2
 
 
-def test_adapter_directories_match_peft_and_stay_unchanged(host: Host, tmp_path: Path) -> None:
+def test_adapter_directory_loads_in_peft_with_equal_logits(host: Host, tmp_path: Path) -> None:
     trained = model(1)
     with (
         adapter_publisher("team/a", trained, base="b1") as publisher,

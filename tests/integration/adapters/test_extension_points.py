@@ -331,7 +331,7 @@ def test_fetch_uses_installed_transport(installed: Path, runtime: str, tmp_path:
     assert path.startswith("peek")
 
 
-def test_refused_transport_falls_back_with_reason(installed: Path, runtime: str, tmp_path: Path) -> None:
+def test_fetch_falls_back_if_transport_is_refused(installed: Path, runtime: str, tmp_path: Path) -> None:
     refuses = 'rank=5, unless_peer=lambda into, source: f"process {source.endpoint} is private")'
     (installed / "peek_transport.py").write_text(PEEK.replace("rank=5)", refuses))
     ((path, why),) = fetch_in_processes(tmp_path, '["peek", "http"]').items()
@@ -366,7 +366,7 @@ def test_broken_entry_point_is_logged_and_skipped(installed: Path, runtime: str)
     )
 
 
-def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: Path) -> None:
+def test_conversion_stores_and_dequantises_installed_format(installed: Path, tmp_path: Path) -> None:
     """A conversion stores the format and describes it in config.json, and `dequantise` reads it again."""
     source = tmp_path / "model"
     source.mkdir()

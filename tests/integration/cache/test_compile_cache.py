@@ -78,7 +78,7 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Homes]:
     yield Homes(tmp_path, monkeypatch)
 
 
-def test_compiled_code_is_restored_in_another_home(homes: Homes) -> None:
+def test_compiled_code_is_restored_in_another_home_directory(homes: Homes) -> None:
     saved, files = homes.bake()
     assert Path(saved.uri).parent == homes.model / "penstock-artifacts"
     second = homes.enter("second")
@@ -458,7 +458,7 @@ def test_cache_serves_bundles_of_its_models(homes: Homes, hub: str) -> None:
     assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
 
 
-def test_command_restores_lists_and_saves_bundles(homes: Homes) -> None:
+def test_command_can_restore_save_and_list_bundles(homes: Homes) -> None:
     home = homes.enter("first")
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
     done = CliRunner().invoke(app, ["compile-cache", "restore", str(homes.model), *words])
@@ -494,7 +494,7 @@ print(json.dumps(dict(counters["inductor"])))
 """
 
 
-def test_torch_reuses_code_compiled_in_another_home(homes: Homes) -> None:
+def test_torch_reuses_code_compiled_in_another_home_directory(homes: Homes) -> None:
     hits = []
     for name in ("first", "second"):
         homes.enter(name)

@@ -195,7 +195,7 @@ def test_model_with_changing_tensors_is_not_cached() -> None:
         assert keeper.models() == []
 
 
-def test_parameters_without_accepting_cache_raise_not_found() -> None:
+def test_caching_parameters_without_accepting_cache_raises_not_found() -> None:
     model = make_model()
     own = model[0].weight.data_ptr()
     with pytest.raises(NotFound, match="no weight cache on this host accepts"):
@@ -325,7 +325,7 @@ def test_caching_request_without_offered_parameters_raises(monkeypatch: pytest.M
         assert keeper.models() == []
 
 
-def test_corrupt_cache_without_engine_is_reported_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_to_corrupt_cache_without_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         ps.cache.cache_parameters(make_model(), "finished").close()

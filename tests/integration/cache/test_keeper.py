@@ -119,7 +119,7 @@ def test_attached_module_uses_cache_memory(keeper, wanted) -> None:
         assert (module.lm_head.weight is before) == (device == "cpu")
 
 
-def test_tied_target_with_different_tensors_raises(keeper) -> None:
+def test_attaching_different_tensors_to_tied_parameters_raises(keeper) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -119,7 +119,7 @@ def test_fetch_promotes_demoted_model(models, wanted, tmp_path) -> None:
         assert tiers(keeper) == {"a": "host", "b": "disk"}
 
 
-def test_model_is_reread_if_disk_tier_is_small(models, wanted, tmp_path) -> None:
+def test_model_is_reread_from_source_if_disk_tier_is_small(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
         for name, directory in models.items():
             keeper.keep(name, directory)
@@ -136,7 +136,7 @@ def test_model_is_reread_if_disk_tier_is_small(models, wanted, tmp_path) -> None
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
 
-def test_model_is_reread_if_disk_tier_is_full(models, wanted, small_disk, caplog) -> None:
+def test_model_is_reread_from_source_if_disk_tier_is_full(models, wanted, small_disk, caplog) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=small_disk(10 << 20)) as keeper:  # without a known limit
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])

@@ -187,7 +187,7 @@ def test_every_torch_dtype_is_pulled(tmp_path) -> None:
     assert ps.verify(tmp_path / "out").verified
 
 
-def test_pull_to_device_writes_nothing(keeper, tmp_path, monkeypatch, capsys) -> None:
+def test_pull_to_device_writes_no_files(keeper, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert command("llama", "--device", "cpu") == 0
     assert "shm <- " in capsys.readouterr().out
@@ -251,7 +251,7 @@ print(peak - before, report.nbytes)
 """
 
 
-def test_pull_memory_is_limited(tmp_path) -> None:
+def test_pull_uses_limited_memory(tmp_path) -> None:
     write_llama(tmp_path / "big", total_bytes=200_000_000)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("big", tmp_path / "big")

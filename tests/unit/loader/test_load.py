@@ -60,7 +60,7 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, aligned: bool, copy: bool) -> None:
+def test_tensors_of_every_dtype_are_loaded(tmp_path: Path, aligned: bool, copy: bool) -> None:
     path = tmp_path / "model.safetensors"
     made = every_dtype(path, aligned=aligned)
     held = [name for name in made if not name.startswith("f6")]

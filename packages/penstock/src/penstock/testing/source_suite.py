@@ -62,7 +62,7 @@ class SourceTests:
             ]:
                 assert read(source, offset, lengths)[0] == data[offset : offset + sum(lengths)]
 
-    def test_read_writes_only_into_buffers(self) -> None:
+    def test_read_leaves_bytes_outside_buffers_unchanged(self) -> None:
         """Check that bytes outside the buffers stay unchanged."""
         data = sample(100_000)
         with closing(self.make(data)) as source:
