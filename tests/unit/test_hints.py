@@ -107,7 +107,7 @@ def test_every_conversion_error_has_hint(llama: Path, tmp_path: Path) -> None:
 
     assert "linear:weights" in hint_of(of(2, op="linear", weights=[1.0]))
     assert "linear" in hint_of(of(3, op="slerp", t=0.5))
-    assert "merge them first" in hint_of(of(2, op="copy"))
+    assert "merge the sources first" in hint_of(of(2, op="copy"))
     write_llama(tmp_path / "other", total_bytes=2 * MIB)
     assert "inspect" in hint_of(lambda: plan([llama, tmp_path / "other"], operations=[{"op": "average"}]))
     (tmp_path / "adapter").mkdir()

@@ -175,9 +175,9 @@ def _check(path: Path, source: Mapping[str, torch.Tensor], kind: str) -> None:
     ("tensors", "options", "fault"),
     [
         ({"a": torch.ones(2, 32)}, {"to": "gguf:Q4_K"}, r"cannot write GGUF tensors of type 'Q4_K'"),
-        ({"a": torch.ones(2, 2).bool()}, {"to": "gguf"}, "GGUF has no type for BOOL"),
-        ({"a": torch.ones(2, 2).to(torch.float8_e4m3fn)}, {"to": "gguf:F16"}, "GGUF has no type for F8_E4M3"),
-        ({"a": torch.ones(1, 1, 1, 1, 2)}, {"to": "gguf"}, "at most 4 dims, not 5"),
+        ({"a": torch.ones(2, 2).bool()}, {"to": "gguf"}, "GGUF does not support BOOL"),
+        ({"a": torch.ones(2, 2).to(torch.float8_e4m3fn)}, {"to": "gguf:F16"}, "GGUF does not support F8_E4M3"),
+        ({"a": torch.ones(1, 1, 1, 1, 2)}, {"to": "gguf"}, "at most 4 dims, but this tensor has 5"),
         ({"a": torch.ones(2, 2)}, {"operations": ["gguf", "copy"]}, "gguf must be the last operation"),
         ({"a": torch.full((2, 32), float("nan"))}, {"to": "gguf:Q8_0"}, r"Q8_0 cannot hold .*tensor 'a'"),
     ],

@@ -1,8 +1,8 @@
 """Bundles: pack the files of compilers' caches into one signed safetensors file, and unpack them into a directory.
 
 A bundle has three tensors: a description (JSON with key, frames, and files with digests), its Ed25519 signature, and
-the content (zstd frames). It contains code, so its signature is checked before anything is parsed, and no file is
-written whose digest differs.
+the content (zstd frames). A bundle contains code, so its signature is checked before anything is parsed, and no file
+with a different digest is written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PURPOSE = b"penstock artifacts 1\n"
 
 
 class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file in a frame. Its bytes directly follow those of the previous file."""
+    """A file in a frame. The bytes of each file directly follow the bytes of the previous file."""
 
     path: str
     """Path below the root, with slashes."""
@@ -78,7 +78,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the bundle has torch's tuning results. torch (2.11, 2.13) finds these only at the original path."""
+        """Whether the bundle has torch's tuning results. torch 2.11 and 2.13 find them only at the original path."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
@@ -100,7 +100,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Description:
     """Write the caches below `root` to a bundle. Equal files at the same paths produce identical bundles.
 
-    Files that a compiler is still writing, or removes in the meantime, are omitted.
+    Files that a compiler is writing or removes during this call are omitted.
 
     Args:
         root: directory that contains the directories listed in `caches`.
@@ -154,10 +154,10 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
     Raises:
         IntegrityError: none of the keys has signed the description.
         FormatError: this version cannot read the description.
-        ConfigError: there are no keys, or one is not an Ed25519 public key in PEM.
+        ConfigError: there are no keys, or a key is not an Ed25519 public key in PEM.
     """
     if not public_keys_pem:
-        raise ConfigError("no public key is trusted", hint="set PENSTOCK_COMPILE_CACHE_KEYS, or give public_keys=")
+        raise ConfigError("no public key is trusted", hint="set PENSTOCK_COMPILE_CACHE_KEYS, or pass public_keys=")
     for pem in public_keys_pem:
         try:
             check_signature(PURPOSE + raw, signature, pem)
@@ -166,12 +166,13 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
             continue
     else:
         count = len(public_keys_pem)
-        raise IntegrityError(f"the bundle is not signed by {'the key' if count == 1 else f'any of the {count} keys'}")
+        keys = "the trusted key" if count == 1 else f"any of the {count} trusted keys"
+        raise IntegrityError(f"the bundle is not signed by {keys}")
     return parse(raw)
 
 
 def parse(raw: bytes) -> Description:
-    """Return a description without checking its signature, for display. Raise FormatError if it is malformed."""
+    """Return a description for display, without checking its signature. Raise FormatError for malformed bytes."""
     try:
         return msgspec.json.decode(raw, type=Description)
     except MALFORMED as error:
@@ -179,14 +180,14 @@ def parse(raw: bytes) -> Description:
 
 
 def unpack(description: Description, content: memoryview, root: Path) -> None:
-    """Write the files of a bundle to the new directory `root`, which appears when it is complete.
+    """Write the files of a bundle to the new directory `root`, which appears only when all files are written.
 
-    After an error no files remain. `remove_partial` removes the directory that a killed process left.
+    After an error no files remain. `remove_partial` removes directories that killed processes left behind.
 
     Args:
         description: result of `describe`, which checked its signature.
         content: the tensor `content` of the bundle.
-        root: directory that this call creates, with access only for this user. Its parent must exist.
+        root: directory that this call creates, with access only for this user. The parent directory must exist.
 
     Raises:
         FormatError: a path is outside `root` or outside every cache, or the sizes do not match the content.
@@ -215,10 +216,7 @@ _PARTIAL = ".partial-"
 
 
 def remove_partial(root: Path) -> None:
-    """Remove the directories next to `root` that killed calls of `unpack` left.
-
-    The caller must hold the lock for `root`.
-    """
+    """Remove directories next to `root` that killed processes left behind. The caller must hold the lock for `root`."""
     for path in root.parent.glob(f"{root.name}{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -259,9 +257,11 @@ _Placed = tuple[memoryview, list[tuple[BundledFile, PurePosixPath]]]
 
 
 def _placed(description: Description, content: memoryview) -> list[_Placed]:
-    """Return each frame's bytes and its files with their paths, after checking all sizes and paths."""
+    """Check all sizes and paths, and return the bytes and the files of each frame."""
     if any(frame.nbytes < 0 for frame in description.frames) or content.nbytes != description.content_bytes:
-        raise FormatError(f"the bundle has {content.nbytes} bytes of content, which differs from its description")
+        raise FormatError(
+            f"the bundle has {content.nbytes} bytes of content, but its description states a different size"
+        )
     sizes = [file.nbytes for frame in description.frames for file in frame.files]
     if min(sizes, default=0) < 0 or sum(sizes) > MAX_BYTES:
         raise FormatError(f"the bundle's files have {sum(sizes)} bytes, but the limit is {MAX_BYTES}")
@@ -274,10 +274,7 @@ def _placed(description: Description, content: memoryview) -> list[_Placed]:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """Return the path of a file below the root.
-
-    Raise FormatError if it could lead outside the root or is outside every cache.
-    """
+    """Return a path below the root. Raise FormatError for a path that leaves the root or lies outside every cache."""
     parts = path.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in parts) or parts[0] not in caches.NAMES or len(parts) < 2:
         raise FormatError(f"the bundle contains {path!r}, which is outside the cache directories")
@@ -289,7 +286,7 @@ def _write(root: Path, frame: _Placed) -> None:
     data, files = frame
     expected = sum(file.nbytes for file, _ in files)
     try:
-        # Check this before decompressing, because zstd allocates the size that the frame states.
+        # Check the size before decompressing, because zstd allocates the size that the frame states.
         if (stated := zstandard.frame_content_size(data)) != expected:
             raise IntegrityError(f"a frame of the bundle states {stated} bytes, but its files have {expected}")
         raw = memoryview(zstandard.ZstdDecompressor().decompress(data, max_output_size=expected))
@@ -300,7 +297,7 @@ def _write(root: Path, frame: _Placed) -> None:
         part = raw[start : start + file.nbytes]
         start += file.nbytes
         if blake3(part).hexdigest() != file.digest:
-            raise IntegrityError(f"the bundle's file {file.path} differs from its digest")
+            raise IntegrityError(f"the bundle's file {file.path} does not match its digest")
         # With O_EXCL a duplicate path raises an error. A path below a regular file raises an error too.
         mode = 0o700 if file.is_executable else 0o600
         with open(root / path, "xb", opener=_opener(mode)) as out:

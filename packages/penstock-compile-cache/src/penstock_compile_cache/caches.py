@@ -18,9 +18,8 @@ class Cache:
     Attributes:
         name: name of the directory below the root.
         variable: environment variable for the path of the cache.
-        module: module that reads the variable when it is imported. If empty, the program reads the variable at each
-            use.
-        parts: directories of the cache that are copied. If empty, all directories are copied.
+        module: module that reads the variable when it is imported. Empty if the program reads the variable at each use.
+        parts: directories of the cache that are copied. Empty if all directories are copied.
     """
 
     name: str
@@ -30,7 +29,7 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """Whether this process has already read the variable, so that the cache cannot be moved."""
+        """Whether this process has already read the variable. In that case the cache cannot be moved."""
         return bool(self.module) and self.module in sys.modules
 
 
@@ -54,7 +53,7 @@ NAMES = frozenset(cache.name for cache in CACHES)
 
 
 def variables(root: Path) -> dict[str, str]:
-    """Return the environment variables that place the caches below `root`, except variables already read."""
+    """Return the environment variables that place the caches below `root`, except variables that were already read."""
     return {cache.variable: str(root / cache.name) for cache in CACHES if not cache.is_read}
 
 
@@ -68,8 +67,7 @@ def is_copied(parts: Sequence[str]) -> bool:
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False
-    # Skip locks and unfinished files. A compiler renames a file when it is finished, and Triton renames its directory
-    # `tmp.*`.
+    # Skip locks and unfinished files. Compilers rename finished files, and Triton renames its directory `tmp.*`.
     if parts[-1].endswith((".lock", ".tmp")) or parts[-1].startswith("."):
         return False
     if any(part in {"__pycache__", "locks"} or part.startswith("tmp.") for part in parts):

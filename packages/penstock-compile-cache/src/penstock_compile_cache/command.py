@@ -1,6 +1,6 @@
 """`penstock compile-cache`: restore compiled code of engines before a start, save it afterwards, and list it.
 
-Engines with the option `"compile_cache"` do this themselves.
+Engines with the option `"compile_cache"` restore and save compiled code themselves.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from penstock.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Restore, save and list compiled code of engines.")
 
-At = Annotated[str | None, option("--at", "URI", "Place of bundles. Default: penstock-artifacts next to the model.")]
+At = Annotated[
+    str | None,
+    option("--at", "URI", "Directory or prefix of the bundles. Default: penstock-artifacts next to the model."),
+]
 PublicKeys = Annotated[
-    list[Path] | None, option("--public-key", "KEY", "Trusted Ed25519 public key (PEM). May be given several times.")
+    list[Path] | None, option("--public-key", "KEY", "Trusted Ed25519 public key (PEM). May be repeated.")
 ]
 
 
@@ -51,7 +54,8 @@ def restore(
     uri: Uri,
     engine: Annotated[str, typer.Option("--engine", help="The program that compiles, by its package name.")],
     config: Annotated[
-        list[str] | None, option("--config", "NAME=TEXT", "Another fact that its code depends on. May be repeated.")
+        list[str] | None,
+        option("--config", "NAME=TEXT", "A further value that the compiled code depends on. May be repeated."),
     ] = None,
     device: Device = "cpu",
     at: At = None,
@@ -65,15 +69,15 @@ def restore(
 ) -> None:
     """Fill compilers' caches from a bundle.
 
-    Print the environment variables for these caches, for eval. Without a bundle the caches are empty. The engine then
-    compiles, and `save` can read its code.
+    Print the environment variables of these caches for the shell's `eval`. Without a bundle the caches are empty, and
+    `save` can store the code that the engine compiles.
     """
     import penstock_compile_cache
     from penstock_compile_cache import caches
 
     pairs = [text.partition("=") for text in config or ()]
     if wrong := [name for name, mark, _ in pairs if not mark or not name]:
-        raise ConfigError(f"--config {wrong[0]!r} has no value", hint="use NAME=TEXT")
+        raise ConfigError(f"--config {wrong[0]!r} has no value", hint="pass --config NAME=TEXT")
     with _refusals_in_report_only():
         restored = penstock_compile_cache.restore(
             uri,
@@ -140,7 +144,7 @@ def list_all(
 ) -> None:
     """List the bundles next to a model.
 
-    Each line has the key of a bundle. With a public key, it also says whether the signature is valid.
+    Each line shows the key of a bundle. With a public key, each line also says whether the signature is valid.
     """
     import penstock_compile_cache
     from penstock.storage.locate import display

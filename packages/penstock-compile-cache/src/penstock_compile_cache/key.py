@@ -31,10 +31,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         model: revision of the model from its manifest, or a name that the user chose.
         engine: the program that compiles, such as `vllm` or `transformers`.
-        engine_version: version of the engine's distribution. Empty if no such distribution is installed.
+        engine_version: version of the engine's distribution. Empty if the engine is not installed as a distribution.
         python: version of Python, such as `3.12`.
         torch: version of torch including its build, such as `2.11.0+cu130`.
-        triton: version of Triton. Empty if it is not installed.
+        triton: version of Triton. Empty if Triton is not installed.
         driver: version of NVIDIA's driver. Empty if the device is a CPU.
         device: a GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
             sets, because Inductor compiles for the CPU that it runs on.
@@ -76,7 +76,7 @@ def key_of(
         engine: the program that compiles.
         config: further values that the engine's code depends on.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        engine_version: version of the engine. Empty means the version of its installed distribution.
+        engine_version: version of the engine. Empty means the version of the engine's installed distribution.
 
     Raises:
         ConfigError: an argument has the wrong type, or torch cannot find the device.
@@ -88,10 +88,12 @@ def key_of(
     config = dict(config or {})
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(f"config has {name!r}: {value!r}", hint="use texts as names and values")
+            raise ConfigError(
+                f"config has {name!r}: {value!r}, but names and values must be strings", hint="convert them with str()"
+            )
     require_type("device", device, str, "the name of a device")
     if not _DEVICE.fullmatch(device):
-        raise ConfigError(f"there is no compiled code for device {device!r}", hint='use "cpu", "cuda" or "cuda:N"')
+        raise ConfigError(f"code cannot be compiled for device {device!r}", hint='pass "cpu", "cuda" or "cuda:N"')
     is_gpu = device.startswith("cuda")
     return Key(
         model=model,
@@ -121,7 +123,7 @@ def _version_of(name: str) -> str:
 
 def _torch_version() -> str:
     """Return `torch.__version__`, which includes the build, unlike the distribution's version."""
-    # Importing torch takes 2 s, as long as the rest of the command, so read its version file instead.
+    # Importing torch takes 2 s, as long as the rest of the command, so read torch's version file instead.
     found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with contextlib.suppress(OSError):
@@ -139,7 +141,9 @@ def _gpu(device: str) -> str:
 
     count = torch.cuda.device_count()
     if int(device.partition(":")[2] or 0) >= count:
-        raise ConfigError(f"device is {device}, but torch sees {count} GPUs", hint='use another one, or device="cpu"')
+        raise ConfigError(
+            f"device is {device}, but torch sees {count} GPUs", hint='pass another device, or device="cpu"'
+        )
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
 

@@ -1,7 +1,7 @@
 """Save, restore and list the bundles next to a model, in a directory, an object store or a fleet.
 
-A start must not fail because compiled code is missing. `restore` returns a report that gives the reason, and logs a
-warning if it refused a bundle. The engine then compiles into a directory that `save` can read.
+A start must not fail because compiled code is missing. If `restore` finds no usable bundle, its report contains the
+reason, and the engine compiles into a directory that `save` can read.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Restored(Summarised):
         source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is no bundle.
         why: reason why there is no bundle, or else the source of the bundle.
         key: key of this process.
-        directory: directory of the caches, to which this process's variables now refer.
+        directory: directory that contains the caches. This process's environment variables now point to these caches.
         num_files: number of files that this call wrote.
-        nbytes: total size of these files in bytes.
+        nbytes: total size in bytes of the files that this call wrote.
         wall_s: duration of the call in seconds.
         not_moved: caches that stay at their previous path, because their programs were imported before the call.
     """
@@ -188,22 +188,22 @@ def restore(
     connection: ConnectionSettings | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Restored:
-    """Fill the caches of this process's compilers from a bundle, and set the variables for their paths.
+    """Fill the caches of this process's compilers from a bundle, and set the environment variables for their paths.
 
-    Call this before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
+    Call `restore` before the engine is imported or compiles. Without a bundle the caches stay empty.
     A bundle that is missing, unsigned, signed with a different key, corrupt, unreachable or too large for the disk
     raises no error. `Restored.why` contains the reason. No file from a refused bundle is written.
 
     Args:
-        uri: URI of the model. Its headers are read for its revision. Bundles are stored next to it.
+        uri: URI of the model, whose headers are read to determine its revision. Bundles are stored next to the model.
         engine: the program that compiles, such as `vllm`, `sglang`, `transformers`, or a name that you choose.
         config: further values that the engine's code depends on, as strings: dtype, parallel sizes, a hash of the
             engine's configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         at: directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
-        model: revision or name of the model. None means that it is read from `uri`.
-        public_keys: paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
-            `PENSTOCK_COMPILE_CACHE_KEYS`. Without keys, nothing is unpacked.
+        model: revision or name of the model. None means the revision of the model at `uri`.
+        public_keys: paths of Ed25519 public keys in PEM. One of these keys must have signed the bundle. None
+            means `PENSTOCK_COMPILE_CACHE_KEYS`. Without public keys, no bundle is unpacked.
         connection: connection to a hub. The bundle is read from fleet members before storage, and this process then
             serves it to other members until it exits. None means storage only.
         storage_options: see `load`.
@@ -260,14 +260,14 @@ def save(
 ) -> Saved:
     """Write the code that was compiled since `restore`, in any process on this host, to a signed bundle.
 
-    Call this after the engine's warm-up, when the engine has compiled everything. A bundle with the same key is
+    Call `save` after the engine's warm-up, when the engine has compiled everything. A bundle with the same key is
     replaced.
 
     Args:
         uri, at, storage_options: see `restore`.
-        key: key from `Restored`, or its id. If the key contains a revision of the model, the model at `uri` must have
-        the same revision. private_key: path of an Ed25519 private key in PEM. None means
-            `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
+        key: key from `Restored`, or the id of this key. If the key contains a revision of the model, the model at `uri`
+            must have the same revision.
+        private_key: path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
     Raises:
         ConfigError: an argument is wrong, there is no private key, the key belongs to a different model, or nothing was
@@ -279,7 +279,7 @@ def save(
     settings = Settings.read()
     signing_key = settings.compile_cache_signing_key if private_key is None else private_key
     if signing_key is None:
-        hint = "set PENSTOCK_COMPILE_CACHE_SIGNING_KEY, or give private_key="
+        hint = "set PENSTOCK_COMPILE_CACHE_SIGNING_KEY, or pass private_key="
         raise ConfigError("there is no private key to sign the bundle", hint=hint)
     pem = read_key(signing_key)
     directory = _directory(settings)
@@ -288,10 +288,10 @@ def save(
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
     if is_remote(target):
-        # Check the destination now, because an invalid one must raise before the files are packed.
+        # Check the destination now, because an invalid destination must raise before the files are packed.
         locate_object(target, settings=settings, options=storage_options or {})
     _require_model_of(key, text_of(uri), storage_options)
-    # Write next to the caches, or next to a local target, because a rename is atomic only within a file system.
+    # Write the bundle on the target's file system if the target is local, because only there a rename is atomic.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     # Use a name that cannot be guessed. Otherwise users with access to the directory could plant a symlink.
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -366,7 +366,7 @@ class _Bundles:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
     def open(self, uri: str) -> WeightSet:
-        """Open a bundle. `_read_part` reads its tensors. Raise the errors of `open_weights`."""
+        """Open a bundle, whose tensors `_read_part` reads. Raise the same errors as `open_weights`."""
         return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
@@ -382,7 +382,7 @@ class _Bundles:
                     raw, signature = _described(partial(_read_part, weights))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound, SourceTruncated, SourceChanged) as error:
-                # A corrupt bundle, or a bundle that is being replaced, must not hide the others.
+                # A corrupt bundle, or a bundle that is being replaced, must not hide the other bundles.
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
                 continue
             yield Listed(
@@ -398,7 +398,7 @@ class _Bundles:
 def _find(
     bundles: _Bundles, key: Key, trusted: Sequence[bytes], root: Path, connection: ConnectionSettings | str | None
 ) -> _Found:
-    """Unpack the bundle for a key to `root`, if a trusted key has signed one."""
+    """Unpack the bundle for a key to `root`, if a trusted key has signed the bundle."""
     if not trusted:
         return _Found(why="no public key is trusted (PENSTOCK_COMPILE_CACHE_KEYS)")
     uri = bundles.uri_of(key)
@@ -461,7 +461,7 @@ def _opened(
 def _fetch(
     name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return a bundle's tensors from its fleet, and whether members sent any. Raise HubUnavailable without a hub."""
+    """Return a bundle's tensors from its fleet, and whether members sent bytes. Raise HubUnavailable without a hub."""
     from penstock.fetcher.join import join
 
     fleet = join(name, connection=connection)
@@ -483,7 +483,7 @@ def _fetch(
 
 def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
     """Read a tensor of a bundle from storage. See `_Part`."""
-    # `load` would import torch, which takes 2 s of `penstock compile-cache restore`.
+    # Do not call `load`, because importing torch would make `penstock compile-cache restore` 2 s slower.
     table = weights.manifest.tensors
     row = table.names.index(name) if name in table.names else None
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
@@ -508,7 +508,7 @@ def fleet_name(bundle_id: str) -> str:
 
 
 def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
-    """Return why there is no bundle for a key: no bundle exists at all, or how the closest key differs."""
+    """Return the reason why there is no bundle for a key, such as how the closest key differs."""
     try:
         keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
     except SourceError as error:
@@ -542,7 +542,7 @@ def _no_part(name: str, *, is_there: bool) -> FormatError:
 
 
 def _remove_empty(root: Path) -> None:
-    """Remove a directory if there are no files in it or below it."""
+    """Remove a directory tree that contains no files."""
     for directory, _, _ in os.walk(root, topdown=False):
         # `rmdir` fails for a directory with files, so a file that appears in the meantime is not lost.
         with contextlib.suppress(OSError):
@@ -556,12 +556,12 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
 def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
     """Raise ConfigError if the revision of the model at a URI differs from the revision in the key."""
     revision = _revision(uri, storage_options)
-    # Otherwise the key contains a name that the user chose, which may stand for many models.
+    # Otherwise the key contains a name that the user chose, which may mean several models.
     if _REVISION.fullmatch(key.model) and key.model != revision:
         raise ConfigError(
             f"the compiled code {key.id} is for a model with revision {key.model[:19]}, but the model at "
             f"{display(uri)} has {revision[:19]}, so no restore would find the bundle",
-            hint="give the restored model, or restore again, because a new manifest changes the revision",
+            hint="pass the restored model, or restore again, because a new manifest changes the revision",
         )
 
 
@@ -574,17 +574,17 @@ def _key_path(directory: Path, bundle_id: str) -> Path:
 
 
 def _key_of_id(directory: Path, bundle_id: str) -> Key:
-    """Return the key of an earlier `restore` on this host. Raise ConfigError if there was none."""
+    """Return the key of an earlier `restore` on this host. Raise ConfigError for an unknown id."""
     try:
         raw = read_bounded(str(_key_path(directory, bundle_id)), MIB) if bundle_id.isalnum() else b""
         return msgspec.json.decode(raw, type=Key)
     except (NotFound, *MALFORMED) as error:
-        known = ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
-        raise ConfigError(f"nothing was restored or compiled for {bundle_id!r}", hint=f"known ids: {known}") from error
+        hint = "known ids: " + ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
+        raise ConfigError(f"no restore has the id {bundle_id!r}", hint=hint) from error
 
 
 def _directory(settings: Settings) -> Path:
-    """Return the directory of all caches, which belongs to this user. Raise ConfigError if it cannot be used."""
+    """Return the directory of all caches. Raise ConfigError unless only this user can write to it."""
     directory = settings.compile_cache_dir or process.home_cache("compile-cache")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -608,5 +608,5 @@ def _locked(root: Path) -> Iterator[None]:
             lock_within(file.fileno(), _LOCK_S)
         except BlockingIOError as error:
             message = f"another process has held {file.name} for {_LOCK_S:.0f} s"
-            raise ConfigError(message, hint="end that process") from error
+            raise ConfigError(message, hint="stop that process") from error
         yield

@@ -49,10 +49,10 @@ conversion read 21 GB from a 66 MB model."""
 
 
 def _task_bytes(value: str | None) -> str | None:
-    """Return the value of --task-bytes. Raise ConfigError if it is too small for tasks of a conversion."""
+    """Return the value of --task-bytes. Raise ConfigError if the size is too small for tasks of a conversion."""
     if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
         message = f"--task-bytes {value} is too small, because every task reads whole leaves of 256 KiB"
-        raise ConfigError(message, hint="give at least 64K, or leave --task-bytes out")
+        raise ConfigError(message, hint="pass at least 64K, or omit --task-bytes")
     return value
 
 
@@ -164,19 +164,19 @@ def convert(
     """Convert or merge checkpoints, out of core.
 
     The command changes formats and shards, merges checkpoints, and runs your own functions. If it is interrupted, run
-    it again and it resumes.
+    it again to resume.
     """
     if len(places) < 2:
         raise ConfigError(
-            "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
+            "a conversion needs sources and a destination", hint="run `penstock convert SRC DST --to cast:BF16`"
         )
-    # Refuse the option instead of ignoring it, because the user expects it to offer the result to a fleet.
+    # Refuse --listen instead of ignoring it, because the user expects that a fleet can fetch the result.
     if listen is not None and not places[-1].startswith("cache:"):
         message = f"--listen requires a destination cache:MODEL, not {places[-1]!r}"
-        raise ConfigError(message, hint="leave --listen out")
+        raise ConfigError(message, hint="omit --listen")
     if token_file is not None and hub is None and not places[-1].startswith("cache:"):
         message = "--token-file requires --hub or a destination cache:MODEL"
-        raise ConfigError(message, hint="give --hub URL, or leave --token-file out")
+        raise ConfigError(message, hint="pass --hub URL, or omit --token-file")
     connection = connection_of(hub, token_file, listen, data_port)
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
@@ -201,7 +201,7 @@ def convert(
 
     settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "task_bytes": task_bytes}
     settings |= {"scratch": scratch, "ray": ray, "rates": speeds, "trace": trace}
-    # Use only the option. PENSTOCK_HUB may be set for an engine, and must not make this process report its conversions.
+    # Ignore PENSTOCK_HUB, which may be set for an engine and must not make this process report its conversions.
     if hub is not None:
         from penstock_convert.job_reporter import HubReporter
 
@@ -225,7 +225,7 @@ def convert(
 
 
 def _is_copy(words: list[str]) -> bool:
-    # Import this here, so that the workers start before this process imports more modules.
+    # Import `is_copy` only here, so that the workers start before this process imports more modules.
     from penstock_convert.operations.spec import is_copy
 
     return is_copy(words)
@@ -240,9 +240,7 @@ def _predict(
     shard_bytes: str,
     request: Mapping[str, Any],
 ) -> None:
-    """Plan a conversion from all places but the last to the last place.
-
-    Write the plan and the predicted time to stdout.
+    """Plan a conversion to the last URI in `places`, and write the plan and the predicted time to stdout.
 
     Args:
         devices: devices on this host. Empty if this process does not know the devices.
@@ -252,7 +250,7 @@ def _predict(
     from penstock_convert.result import ONE_FILE, SCHEME
     from penstock_convert.workers.launch import devices_of
 
-    # A weight cache has no files. The plan for its memory is the plan for one file.
+    # A weight cache has no files, so plan its memory like one file.
     shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
     job = plan(places[:-1], shard_bytes=shards, **request)
     where = devices_of(devices, workers) if devices else ()
@@ -260,7 +258,7 @@ def _predict(
 
 
 def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:
-    """Run `penstock.convert` with a launcher and with `settings` as its `WorkerSettings`. Then close the launcher."""
+    """Run `penstock.convert` with a launcher and with `settings` as its `WorkerSettings`, and close the launcher."""
     from penstock_convert.convert import WorkerSettings
     from penstock_convert.convert import convert as run
 
@@ -277,7 +275,7 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
         # Scripts wait for the report before they start engines, and stdout is buffered if it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
-        # Print the note only once signals are handled, because a script that reads the note may send a signal
+        # Print the note after the signal handlers are installed, because a script that reads the note may send a signal
         # immediately.
         cache.serve(ready=partial(note, f"keeping {model}: {total} on {cache.device}. Stop with SIGTERM or Ctrl-C."))
 
@@ -288,7 +286,7 @@ _EXECUTORS = ("fetch", "compute", "send")
 def write_report(report: ConvertReport, format: OutputFormat) -> None:
     """Write the report of a conversion to stdout."""
     if format is OutputFormat.json:
-        # `plain` includes only fields, so add the report's properties.
+        # The JSON of a report contains only its fields, so add its properties.
         derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
         return
@@ -337,10 +335,12 @@ def _tasks(report: ConvertReport) -> str:
 def _read(report: ConvertReport) -> str:
     """Describe where the bytes came from, and why more bytes were read than the tasks require."""
     parts = [f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches"]
-    # Idle workers run other workers' last tasks again, so that one slow worker does not delay the end.
+    # Idle workers run other workers' last tasks again, so that a slow worker does not delay the conversion.
     if report.num_twice and report.fetched_bytes > report.read_bytes:
         tasks = "1 task" if report.num_twice == 1 else f"{report.num_twice} tasks"
-        parts.append(f"{bytes_text(report.read_bytes)} are needed, because idle workers repeated {tasks} to end sooner")
+        parts.append(
+            f"{bytes_text(report.read_bytes)} are needed, because idle workers repeated {tasks} to finish sooner"
+        )
     return "; ".join(parts)
 
 

@@ -1,8 +1,7 @@
-"""`convert` writes a new checkpoint from existing ones, out of core and resumable. It publishes the result atomically.
+"""`convert` writes a new checkpoint from existing checkpoints, out of core, and publishes the result atomically.
 
-Conversion.plan: open the sources, plan the job
-Conversion.make: OutputSet, Journal (resume?) --> Coordinator runs the tasks
-                 --> publish: sources unchanged? manifest, index, small files, rename or upload
+`Conversion.plan` opens the sources and plans the job. `Conversion.make` runs the tasks that no earlier call finished,
+checks that the sources are unchanged, and publishes the result.
 """
 
 from __future__ import annotations
@@ -97,23 +96,23 @@ threads. User functions are excluded, because they may hang or exit."""
 class WorkerSettings:
     """The settings for running a conversion: the workers, their memory and their machines.
 
-    `convert` takes the settings as `workers=`. An int stands for a number of workers, and None for the defaults.
+    Pass the settings to `convert` as `workers=`, which also accepts a number of workers, or None for the defaults.
 
     Attributes:
         num_workers: number of workers, which use `devices` in rotation. None means one worker for each device.
         memory_bytes: host memory of each worker, as a number of bytes or a string like `"2G"`. None means 512 MiB. A
-            task that does not fit is split, run in parts or refused. The limit also applies to workers on a GPU.
+            task above the limit is split, run in parts or refused. The limit also applies to workers on a GPU.
         task_bytes: bytes that one task reads and writes. Tasks are smaller if they would not fit in a worker's memory.
-            None means 64 MiB, or up to 128 MiB if the sources have more than 8 GiB in total.
-        storage_options: options for the object stores of sources and destination, with obstore's names. They override
-            the environment and are omitted from the repr.
+            None means 64 MiB, or up to 128 MiB if the sources exceed 8 GiB in total.
+        storage_options: options for the object stores of sources and destination, with obstore's names. These options
+            override the environment and are omitted from the repr.
         trace: file to which a Chrome trace of all workers is written. None means no trace.
         scratch: directory for files that are later uploaded to an object store. None means the system's temporary
             directory.
-        ray: address of a Ray cluster to start the workers on. Sources, destination and `scratch` must be accessible
-            from all of its nodes.
+        ray: address of a Ray cluster on which the workers run. Sources, destination and `scratch` must be accessible
+            from all nodes of the cluster.
         launcher: starts and stops the workers. None means processes on this host, or Ray actors if `ray` is set.
-        rates: rates of this machine, for predicting the duration. None means the known rates for its kind of GPU.
+        rates: rates of this machine, for predicting the duration. None means the known rates of the GPU model.
         observer: receives the state of the running conversion. A `HubReporter` reports the state to a hub, for `status`
             and the fleet page.
 
@@ -148,16 +147,16 @@ class WorkerSettings:
         require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
         require_type("observer", self.observer, (JobObserver, type(None)), "an object with begin, or None")
         if self.rates is not None:
-            # Import this only here, because most conversions specify no rates and do not use the simulation.
+            # Import `Rates` only here, because most conversions specify no rates and do not use the simulation.
             from penstock_convert.plan.cluster import Rates
 
             require_type("rates", self.rates, Rates, "a penstock_convert.plan.cluster.Rates, or None")
         if self.ray is not None and self.launcher is not None:
-            raise ConfigError("both ray= and launcher= are set", hint="leave out one of them")
+            raise ConfigError("both ray= and launcher= are set", hint="omit ray= or launcher=")
 
     @classmethod
     def of(cls, workers: WorkerSettings | int | None) -> WorkerSettings:
-        """Return the settings for the `workers` argument of `convert`. Raise ConfigError if it has the wrong type."""
+        """Return the settings for the `workers` argument of `convert`. Raise ConfigError for a wrong type."""
         if isinstance(workers, cls):
             return workers
         if workers is None or (isinstance(workers, int) and not isinstance(workers, bool)):
@@ -185,19 +184,19 @@ def convert(
         destination: a directory that does not exist yet, a prefix in an object store, or the `into` of a weight cache.
         to: the format of the result, such as `cast:BF16` or `fp8-block128`. `gguf`, `gguf:Q8_0`, `gguf:F16`,
             `gguf:BF16` and `gguf:F32` write one GGUF file.
-        operations: operations to apply in order, each `{"op": name, ...}` or the text of `--op` (`"slerp:t=0.4"`). A
-            single operation does not need a list. No operation means a copy.
-        verify: whether to compare the bytes that are read with the sources' leaf digests. None compares them for
+        operations: operations to apply in order, each `{"op": name, ...}` or a string as for `--op` (`"slerp:t=0.4"`).
+            A single operation does not need a list. An empty list means a copy.
+        verify: whether to compare the bytes that are read with the sources' leaf digests. None compares the bytes of
             sources that have digests. True requires digests for all sources. False compares nothing.
         devices: `"all"` means one worker for every GPU, or for every core if there is no GPU. Alternatively `"cpu"` or
-            device names, with one worker each.
-        workers: the number of workers, where None means one for each device. Alternatively a `WorkerSettings`, which
+            device names, with one worker for each device.
+        workers: the number of workers. None means one worker for each device. Alternatively a `WorkerSettings`, which
             also sets the memory, options for object stores, a trace, a Ray cluster or your own launcher.
         shard_bytes: maximum size of an output file in bytes, at least 1. A larger tensor gets a separate file.
         replace: whether to replace a directory with a weight set at the destination. The old directory stays until the
             new one is complete, is replaced atomically, and is then removed. Object stores are refused, because they
             cannot replace several objects atomically.
-        progress: see `load`. Progress is counted in tasks.
+        progress: see `load`. The unit of progress is a task.
 
     Returns:
         The report. The destination is complete, with index, manifest and the first source's small files.
@@ -206,9 +205,9 @@ def convert(
         ConfigError: the destination already exists, or an argument is invalid.
         PlanError, BudgetTooSmall: the sources do not fit the operation, or a task requires more than `memory_bytes`.
         OperationFailed: an operation raised an error, hung, or returned tensors that do not match its recipes.
-        IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
+        IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: see `penstock.errors`.
 
-    After an error the destination is untouched, and the same call resumes. A conversion into memory starts again.
+    After an error the destination is unchanged, and the same call resumes the conversion, unless it writes to memory.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -239,7 +238,7 @@ def convert(
             conversion.plan(sources, to, operations, verify=verify, shard_bytes=shard_bytes)
             conversion.make()
             end = stack.pop_all()
-        # Report this before the workers exit, because the result is already published, whatever happens to the workers.
+        # Report success before the workers exit, because the result is published even if a worker fails to exit.
         conversion.watch.done(conversion.revision, len(conversion.journal.kept))
         # Close the stack in a separate stage, because the report includes the time that the workers take to exit.
         with stages.stage("close"):
@@ -262,7 +261,7 @@ class Conversion:
 
     Args:
         destination: directory, prefix or memory to write to.
-        settings, devices: settings and devices for the workers.
+        settings, devices: settings and devices of the workers.
         replace: whether the result may replace an existing directory.
         stack: closes the sources, the staging files and the workers.
         stages, display, journey: the trace, the progress display and the record of this call.
@@ -271,8 +270,8 @@ class Conversion:
         request: the opened sources and the job.
         journal: the finished tasks.
         watch: reports the conversion's state to an observer.
-        coordinator: the coordinator of the workers. None if an earlier call had already published this result.
-        revision: revision of the published result. Empty until it is published.
+        coordinator: assigns tasks to the workers. None if an earlier call had already published this result.
+        revision: revision of the published result. Empty until the result is published.
     """
 
     request: ConvertRequest
@@ -305,7 +304,6 @@ class Conversion:
         self._stages = stages
         self._display = display
         self._journey = journey
-        # Small files from the source that provides the result's configuration, if the result is published as files.
         self._small_files = NO_SMALL_FILES
         self._config: bytes | None = None
         self._predicted: Predicted = None, "nothing was left to do"
@@ -331,10 +329,7 @@ class Conversion:
         verify: bool | None,
         shard_bytes: int | str,
     ) -> None:
-        """Open the sources, plan the job, and choose where its workers run.
-
-        Arguments and errors are those of `convert`.
-        """
+        """Open the sources, plan the job, and choose where its workers run. See `convert` for arguments and errors."""
         settings, stack = self._settings, self._stack
         in_memory = isinstance(self._destination, MemoryDestination)
         only_copies = to is None and is_copy(operations)
@@ -365,7 +360,7 @@ class Conversion:
         self.watch = JobWatch(settings.observer, request.job, request.job_spec.sources, self.into)
 
     def make(self) -> None:
-        """Run the tasks that no earlier call finished, and publish the result. Errors are those of `convert`."""
+        """Run the tasks that no earlier call finished, and publish the result. Raise the same errors as `convert`."""
         try:
             if isinstance(self._destination, MemoryDestination):
                 self.revision = fill(self._destination, self.request.job, self._fill)
@@ -381,19 +376,16 @@ class Conversion:
             raise
 
     def _fill(self, out: OutputRegion, notes: MemoryJournal) -> None:
-        """Run every task with memory as the destination. No sidecar files are written, and nothing is resumed."""
+        """Run every task with memory as the destination, without writing sidecar files and without resuming."""
         self._out, self.journal = out, notes
-        # Workers map the same memory by its path, just as they would open files in a directory.
+        # Workers map the same memory through its path, just as they would open files in a directory.
         self._job_spec = msgspec.structs.replace(self.request.job_spec, directory=str(out.directory), in_memory=True)
         self._run()
         for weights in self.request.opened:
             check_unchanged(weights)
 
     def _stage(self, into: str) -> None:
-        """Open the staging files and the journal of earlier calls.
-
-        The stack removes files that no later call can use.
-        """
+        """Open the staging files and the journal. At its end, the stack removes files that no later call can use."""
         if into.startswith(SCHEME):
             raise ConfigError(
                 "a weight cache is not a directory",
@@ -424,11 +416,9 @@ class Conversion:
         self._job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
 
     def _is_published(self) -> bool:
-        """Return whether an earlier call has published this result.
+        """Return whether an earlier call has published this result. If not, prepare the staging files and the journal.
 
-        If not, open the staging files and correct the journal.
-
-        No other writer can begin at this destination until the stack is closed.
+        Until the stack is closed, no other process can start writing to this destination.
         """
         job, journal, into, out = self.request.job, self.journal, self.into, self._out
         settings, options = self.request.settings, self._job_spec.storage_options
@@ -446,7 +436,7 @@ class Conversion:
             self._place.require_free(replace=self._replace)
             self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
         out.make()
-        # Extend files of earlier calls to their full size. The new zeros do not match the digests.
+        # Extend files from earlier calls to their full size. The added zeros do not match the digests.
         if journal.done:
             out.allocate()
         out.open()
@@ -457,18 +447,18 @@ class Conversion:
         """Run every task that no earlier call finished. Workers start while disk space is allocated.
 
         Raises:
-            ConfigError: workers on other hosts cannot write to this host's memory. See also `Coordinator.run`.
+            ConfigError: the destination is memory and workers are on other hosts. See also `Coordinator.run`.
         """
         job, stages = self.request.job, self._stages
         if self._job_spec.in_memory and self._launcher.listen is not None:
             message = "workers on other hosts cannot write to the memory of this host"
-            raise ConfigError(message, uri=self.into, hint="leave out ray=, or convert to a directory")
-        # Pass the URIs of all files, because the prediction has no rate for an object store.
+            raise ConfigError(message, uri=self.into, hint="omit ray=, or convert to a directory")
+        # Pass all URIs, because there is no prediction if a file is in an object store.
         uris = [*(source.uri for weights in self.request.opened for source in weights.sources), self.into]
         is_over = threading.Event()
         # Allocate disk space while the workers import torch, because each of the two can take seconds.
         with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
-            # Set the event before the pool is closed, so that an error here does not wait for the allocation.
+            # Set the event before the pool is closed, so that an error in this block does not wait for the allocation.
             ends.callback(is_over.set)
             room = pool.submit(_allocate, self._out, stages, is_over)
             self._display.state("starting workers", len(self.journal.done), len(job.tasks))
@@ -480,7 +470,7 @@ class Conversion:
                 coordinator = self._start_workers(where)
             here = where if self._launcher.listen is None else ()
             self._predicted = predict(job, self.journal.kept, uris, here, self._settings.rates)
-            # Run no task before the space is allocated, so that a full disk raises an error now instead of hours later.
+            # Wait until the space is allocated, so that a full disk raises an error now instead of hours later.
             room.result()
         # While the conversion runs, count only the bytes that workers received. The report later adds this process's
         # bytes.
@@ -512,7 +502,7 @@ class Conversion:
         return coordinator
 
     def publish(self) -> None:
-        """Publish the complete result. Raise SourceChanged if a source has changed since the start."""
+        """Publish the complete result. Raise SourceChanged if a source has changed during the conversion."""
         request, out = self.request, self._out
         job, settings, options = request.job, request.settings, self._job_spec.storage_options
         for weights in request.opened:
@@ -526,7 +516,7 @@ class Conversion:
             publish_remote(out, self.into, small, settings=settings, storage_options=options)
         else:
             out.publish(self._place.path, small, replace=self._replace)
-        # Keep this line last. After a crash before it, the next call detects by the stamp that the job was published.
+        # Remove the journal last. After an earlier crash, the next call recognises the published result by its stamp.
         self.journal.remove()
         self.revision = manifest.revision
 
@@ -535,7 +525,7 @@ class Conversion:
         request, resumed, coordinator = self.request, self.journal.kept, self.coordinator
         job, (predicted_s, predicted_by) = request.job, self._predicted
         stats = () if coordinator is None else tuple(coordinator.stats)
-        # For sources with a cache, this process also reads headers, and leaves in order to compute missing digests.
+        # This process reads headers through the cache too, and whole sources whose digests are missing.
         came_here = bytes_read(request.opened)
         fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
         asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
@@ -586,7 +576,7 @@ def _require_text(names: Iterable[str]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            hint = "rename it, or pass a link with a different name"
+            hint = "rename the file, or pass a symlink with a valid name"
             raise ConfigError(f"the name {name[:200]!r} is not valid UTF-8", hint=hint) from error
 
 
@@ -597,7 +587,7 @@ def _check_replaceable(destination: str | MemoryDestination) -> None:
         message = (
             "only a local directory can be replaced, because object stores and memory cannot replace files atomically"
         )
-        raise ConfigError(message, uri=uri, hint="write to a new place, then remove the old one")
+        raise ConfigError(message, uri=uri, hint="write to a new path, then remove the old result")
 
 
 def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *, replace: bool) -> None:
@@ -610,15 +600,12 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
             message = f"the destination {'is' if source.rstrip('/') == place else 'contains'} the source {source}"
             raise ConfigError(message, uri=destination, hint="write to another prefix")
         return
-    # Otherwise an interrupted run could not resume, because the result would have replaced the sources.
+    # If the result replaced its sources, an interrupted run could not resume.
     require_apart(sources, OutputPlace.at(destination).path, replace=replace)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
-    """Return whether the worker of a small conversion may be a thread.
-
-    This requires a conversion on the CPU, and torch to be loaded already.
-    """
+    """Return whether the worker of a small conversion may be a thread, because it needs no GPU and no torch import."""
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
     named = [devices] if isinstance(devices, str) else list(devices)
@@ -626,7 +613,7 @@ def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, 
     if only_copies:
         return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
-    # Without torch, a thread would start as slowly as a process. A thread would also share a changed default dtype.
+    # A thread that must import torch starts as slowly as a process. It would also use a changed default dtype.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
     return named == ["cpu"] or (named == ["all"] and not has_driver())

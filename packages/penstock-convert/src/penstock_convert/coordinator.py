@@ -2,8 +2,6 @@
 
 `plan.placement` decides which worker gets a task, `workers.worker` runs it, and `convert` publishes the result.
 
-    spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
-                silent or dead: placement.remove, killed, replaced
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ TURN_S = 0.2
 LAST_BEATS_S = 3.0
 """Time in seconds that workers have at the end to send their last statistics and trace spans."""
 PAUSE_S = 5.0
-"""Duration of a turn in seconds above which the coordinator itself was stopped or swapped out. No worker is blamed for
-it."""
+"""Duration of an iteration in seconds above which the coordinator itself was stopped or swapped out. In that case no
+worker is blamed."""
 STRIKES = 3
 """Number of workers that die or hang while the operation runs on the same task, after which the job fails."""
 RESPAWNS = 3
@@ -103,17 +101,17 @@ class _WorkerRecord:
 
 
 class Coordinator(Closeable):
-    """Runs a job in one thread. It assigns tasks to workers, and replaces workers that are lost.
+    """Runs a job in one thread: assigns tasks to workers, and replaces lost workers.
 
-    A worker is started (`begin`), connects (`WorkerHello`), reports that it is ready (`Ready`), and then gets tasks. It
-    leaves when the job ends. It is lost if its connection closes, if it sends an invalid message, or if it makes no
-    progress for `stall_s`.
+    A worker is started (`begin`), connects (`WorkerHello`), reports that it is ready (`Ready`), and then receives tasks
+    until the job is finished. A worker is lost if its connection closes, if it sends an invalid message, or if it makes
+    no progress for `stall_s`.
 
     Args:
-        job, job_spec: the job as a plan, and in the form that is sent to workers.
-        journal: journal of the tasks that earlier runs finished. Tasks that this run finishes are added to it.
+        job, job_spec: the planned job, and the specification that is sent to workers.
+        journal: journal of the finished tasks, to which this run adds the tasks that it finishes.
         launcher: starts workers.
-        devices: one device for each worker.
+        devices: device of each worker.
         listener, address: the socket for workers, from `messages.listen`, and its address. The coordinator closes it.
         on_progress: called after each task with the number of finished tasks and the total.
         on_turn: called a few times per second while the job runs. It must not block.
@@ -124,7 +122,8 @@ class Coordinator(Closeable):
         stats, traces: statistics and spans of every worker, including replaced ones.
         repeated: tasks on which the operation has run more than once.
         num_resumed: number of tasks that earlier runs finished.
-        done_bytes, resumed_bytes: bytes read and written for all finished tasks, and for those of earlier runs only.
+        done_bytes: bytes read and written for all finished tasks.
+        resumed_bytes: bytes read and written for the tasks that earlier runs finished.
         began: monotonic time at which the first worker was ready. Infinite before that.
         moving_s: time in seconds from `began` to the end of the last task.
     """
@@ -162,8 +161,8 @@ class Coordinator(Closeable):
         self._tried = set[int]()
         """Tasks on which the operation has begun to run."""
         self.repeated = set[int]()
-        # Each worker sends this secret in its `WorkerHello`. Without a secret, any process on the host could act as a
-        # worker, and on a cluster any process that can reach the port.
+        # Each worker sends this secret in its `WorkerHello`. Without a secret, any process that can reach the
+        # socket could act as a worker.
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self.began = math.inf
@@ -182,7 +181,7 @@ class Coordinator(Closeable):
             self._spawn(device, 0)
 
     def run(self) -> None:
-        """Run until every task is done and in the journal, and no worker writes any more. Call `begin` first.
+        """Run until the journal contains every task and no worker writes any more. Call `begin` first.
 
         Raises:
             PenstockError: an error that stopped a worker.
@@ -201,17 +200,16 @@ class Coordinator(Closeable):
                 else:
                     self._receive(key.data)
             self._check_workers()
-            # Copy the names, because a worker may be lost when it is sent a task, and that changes `_workers`.
+            # Copy the names, because sending a task may fail, and a lost worker is removed from `_workers`.
             for name in [name for name, record in self._workers.items() if record.is_ready]:
                 self._assign(name)
             if self._on_turn is not None:
                 self._on_turn()
-            # Raise, because the loop would never end without workers. Each of them was lost and replaced `RESPAWNS`
-            # times.
+            # Without workers the loop would never end. Every worker was lost and replaced `RESPAWNS` times.
             if not self._workers:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(
-                    f"all workers of the job were lost: {ends}", hint="run it again: finished tasks are kept"
+                    f"all workers of the job were lost: {ends}", hint="run it again to resume after the finished tasks"
                 )
         self.moving_s = time.monotonic() - self.began
         self._collect_last_beats()
@@ -267,14 +265,11 @@ class Coordinator(Closeable):
         self._select.register(wire, selectors.EVENT_READ, wire)
 
     def _identify(self, wire: Wire) -> None:
-        """Match a new connection to a started worker by its `WorkerHello`.
-
-        Close the connection if no worker matches.
-        """
+        """Match a new connection to a started worker by its `WorkerHello`, or close the connection."""
         try:
             messages = wire.from_worker()
         except (PeerLost, FormatError, PlanError):
-            # Catch PlanError too, because a peer without the secret must not stop the job.
+            # A peer without the secret must not stop the job, not even with an incompatible version.
             self._turn_away(wire)
             return
         if not messages:
@@ -292,7 +287,7 @@ class Coordinator(Closeable):
         admitted.prove(hello.worker)
         # From now on `_check_workers` applies the progress deadline instead.
         admitted.begin(math.inf)
-        # Allow large frames only now. Before the check, a stranger could have made this process allocate memory.
+        # Allow large frames only from identified workers, because large frames make this process allocate memory.
         wire.max_frame_bytes = MAX_FRAME_BYTES
         self._select.modify(wire, selectors.EVENT_READ, hello.worker)
         record.wire = wire
@@ -310,7 +305,7 @@ class Coordinator(Closeable):
 
     def _receive(self, name: str) -> None:
         record = self._workers.get(name)
-        # The worker may have been lost through another event in the same turn.
+        # The worker may have been lost because of another event in the same iteration.
         if record is None or record.wire is None:
             return
         try:
@@ -332,8 +327,8 @@ class Coordinator(Closeable):
             self._begins(record, message.task)
         elif isinstance(message, WorkerBeat):
             moves = message.moved_bytes != record.stats.moved_bytes or message.num_reports != record.num_reports
-            # A beat alone does not prove progress, because the thread that sends beats also runs while the operation
-            # hangs. Idle workers cannot hang.
+            # A beat alone does not prove progress, because its thread also runs while the operation hangs. Idle workers
+            # cannot hang.
             if moves or not self._assigned(name):
                 record.progressed_at = now
             record.note(message)
@@ -353,8 +348,7 @@ class Coordinator(Closeable):
         # operation.
         if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
             record.task = task
-        # A second run may have overwritten the bytes of the first run. At the end, `check_repeated` reads back the
-        # bytes of these tasks.
+        # A second run may have overwritten the bytes of the first run, so `check_repeated` reads these bytes back.
         (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: TaskDone, now: float) -> None:
@@ -367,8 +361,7 @@ class Coordinator(Closeable):
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers. Record only the first result, so that progress counts it once.
         if outcome.first:
-            # Add the task only now, because `TaskDone` means that its bytes are written. A journal that is ahead of the
-            # files would make a resumed job skip bytes.
+            # Add the task only after its bytes are written. Otherwise a resumed job would skip unwritten bytes.
             self._journal.add(message.task, digests)
             self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
@@ -412,14 +405,14 @@ class Coordinator(Closeable):
         self._checked_at = now
         self._listener.admission.sweep()
         for name, record in list(self._workers.items()):
-            # While this process was stopped, messages waited in the sockets, so postpone every deadline by that time.
+            # While this process was stopped, messages waited in the sockets, so extend every deadline by the same time.
             if stood_s > PAUSE_S:
                 record.started_at += stood_s
                 record.progressed_at += stood_s
             # The exit of a connected worker is detected through its connection, after its last message has been read.
             if record.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
-            # A longer stall deadline also applies to the start, because planning reads from the same slow storage.
+            # A stall deadline above `BEGIN_S` also applies to the start, because workers read slow storage then too.
             elif not record.is_ready and now - record.started_at > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it was not ready in time")
             elif record.is_ready and self._assigned(name) and now - record.progressed_at > self._stall_s:
@@ -437,22 +430,19 @@ class Coordinator(Closeable):
         if record.wire is not None:
             self._select.unregister(record.wire)
             record.wire.close()
-        # Kill the worker before its tasks run elsewhere, because a worker that only hung could overwrite a later
-        # result.
+        # Kill the worker before its tasks run elsewhere, because a worker that was only delayed could overwrite a
+        # later result.
         self._launcher.kill(name)
         record.stats.end = why or self._launcher.ended(name) or "its connection was lost"
         # Blame only the task on which the operation ran. The other tasks were queued, or were being read or written.
         if record.task in assigned:
             self._strike(record.task, record.stats.end)
-        # Limit the replacements, because workers that die immediately must not be restarted forever.
+        # Do not restart workers forever if they die immediately.
         if record.respawns < RESPAWNS:
             self._spawn(record.stats.device, record.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
-        """Count a worker that was lost while the operation ran on a task.
-
-        Raise OperationFailed after `STRIKES` lost workers.
-        """
+        """Count a worker that was lost while the operation ran on a task. Fail after `STRIKES` lost workers."""
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
             # Name the task's first tensor, because it is unknown which of its tensors caused the loss.
@@ -467,7 +457,7 @@ class Coordinator(Closeable):
 
     def close(self) -> None:
         """Kill the workers and close every connection. Idempotent."""
-        # Kill the workers instead of requesting them to stop, because after an error they must not write another byte.
+        # Kill the workers instead of asking them to stop, because workers must not write another byte after an error.
         for name, record in self._workers.items():
             self._launcher.kill(name)
             if record.wire is not None:
@@ -480,14 +470,11 @@ class Coordinator(Closeable):
         self._listener.close()
 
     def _collect_last_beats(self) -> None:
-        """Record the last beats until every connection has closed, for at most `LAST_BEATS_S`.
-
-        Then stop the workers.
-        """
+        """Record the workers' last beats for up to `LAST_BEATS_S`, and kill workers that have not exited by then."""
         left = {name: record for name, record in self._workers.items() if record.wire is not None}
         for record in left.values():
             assert record.wire is not None
-            # A worker that died after its last task is detected below, when its connection is read.
+            # If a worker died after its last task, the read below detects it.
             with contextlib.suppress(PeerLost):
                 record.wire.send(Stop())
         deadline = time.monotonic() + LAST_BEATS_S
@@ -504,16 +491,16 @@ class Coordinator(Closeable):
                 except (PeerLost, FormatError) as error:
                     self._select.unregister(record.wire)
                     del left[name]
-                    # A worker that exits closes its connection. A worker that sends invalid bytes may continue to run.
+                    # A worker closes its connection when it exits. A worker that sends invalid bytes may keep running.
                     if isinstance(error, FormatError):
                         self._launcher.kill(name)
-        # Workers that did not exit in time may hang in a user's function. All of their tasks are done, so kill them.
+        # Kill the remaining workers, which may hang in a user's function. All of their tasks are done.
         for name in left:
             self._launcher.kill(name)
 
 
 def _error_of(failure: TaskFailure) -> PenstockError:
-    """Return the error that stopped a worker, with the class that the error had in the worker."""
+    """Return the error that stopped a worker, as an instance of the same class."""
     if failure.kind == BudgetTooSmall.__name__:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
     return class_named(failure.kind, PenstockError)(

@@ -1,6 +1,6 @@
 """The plan of a conversion. Every process plans the same job from the same specification.
 
-A `ConversionJob` contains recipes, files and tasks, and a key that identifies them. For sources with a cache,
+A `ConversionJob` contains recipes, files, tasks, and a key that identifies the job. For sources with a cache,
 `cached_tasks` finds the tasks whose input is cached.
 """
 
@@ -40,24 +40,21 @@ class Written:
     stop: int
 
     def cuts(self, leaf_bytes: int) -> I64:
-        """Return the points that divide the range: its start, the leaf edges inside it, and its stop.
-
-        The bytes between two cuts are a piece with a separate digest.
-        """
+        """Return the offsets that cut the range into pieces with separate digests, including the ends of the range."""
         if self.start >= self.stop:
             return np.array([self.start], np.int64)
         edges = np.arange((self.start // leaf_bytes + 1) * leaf_bytes, self.stop, leaf_bytes, dtype=np.int64)
         return np.concatenate([[self.start], edges, [self.stop]])
 
     def num_pieces(self, leaf_bytes: int) -> int:
-        """Return the number of pieces that `cuts` separates."""
+        """Return the number of pieces between the offsets from `cuts`."""
         # Count without computing the cuts, because a job has hundreds of thousands of ranges.
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ConversionJob:
-    """The plan of a conversion. It is the same in every process that plans the same specification."""
+    """The plan of a conversion, which is the same in every process that plans the same specification."""
 
     operation: Operation
     recipes: tuple[Recipe, ...]
@@ -96,18 +93,15 @@ class ConversionJob:
         return sum(written.num_pieces(self.leaf_bytes) for written in self.written(task))
 
     def part_elements(self, task: int, memory_bytes: int) -> int:
-        """Return the part size in elements at which a task uses at most `memory_bytes`.
-
-        0 means that the task runs without being divided into parts.
+        """Return the part size in elements at which a task uses at most `memory_bytes`, or 0 for an undivided task.
 
         Call `check_budget` first, because it ensures that the smallest part fits.
         """
-        # Do not divide a task that fits, because a merge in parts reads its parts again for each pass.
+        # Do not divide a task that fits, because a divided merge reads its inputs once for each pass.
         if int(self.memory_bytes[task]) <= memory_bytes:
             return 0
         unit, fixed = _part_unit(self.operation, self.recipes, self.tasks, task), self.part_bytes(task, 0)
-        # Memory use grows linearly with the part size, so divide the memory that remains after the fixed bytes by the
-        # bytes of one unit.
+        # Memory use grows linearly with the part size, so divide the remaining memory by the bytes of one unit.
         return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
 
     def part_bytes(self, task: int, num_part: int) -> int:
@@ -140,11 +134,7 @@ def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, ta
 
 
 def _part_bytes(recipe: Recipe, leaf_sizes: Sequence[int], num_part: int) -> int:
-    """Return the memory in bytes of a part with `num_part` elements.
-
-    This includes the inputs extended to whole leaves, the outputs, and the remainder that a chain keeps for the next
-    part.
-    """
+    """Return the memory in bytes that a part with `num_part` elements requires."""
     num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
     # Add two leaves for each input, because a part may begin and end inside a leaf, and whole leaves are read.
     input_bytes = sum(
@@ -175,15 +165,15 @@ def plan_job(
         shard_bytes: maximum size of an output file in bytes.
         leaf_bytes: leaf size of the output's digests.
         verify: whether to compare the bytes that are read with the sources' digests, if the sources have digests.
-        operation_specs: specs of the operation. They are part of the key, because a user's operation may omit some
-            options from its name.
+        operation_specs: specs of the operation, which are part of the key, because the name of a user's operation may
+            omit options.
 
     Raises:
-        PlanError: see `Operation.recipes`. Also raised if torch has no dtype in which a tensor could be computed.
+        PlanError: see `Operation.recipes`. Also raised if torch lacks the dtype of a tensor that is not only copied.
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
-    # Reject such a dtype before reading, because a worker would fail only at the first task with this dtype.
+    # Reject unsupported dtypes now, because a worker would fail only at the first task with such a dtype.
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
         if spec.dtype in UNKNOWN:
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
@@ -207,8 +197,7 @@ def plan_job(
     memory_bytes = read.sum(axis=1) + tasks.out_bytes
     least_bytes = memory_bytes.copy()
     if isinstance(operation, StreamedOperation):
-        # Only large tasks can exceed a memory budget. Skip the small tasks, of which there may be hundreds of
-        # thousands.
+        # Only large tasks can exceed a memory budget. Skip small tasks, because a job may have hundreds of thousands.
         for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
             if unit := _part_unit(operation, recipes, tasks, task):
                 recipe = recipes[int(tasks.recipe[tasks.first[task]])]
@@ -239,23 +228,22 @@ def _key(
     leaf_sizes: tuple[int, ...],
 ) -> str:
     """Return `ConversionJob.key`. Raise ConfigError if the specs hold values that cannot be sent to a worker."""
-    # Include code and specs, because a user's function may change under the same name, and its name may omit options.
+    # Include code and specs, because a user's function may change under the same name, and names may omit options.
     parts = [operation.name, code_of(operation), *map(str, sizes), str(leaf_sizes)]
     try:
         parts.append(msgspec.msgpack.encode(operation_specs).hex())
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{operation.name}: its options are not plain values: {error}") from error
+        raise ConfigError(f"{operation.name}: the options cannot be sent to workers: {error}") from error
     # Include the identities of files. Replacing weights without digests does not change their revision.
     for manifest in sources:
         parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    # Increase this number when the same request is divided or computed differently, so that old journals are ignored.
+    # Increase this number when the same request is divided or computed differently, so that jobs ignore old journals.
     digest = blake3(b"penstock job 6\0")
     # Prefix each part with its length. Otherwise "ab" + "c" and "a" + "bc" would have the same key.
     for part in parts:
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     digest.update(canonical(files.table, name_order(files.table)))
-    # Add the tensors' places in the files, which the canonical form lacks, because a resumed job continues the same
-    # files.
+    # Add the tensors' file numbers and offsets, because a resumed job continues to write the same files.
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
     return digest.hexdigest(length=16)
 
@@ -271,7 +259,7 @@ def shared_as(sources: Sequence[WeightSet]) -> str:
 
 
 def bytes_read(sources: Sequence[WeightSet]) -> tuple[int, int]:
-    """Return two byte counts for cached files: read from the sources, in whole chunks, and requested."""
+    """Return the bytes that caches read from the sources, in whole chunks, and the bytes that were requested."""
     stats = [file.stats for file in cached(sources)]
     return sum(stat.miss_bytes for stat in stats), sum(stat.asked_bytes for stat in stats)
 
@@ -296,15 +284,14 @@ def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
                 file, at = files[task_input.source][int(table.file_index[row])], int(table.offset[row])
                 first, last = task_input.leaf_range(start, stop, job.leaf_sizes[task_input.source])
                 here += 0 if file is None else file.within(at + first, at + last)
-        # Half is sufficient, because neighbouring tasks share the leaves at both ends, and these leaves are often
-        # missing.
+        # Half is sufficient, because the first and the last leaf of a task are often missing.
         if here and 2 * here >= int(job.read_bytes[task].sum()):
             tasks.append(task)
     return tasks
 
 
 class _CachedRanges:
-    """The cached bytes of one file, as a running sum over its chunks.
+    """Cumulative number of cached bytes over the chunks of one file.
 
     Attributes:
         any: whether the cache has at least one chunk.
@@ -312,7 +299,7 @@ class _CachedRanges:
 
     def __init__(self, source: CachedSource) -> None:
         count = -(-source.nbytes // CACHE_CHUNK_BYTES)
-        # Add one chunk, so that there is an entry for the offset at the end of the file.
+        # Add an entry for the offset at the end of the file.
         self._has = np.zeros(count + 1, bool)
         self._has[[chunk for chunk in source.cached_chunks() if chunk < count]] = True
         self._before: I64 = np.concatenate([[0], np.cumsum(self._has * CACHE_CHUNK_BYTES)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Reports conversions to a hub from a thread. The hub shows them in `status` and on the fleet page."""
+"""Reports conversions to a hub, which shows the progress in `penstock status` and on the fleet page."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _log = log_named("penstock.fleet")
 class HubReporter:
     """Reports conversions to a hub.
 
-    Pass it as `WorkerSettings(observer=...)`, for one or several successive conversions.
-
-    A hub that is unreachable or refuses the reports does not fail or delay a conversion. The problem is logged once.
+    Pass the reporter as `WorkerSettings(observer=...)`, to one conversion or several successive conversions. If the
+    hub is unreachable or refuses the reports, the conversion continues and one warning is logged.
 
     Args:
-        connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of this
-            host if that is not set. See `ConnectionSettings`.
+        connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or this host's hub if
+            the variable is not set. See `ConnectionSettings`.
 
     Raises:
-        ConfigError: the argument is wrong.
+        ConfigError: the connection is invalid.
     """
 
     def __init__(self, connection: ConnectionSettings | str | None = None) -> None:
@@ -51,15 +50,12 @@ class _Sender:
         self._answers = False
         self._is_away = False
         self._came = threading.Condition()
-        # Use a daemon thread, so that it does not delay a coordinator that exits without a last state.
+        # Use a daemon thread, because a coordinator that exits without a last state must not wait for the thread.
         self._thread = threading.Thread(target=self._send_all, name="penstock-job-report", daemon=True)
         start_thread(self._thread)
 
     def put(self, state: JobState) -> None:
-        """Hand a state to the thread.
-
-        For the last state, wait at most `ATTEMPT_S` until it is sent, unless the hub has been silent.
-        """
+        """Pass a state to the thread. If the hub responds, wait up to `ATTEMPT_S` for the last state to be sent."""
         with self._came:
             self._state = state
             self._came.notify()
@@ -67,7 +63,7 @@ class _Sender:
             self._thread.join(ATTEMPT_S)
 
     def _send_all(self) -> None:
-        """Send states up to and including the last state. This is the body of the thread."""
+        """Send states up to and including the last state, as the body of the thread."""
         try:
             with HubClient.connect(self._connection.hub, self._connection.token) as client:
                 while self._send_next(client):

@@ -1,11 +1,11 @@
 """Messages between the coordinator of a job and its workers, as length-prefixed msgpack frames on a socket.
 
-    worker:       Hello --------> Ready ------> Began, Done ... Beat ------> (connection ends)
-    coordinator:        JobSpec -------> Work (tasks, revoked) ------> Stop
+A worker sends `WorkerHello` and receives `JobSpec`. It then sends `Ready`, receives `TaskWork` until `Stop`, and sends
+`Began`, `TaskDone` and `WorkerBeat` meanwhile.
 
 The decoder ignores unknown fields and refuses frames above the size limit. `WorkerHello` and `JobSpec` contain the
-version of these messages, because nodes of a cluster may run different releases. Within a major version, fields are
-only added. A field that changes what a worker writes, or that a worker must not ignore, needs a new major version.
+version of these messages, because nodes of a cluster may run different releases. Minor versions only
+add fields. A field that changes what a worker writes, or that a worker must not ignore, needs a new major version.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
-    """The first message of a worker.
-
-    It contains the secret that the worker received at its start, because any process may connect.
-    """
+    """The first message of a worker, with a secret, because any process may connect."""
 
     # Keep these fields in every version, so that a worker with a different version can still identify itself.
     worker: str
@@ -82,7 +79,7 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker has planned the job and can accept tasks."""
+    """Reports that the worker has planned the job and can accept tasks."""
 
     key: str
     at: str = ""
@@ -93,7 +90,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
-    """The worker now runs the operation on a task, or copies its bytes. A lost worker is blamed on this task."""
+    """Reports that the worker now runs the operation on a task or copies the task's bytes."""
 
     task: int
 
@@ -145,18 +142,18 @@ class TaskFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 class TaskWork(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
-    """Tasks to run in order, and tasks that the worker may skip."""
+    """Tasks to run in order, and earlier tasks that the worker may skip."""
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[int, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Requests the worker to finish, because no tasks remain."""
+    """Tells the worker to exit, because no tasks remain."""
 
 
 class _Announced(msgspec.Struct):
-    """The version field of a message whose other fields may belong to an unknown version."""
+    """The version field of a message, whose other fields may be unknown."""
 
     protocol: str = JOB_PROTOCOL
 
@@ -165,7 +162,7 @@ def check_version(protocol: str, them: str, us: str) -> None:
     """Raise PlanError if the other side's messages have a different major version."""
     if protocol.partition(".")[0] != JOB_PROTOCOL.partition(".")[0]:
         message = f"{them} speaks job protocol {protocol[:16]}, {us} speaks {JOB_PROTOCOL}: their major versions differ"
-        raise PlanError(message, hint="install one release of Penstock on all nodes of a conversion")
+        raise PlanError(message, hint="install the same release of Penstock on all nodes of the conversion")
 
 
 FromWorker = WorkerHello | Ready | Began | TaskDone | WorkerBeat | TaskFailure
@@ -177,7 +174,7 @@ _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 
 
 class Wire:
-    """One end of a connection between coordinator and worker. Any thread may send, but only one receives.
+    """One end of a connection between coordinator and worker. Any thread may send, but only one thread may receive.
 
     Attributes:
         max_frame_bytes: maximum size of a received message in bytes. Longer messages are refused.
@@ -195,13 +192,15 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: FromWorker | ToWorker) -> None:
-        """Send a complete message. Raise PeerLost if the peer is gone."""
+        """Send a complete message. Raise PeerLost if the connection is lost."""
         raw = msgspec.msgpack.encode(message)
         with self._sending:
             try:
                 self._socket.sendall(len(raw).to_bytes(4, "little") + raw)
             except OSError as error:
-                raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
+                raise PeerLost(
+                    f"lost the connection to another process of the job: {error.strerror or error}"
+                ) from error
 
     def is_readable(self, timeout_s: float) -> bool:
         """Return whether bytes can be read within `timeout_s`."""
@@ -211,10 +210,10 @@ class Wire:
         return bool(poll.poll(timeout_s * 1000))
 
     def from_worker(self) -> list[FromWorker]:
-        """Wait for a byte from a worker, and return the messages that are complete, possibly none.
+        """Wait for bytes from a worker, and return the complete messages, of which there may be none.
 
         Raises:
-            PeerLost: the worker has ended.
+            PeerLost: the connection is lost.
             FormatError: the bytes are not a message.
             PlanError: the message has a different major version.
         """
@@ -228,18 +227,17 @@ class Wire:
         try:
             part = self._socket.recv(1 << 20)
         except OSError as error:
-            raise PeerLost(f"a process of the job is gone: {error.strerror or error}") from error
+            raise PeerLost(f"lost the connection to another process of the job: {error.strerror or error}") from error
         if not part:
-            raise PeerLost("a process of the job is gone")
-        # Received bytes may contain several messages and end inside one. Decode the complete messages and keep the
-        # remaining bytes.
+            raise PeerLost("lost the connection to another process of the job")
+        # Decode the complete messages, and keep the bytes of an incomplete message.
         self._received += part
         messages = []
         while len(self._received) >= 4:
             stop = 4 + int.from_bytes(self._received[:4], "little")
-            # Check the length before the frame arrives, because buffering it could fill this process's memory.
+            # Check the length before the whole frame arrives, because a large frame could fill this process's memory.
             if stop > 4 + self.max_frame_bytes:
-                raise FormatError(f"a message of {stop - 4} bytes exceeds the limit of {self.max_frame_bytes}")
+                raise FormatError(f"a message of {stop - 4} bytes exceeds the limit of {self.max_frame_bytes} bytes")
             if len(self._received) < stop:
                 break
             raw = bytes(self._received[4:stop])
@@ -249,12 +247,12 @@ class Wire:
                 with contextlib.suppress(*MALFORMED):
                     announced = msgspec.msgpack.decode(raw, type=_Announced)
                     check_version(announced.protocol, "the other process of the job", "this one")
-                raise FormatError(f"not a message of a job: {error}") from error
+                raise FormatError(f"invalid message from another process of the job: {error}") from error
             del self._received[:stop]
         return messages
 
     def shut_down(self) -> None:
-        """Shut the connection down. A thread that waits for messages then raises PeerLost. Idempotent."""
+        """Shut the connection down, so that a thread that waits for messages raises PeerLost. Idempotent."""
         # An error means that the connection is already closed.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -277,13 +275,12 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
         bound = socket.create_server((host, 0))
         address = f"tcp:{host}:{bound.getsockname()[1]}"
     else:
-        # An abstract socket name leaves no file behind. It has no file mode either, so the listener checks the user of
-        # each peer.
+        # An abstract socket has no file that could remain, but also no file mode, so the listener checks each peer's
+        # user.
         bound, socket_name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"penstock-job-{name}"
         bound.bind(f"\0{socket_name}")
         address = f"unix:{socket_name}"
-    # Admission limits the connections that have not sent the secret, so that strangers cannot exhaust the file
-    # descriptors.
+    # Limit the connections that have not sent the secret, so that strangers cannot exhaust the file descriptors.
     listener = GuardedListener(bound, Admission(limits, name="job"))
     listener.listen()
     return listener, address
@@ -291,9 +288,9 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
 
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:
     """Make a connection to another host fail after that host is silent for `stall_s`."""
-    # A host that loses power sends no FIN. Keep-alive detects this on an idle connection, and TCP_USER_TIMEOUT detects
-    # it while data is unacknowledged. The kernel's defaults are two hours and a quarter of an hour. TCP_NODELAY avoids
-    # delays for small messages, because a worker is idle until its next tasks arrive.
+    # A host that loses power sends no FIN. Keep-alive detects the loss on an idle connection, and TCP_USER_TIMEOUT
+    # detects it while data is unacknowledged. The kernel's defaults are two hours and a quarter of an hour. TCP_NODELAY
+    # avoids delays for small messages, because a worker is idle until its next tasks arrive.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_s / 3)))

@@ -10,12 +10,12 @@ from penstock.types import TensorTable
 
 
 class OutputRegion(OutputSet):
-    """An output set of one file's bodies in shared memory, opened through a path by processes on this host.
+    """The tensors of one output file in shared memory, which processes on this host open through a path.
 
-    The owner of the memory creates, shares and frees it.
+    The owner of the memory creates, shares and frees the memory.
     """
 
-    # Do not call the base constructor, because it would encode a header, which the memory does not have.
+    # Do not call the base constructor, which would encode a header. The memory contains no header.
     def __init__(self, path: Path, table: TensorTable) -> None:
         self.directory = path
         self.table = table

@@ -1,7 +1,6 @@
 """The report of a conversion: bytes read and verified, measured and predicted seconds, and statistics of each worker.
 
-`convert` runs the conversion, `plan.simulate_convert` simulates it, `penstock calibrate` measures the rates, and
-`cli.convert` prints the report.
+`plan.simulate_convert` predicts the duration, with rates that `penstock calibrate` measures.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class WorkerStats:
-    """The work of one worker, for the report. The coordinator updates it while the worker runs."""
+    """Statistics of one worker, which the coordinator updates while the worker runs."""
 
     worker: str
     device: str
@@ -52,8 +51,8 @@ class WorkerStats:
     """How the worker ended: `finished`, or the reason why it was lost."""
 
     def note_read(self, fetched_bytes: int, asked_bytes: int) -> None:
-        """Record the bytes that the worker has read so far. Ignore an older count that arrives later."""
-        # Two threads send beats and finished tasks, so an older count may arrive last.
+        """Record the number of bytes that the worker has read so far. Ignore outdated counts."""
+        # Two threads send counts, with beats and with finished tasks, so an outdated count may arrive last.
         self.fetched_bytes = max(self.fetched_bytes, fetched_bytes)
         self.asked_bytes = max(self.asked_bytes, asked_bytes)
 
@@ -69,9 +68,9 @@ class WorkerTrace:
 
 
 def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
-    """Return all spans in this process's time: a row for each worker's stages, and a row for each executor."""
+    """Return all spans in this process's time, in rows for each worker's stages and executors."""
     rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
-    # A worker whose clock was never compared has infinity here, but it has no spans either.
+    # The offset is infinite for a worker whose clock was never compared, but such a worker has no spans.
     for trace in traces:
         for name, what, thread, start, stop, nbytes in trace.spans:
             rows[f"{trace.row} {name}"].append(
@@ -134,7 +133,7 @@ class ConvertReport(Summarised):
     """The reason for each entry in `left_out`."""
 
     def summary(self) -> str:
-        """Return a short description for people."""
+        """Return a short description of the conversion."""
         done = f"{self.num_tasks} tasks by {self.num_workers} workers"
         resumed = f", {self.num_resumed} by an earlier run" if self.num_resumed else ""
         lines = [
@@ -145,7 +144,7 @@ class ConvertReport(Summarised):
         return "\n".join(lines + [f"left out: {text}" for text in self.left_out_by_reason()])
 
     def left_out_by_reason(self) -> list[str]:
-        """Return a line for each reason why files were left out, with the names of the first files."""
+        """Return a line for each reason why files were omitted, with the names of the first files."""
         groups: dict[str, list[str]] = {}
         for path in self.left_out:
             groups.setdefault(self.why_left_out.get(path, "not read"), []).append(path)
@@ -161,15 +160,12 @@ class ConvertReport(Summarised):
 
     @property
     def end_s(self) -> float:
-        """Return the seconds of `wall_s` after the last task's end: the manifest, publishing and ending processes."""
+        """Return the part of `wall_s` after the last task, in which the result is published and processes exit."""
         return self.wall_s - self.start_s - self.moving_s
 
     @property
     def off_by(self) -> float | None:
-        """Return the relative difference from the prediction.
-
-        0.1 means a tenth longer, and None means no prediction.
-        """
+        """Return the relative difference from the prediction, such as 0.1 for 10 % longer, or None."""
         return self.moving_s / self.predicted_s - 1.0 if self.predicted_s and self.moving_s else None
 
     @property
@@ -196,7 +192,7 @@ def outcome_of(report: ConvertReport) -> Outcome:
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
-    """Return how the sources were verified, or why they were not, for `ConvertReport.why`."""
+    """Return how the sources were verified, or why the sources were not verified, for `ConvertReport.why`."""
     bare = [weights.why_unverified for weights in sources if weights.why_unverified is not None]
     if not verify:
         return "verify=False"
@@ -223,26 +219,25 @@ def predict(
 
     Args:
         job: the planned job.
-        kept: tasks that are already done.
-        uris: URIs of the sources and of the destination.
+        kept: tasks that earlier runs finished.
+        uris: URIs of all source files and of the destination.
         devices: the device of each worker on this host. Empty if the workers are on other hosts.
-        rates: rates of this machine's stages. None means the known rates of its GPUs.
+        rates: rates of this machine's stages. None means the known rates of this machine's GPU model.
     """
     rows = np.array([task for task in range(len(job.tasks)) if task not in kept], np.int64)
     if not len(rows):
         return None, "nothing was left to do"
-    # Do not guess an object store's rate, which depends on the network and other users. A guess would look like a
-    # measurement.
+    # Do not guess an object store's rate, which depends on the network and on other users.
     if away := next((uri for uri in uris if is_remote(uri)), None):
         return None, f"no rate is known for {away}"
     machine = _machine(devices, rates) if devices else "no rates are known for other hosts"
     if isinstance(machine, str):
         return None, machine
     cluster, known = machine
-    # Import the simulation only now, because most runs have no measured rates and simulate nothing.
+    # Import the simulation only now, because most runs have no measured rates and need no simulation.
     from penstock_convert.plan.simulate_convert import simulate_convert
 
-    # Use the same queue depth as the coordinator, because it decides how well stages overlap.
+    # Use the same queue depth as the coordinator, because the depth determines how well stages overlap.
     read_bytes, depth = job.read_bytes[rows].sum(axis=1), depth_of(devices)
     simulated = simulate_convert(
         read_bytes,
@@ -256,19 +251,16 @@ def predict(
 
 
 def compute_gb_per_s(operation: Operation, rates: Rates) -> float:
-    """Return the rate in GB/s at which an operation processes its input.
-
-    The steps of a chain run one after the other.
-    """
+    """Return the rate in GB/s at which an operation, or a chain of steps, processes its input."""
     if isinstance(operation, Chain):
         return 1 / sum(1 / compute_gb_per_s(step, rates) for step in operation.steps)
     beginnings = [name for name in rates.operation_gb_per_s if operation.name.startswith(name)]
-    # The longest name is the most specific, such as `to fp8-block128` compared with `to`.
+    # The longest matching name is the most specific, such as `to fp8-block128` compared with `to`.
     return rates.operation_gb_per_s[max(beginnings, key=len)] if beginnings else rates.quantise_gb_per_s
 
 
 def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
-    """Return this host as a cluster with one GPU for each worker, and its rates, or the reason why they are unknown."""
+    """Return this host as a cluster with one GPU for each worker and its rates, or why the rates are unknown."""
     is_on_cpu = all(device == "cpu" for device in devices)
     if is_on_cpu and rates is None:
         return "no rates are known for this processor: measure it with `penstock calibrate FILE`"
@@ -276,7 +268,7 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
 
     count = len(devices)
     if is_on_cpu and rates is not None:
-        # Bytes are copied from and to the page cache. If there are more workers than cores, they share the cores.
+        # Bytes are copied from and to the page cache. Workers share the cores if there are more workers than cores.
         share = min(1.0, len(os.sched_getaffinity(0)) / count)
         alone = msgspec.structs.replace(
             rates,
@@ -284,7 +276,7 @@ def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rate
             operation_gb_per_s={name: rate * share for name, rate in rates.operation_gb_per_s.items()},
         )
         return _host(CLUSTERS["cpu-pair"][0], count, rates.device_copy_gb_per_s * share), alone
-    # Predict only for a host with one known GPU model. A mixture has no single rate, and the slowest would mislead.
+    # Predict only for a host with one known GPU model, because different models have different rates.
     models = _gpus()
     known = {cluster for part, cluster in _MODELS.items() for model in models if part in model}
     if len(models) != 1 or len(known) != 1 or "cpu" in devices:

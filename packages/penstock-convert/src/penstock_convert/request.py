@@ -35,12 +35,12 @@ def plan(
     memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> ConversionJob:
-    """Plan the job that `convert` would run. Only headers are read, and nothing is written.
+    """Plan the job that `convert` would run, from headers only, and write nothing.
 
-    Arguments and errors are those of `convert`.
+    See `convert` for the other arguments and the errors.
 
     Args:
-        memory_bytes: see `WorkerSettings`. Tasks are smaller than `task_bytes` if they would not fit.
+        memory_bytes: see `WorkerSettings`. Tasks are smaller than `task_bytes` if larger tasks would exceed this limit.
     """
     with ExitStack() as stack:
         return plan_request(
@@ -67,7 +67,7 @@ class ConvertRequest:
     """The job for workers, without the directory that they write to."""
 
     def small_place(self, source: int) -> str:
-        """Return the URI to read a source's configuration and tokenizer from, at the revision that was opened."""
+        """Return the URI for reading a source's configuration and tokenizer at the opened revision."""
         return small_place(self.job_spec.sources[source], self.opened[source])
 
 
@@ -83,15 +83,13 @@ def plan_request(
     storage_options: Mapping[str, str] | None,
     memory_bytes: int | str | None = None,
 ) -> ConvertRequest:
-    """Open the sources until the stack ends, complete the specs from them, and plan the job.
+    """Open the sources until the stack is closed, complete the specs from the sources, and plan the job.
 
-    Arguments are those of `convert`.
-
-    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes`.
+    See `convert` for the arguments. Tasks are smaller than `task_bytes` if larger tasks would exceed `memory_bytes`.
     """
     if parse_bytes(shard_bytes) < 1:
         raise ConfigError(
-            f"shard_bytes={shard_bytes} must be at least 1", hint="leave it out, or use a size such as 5G"
+            f"shard_bytes={shard_bytes} must be at least 1", hint="omit shard_bytes, or pass a size such as 5G"
         )
     settings, options = Settings.read(), dict(storage_options or {})
     uris = uris_of(sources)
@@ -119,7 +117,7 @@ def plan_request(
 
     job = planned(wanted)
     while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
-        # Reads extend to the ends of leaves, so a task with the budget as its target size would exceed the budget.
+        # Use half of the budget, because reads extend to the ends of leaves and would exceed the budget otherwise.
         smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
         if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
             # The operation cannot cut the largest task, so smaller tasks do not help.
@@ -142,12 +140,12 @@ def plan_request(
 
 
 def small_place(uri: str, weights: WeightSet) -> str:
-    """Return the URI from which to read the small files of a source."""
-    # An opened set's URI lacks the user and the query of a URL, which an HTTP request requires. HTTP has no revisions.
+    """Return the URI for reading the small files of a source."""
+    # Keep the user and the query of a URL, which the URI of an opened weight set lacks. HTTP has no revisions.
     return uri if uri.startswith(("http://", "https://")) else weights.uri
 
 
 def uris_of(sources: Uris) -> list[str]:
-    """Return one or several sources as texts, in order."""
+    """Return one or several sources as a list of strings."""
     several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
     return [text_of(uri) for uri in several]

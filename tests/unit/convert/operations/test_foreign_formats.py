@@ -166,7 +166,7 @@ def test_quantised_codes_from_unknown_writer_are_never_converted(writer):
         Linear().recipes([table_of(given), table_of(given)])
     with pytest.raises(PlanError, match="no operation can read this format"):
         StoreOperation("fp8-block128").recipes([table_of(given)])
-    with pytest.raises(PlanError, match="GGUF has no place for its scales"):
+    with pytest.raises(PlanError, match="GGUF cannot store its scales"):
         StoreGguf("F16").recipes([table_of(given)])
     found = check_rows(StoreOperation("cast:BF16"), given)
     assert {name: found[name].dtype for name in parts} == {name: tensor.dtype for name, tensor in parts.items()}

@@ -263,7 +263,7 @@ def test_output_config_describes_stored_format():
     assert said["quantization_config"]["quant_method"] == "fp8" and said["x"] == 1
     assert said["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
     assert Dequantise("F16", said["quantization_config"]).config(said) == {"x": 1, "torch_dtype": "float16"}
-    with pytest.raises(PlanError, match="differs from the one used to read the tensors"):
+    with pytest.raises(PlanError, match="differs from the one used to plan"):
         Dequantise("F16").config(said)
     nested = {"text_config": {"n": 1, "quantization_config": said["quantization_config"]}}
     left = Dequantise("F16", said["quantization_config"]).config(nested)

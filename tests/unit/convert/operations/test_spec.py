@@ -43,7 +43,7 @@ def test_mistyped_operation_error_suggests_nearest_name(name: str, near: str) ->
 def test_malformed_operation_error_shows_usage(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         operation_of([operation_spec(text)])
-    assert "it takes slerp(t)" in str(caught.value.hint)
+    assert "use slerp(t)" in str(caught.value.hint)
 
 
 def test_user_function_is_not_listed_as_operation() -> None:

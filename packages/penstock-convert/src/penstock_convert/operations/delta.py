@@ -1,8 +1,7 @@
 """Creates and applies deltas. A delta is a small checkpoint that turns an old version into a new one, bit for bit.
 
-    leaves of new that differ from base --> one U8 tensor for each changed tensor: their bytes, in order
-    `penstock.delta`: both revisions, and for each changed tensor its dtype, shape and runs of leaves
-
+For each changed tensor, a delta has one U8 tensor with the bytes of the changed leaves in order. The file
+`penstock.delta` contains the two revisions, and the dtype, shape and changed leaves of each changed tensor.
 `spec.completed` compares the digests of both versions before the job is planned.
 """
 
@@ -56,14 +55,13 @@ class DeltaOperation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
-    """Return the changes, determined from digests alone. Both manifests must have digests with the same leaf size."""
+    """Return the changes between two manifests, which must have digests with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
     changed = {}
     for name, (dtype, shape, leaves) in _leaves_by_name(new.tensors, new.leaf_bytes, new.leaves).items():
         old = had.pop(name, None)
-        # Include a tensor with a new dtype or shape completely. Its leaves cover different elements, so they cannot be
-        # compared.
+        # Include all leaves of a tensor with a new dtype or shape, because its leaves cover different elements.
         if old is None or old[:2] != (dtype, shape):
             changed[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
         # Omit unchanged tensors, which are copied from the base when the delta is applied.
@@ -100,8 +98,7 @@ class _DeltaOperation(Unchanged):
     delta: bytes
     small_from = 1
 
-    # Cache the description, because it is used for every tensor of every task. Caching requires a dataclass without
-    # slots.
+    # Cache the decoded description, because every task uses it. Caching requires a dataclass without slots.
     @cached_property
     def _delta(self) -> DeltaOperation:
         return decoded(self.delta)
@@ -118,15 +115,13 @@ def encoded(delta: DeltaOperation) -> bytes:
 
 
 def decoded(raw: bytes) -> DeltaOperation:
-    """Decode the content of `FILE`. Raise FormatError for anything else."""
+    """Decode the content of `FILE`. Raise FormatError for invalid content."""
     try:
         delta = msgspec.json.decode(raw, type=DeltaOperation)
     except MALFORMED as error:
-        raise FormatError(f"not a delta: {error}") from error
+        raise FormatError(f"{FILE} is invalid: {error}") from error
     if delta.version != 1 or delta.leaf_bytes < 1:
-        raise FormatError(
-            f"deltas of version {delta.version} with leaves of {delta.leaf_bytes} bytes are not supported"
-        )
+        raise FormatError(f"unsupported delta with version {delta.version} and leaves of {delta.leaf_bytes} bytes")
     return delta
 
 
@@ -136,8 +131,7 @@ class MakeDelta(_DeltaOperation):
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        # Include a digest of the description, because the description determines the bytes, and the name is part of the
-        # job's key.
+        # Include a digest of the description, because the description determines the bytes of the result.
         return f"delta {self._delta.base} to {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -150,7 +144,7 @@ class MakeDelta(_DeltaOperation):
             for start, stop in self._byte_runs(spec.name, spec.nbytes):
                 inputs.append(Input(source=1, spec=flat, box=Box(start=(start,), stop=(stop,)), at=at))
                 at += stop - start
-            # An empty tensor that is new or has a different dtype or shape appears only in the description.
+            # A changed tensor without bytes appears only in the description.
             if inputs:
                 out = TaskOutput(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
@@ -174,7 +168,7 @@ class MakeDelta(_DeltaOperation):
 
 
 class ApplyDelta(_DeltaOperation):
-    """Applies a delta, from the sources `base` and `delta`. The result is checked against the revision in the delta."""
+    """Applies a delta, from the sources `base` and `delta`, and checks the revision of the result."""
 
     @property
     def name(self) -> str:
@@ -196,12 +190,12 @@ class ApplyDelta(_DeltaOperation):
             runs = self._byte_runs(name, spec.nbytes)
             part = parts.pop(name, None)
             total = sum(stop - start for start, stop in runs)
-            # Check that runs stay inside the tensor, because any process may have written the file with the runs.
+            # Do not trust the description, which any process may have written.
             if (0 if part is None else part.nbytes) != total or any(not 0 <= a <= b <= spec.nbytes for a, b in runs):
-                raise PlanError("the delta's tensor differs in size from its description", tensor=name)
+                raise PlanError("the size of the delta's tensor does not match the description", tensor=name)
             old = base.get(name)
             if total < spec.nbytes and (old is None or old.nbytes != spec.nbytes):
-                raise PlanError("the base does not have the tensor that the delta changes", tensor=name)
+                raise PlanError("the delta changes a tensor that the base does not have", tensor=name)
             recipes.append(_recipe(spec, list(_sources(runs, spec.nbytes)), old or first, part))
         if parts:
             message = f"the delta has {len(parts)} tensors that its description does not name"
@@ -228,7 +222,7 @@ class ApplyDelta(_DeltaOperation):
         return {}
 
     def check(self, manifest: Manifest) -> None:
-        """See `Attested.check`. Raise IntegrityError if the result is not the version in the delta."""
+        """See `Attested.check`. Raise IntegrityError if the result has a different revision than the delta expects."""
         if manifest.revision != self._delta.new:
             message = f"the result has revision {manifest.revision}, but the delta expects {self._delta.new}"
             raise IntegrityError(message, hint="check the base and the delta with `penstock verify`")
@@ -237,7 +231,7 @@ class ApplyDelta(_DeltaOperation):
 def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (source, offset in the source, number of bytes, offset in the result), in the order of the result."""
     at = taken = 0
-    # Add an empty run at the end, so that the unchanged bytes after the last change are yielded too.
+    # Add an empty run at the end, so that the loop also yields the unchanged bytes after the last change.
     for start, stop in [*runs, (nbytes, nbytes)]:
         if at < start:
             yield 0, at, start - at, at
@@ -254,7 +248,7 @@ def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec |
         assert tensor is not None
         box = Box(start=(start,), stop=(start + nbytes,))
         inputs.append(Input(source=source, spec=_flat(tensor), box=box, at=at))
-    # An empty tensor still requires an input, because outputs are created on the device of the inputs.
+    # Even an empty tensor requires an input, because outputs are created on the device of the inputs.
     if not inputs and old is not None:
         inputs = [Input(source=0, spec=_flat(old), box=Box(start=(0,), stop=(0,)))]
     # If rows end inside a byte, treat the whole tensor as one row.

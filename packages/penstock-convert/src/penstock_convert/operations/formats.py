@@ -56,10 +56,10 @@ class StoreOperation:
 
     Args:
         format: a tag in `transform.formats.FORMATS`.
-        only: one or several shell patterns for whole names. Empty means linear weights for block formats, and all
-            tensors for casts.
-        keep: shell patterns for names of tensors that are only copied. Empty means the patterns in `transform.select`
-            for block formats, and no pattern for casts.
+        only: one or several shell patterns that match whole tensor names. Empty means linear weights for block formats,
+            and all tensors for casts.
+        keep: shell patterns for the names of tensors that are copied unchanged. Empty means the patterns in
+            `transform.select` for block formats, and no pattern for casts.
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
@@ -77,7 +77,7 @@ class StoreOperation:
         self._quantization = quantization
         self._only = (only,) if isinstance(only, str) else tuple(only)
         self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
-        # Set by `recipes` for `config`, because the configuration lists the modules that are not quantised.
+        # `recipes` sets this for `config`, because the configuration lists the modules that are not quantised.
         self._selection: Selection | None = None
 
     @property
@@ -103,10 +103,7 @@ class StoreOperation:
         return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
-        """Return the tensors to quantise.
-
-        Raise PlanError if other tensors are already quantised in a different format.
-        """
+        """Return the tensors to quantise. Raise PlanError if any tensor is quantised in a different format."""
         from penstock.transform.select import KEEP
         from penstock_convert.operations.select import select
 
@@ -116,15 +113,14 @@ class StoreOperation:
         stored = [layout.codes for layout in stored_as.stored.values() if is_in(self._form, layout, dtypes)]
         other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)]
         other = [*stored_as.unread, *other, *sorted(stored_as.plain)]
-        # Refuse tensors in other formats. A configuration can declare only one format, and a reader would treat them as
-        # plain weights.
+        # Refuse tensors in other formats, because a configuration can declare only one format.
         if other:
-            more = f", like {len(other) - 1} more" if len(other) > 1 else ""
+            more = f" (and {len(other) - 1} more tensors)" if len(other) > 1 else ""
             is_read = not (stored_as.unread or (self._quantization and unreadable(self._quantization)))
             raise PlanError(
-                f"{self.name}: the source tensor is quantised in a different format{more}",
+                f"{self.name}: the tensor is already quantised in a different format{more}",
                 tensor=other[0],
-                hint="put `dequantise` before, to store all tensors in one format" if is_read else _NOT_READ,
+                hint="put `dequantise` before this operation" if is_read else _NOT_READ,
             )
         only, keep = self._only or ("*.weight",), self._keep or KEEP
         self._selection = select(self._form, tensors, only=only, keep=keep, stored=stored)
@@ -135,12 +131,12 @@ class StoreOperation:
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
         stored_as = find(map(_named_layout, specs), self._quantization)
-        # A module's codes and scales stay unchanged. A scale without codes, or codes without scales, indicate
-        # corruption or an unknown format, in which other tensors may have to stay unchanged too.
+        # Leave codes and scales unchanged. Refuse a scale without codes and codes without scales, which indicate
+        # corruption or an unknown format.
         for name, why in stored_as.unread.items():
             if name not in stored_as.foreign:
                 raise PlanError(
-                    f"{self.name}: the tensor belongs to an unknown format: {why}", tensor=name, hint=_NOT_READ
+                    f"{self.name}: the tensor is stored in an unknown format: {why}", tensor=name, hint=_NOT_READ
                 )
         return frozenset(
             spec.name
@@ -155,16 +151,13 @@ class StoreOperation:
         )
 
     def _recipe(self, spec: Spec) -> Recipe:
-        """Return the recipe for a tensor's codes and scales.
-
-        It is cut at whole blocks of rows if the format allows it.
-        """
+        """Return the recipe for a tensor's codes and scales, cut at whole blocks of rows if the format allows it."""
         form = self._form
         stored_parts = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
         # A format with a scale for the whole tensor requires the whole tensor at once.
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
-        # A row of the codes is a row of the tensor. A row of the scales covers `align` rows of the tensor. For stacked
-        # matrices, scales and codes are both cut along the stack.
+        # A row of the scales covers `align` rows of the tensor. For stacked matrices, codes and scales are both cut
+        # along the stack.
         pers = (
             [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(stored_parts))]
             if align
@@ -193,7 +186,7 @@ class StoreOperation:
 
         (source,) = inputs
         assert source is not None
-        # The tensor is only copied, because it is not selected or does not suit the format.
+        # This tensor is only copied, because it is not selected or its shape does not suit the format.
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
             return [source]
         shape = tuple(source.shape)
@@ -216,7 +209,7 @@ class StoreOperation:
 
 
 def keeps_codes(operation: Operation) -> bool:
-    """Return whether an operation leaves quantised tensors unchanged, so that their description stays valid."""
+    """Return whether an operation leaves the codes and scales of quantised tensors unchanged."""
     if isinstance(operation, Chain):
         return all(map(keeps_codes, operation.operations))
     return isinstance(operation, Unchanged) or (isinstance(operation, StoreOperation) and operation.is_cast)
@@ -229,7 +222,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     from penstock.transform.quantize import magnitude, quantise
 
     amax = None
-    # For a scale of the whole tensor, determine its largest magnitude first, in a separate pass.
+    # If the format has a scale for the whole tensor, determine the largest magnitude in a first pass.
     if form.global_suffix and source.numel():
         amax = torch.stack([magnitude(some.float()).amax() for some in source.split(_rows(source, 1))]).amax()
         amax = amax.view(torch.float32)
@@ -238,7 +231,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     for start in range(0, max(1, len(source)) if source.ndim else 1, step):
         some = source[start : start + step] if source.ndim else source
         for number, (out, part) in enumerate(zip(results, quantise(form, some, amax=amax), strict=True)):
-            # The third output is the scale of the whole tensor and the same for all rows.
+            # The third output is the scale of the whole tensor, which is the same for all rows.
             if number == 2 or not source.ndim:
                 out.copy_(part)
                 continue
@@ -252,23 +245,20 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (earlier releases).
-
-    If a model has several parts, the dtypes in the configurations of the parts change too.
-    """
+    """Return a copy of a model's configuration, including nested configurations, with a different dtype."""
     name = _CONFIG_DTYPES[dtype]
     changed = _with_dtype(config, name)
-    # Components of diffusers have no dtype in their configuration.
+    # The configurations of diffusers components contain no dtype.
     if "_class_name" in changed or any(key in changed for key in _DTYPE_KEYS):
         return changed
     return {**changed, "torch_dtype": name}
 
 
 def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) -> dict[str, Any]:
-    """Replace the dtypes in a configuration with `name`. In the configuration of a part, replace only known dtypes."""
+    """Replace the dtypes in a configuration with `name`. In a nested configuration, replace only known dtypes."""
     changed = dict(config)
     for key, value in config.items():
-        # A part without a dtype has the dtype of the whole model.
+        # A nested configuration without a dtype has the dtype of the whole model.
         if key in _DTYPE_KEYS and (not is_part or str(value).removeprefix("torch.") in _CONFIG_DTYPES.values()):
             changed[key] = name
         elif isinstance(value, Mapping) and key != "quantization_config":
@@ -280,7 +270,7 @@ def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) 
 class Dequantise:
     """Restores tensors from their codes and scales. Other tensors are copied.
 
-    Every quantised tensor is either read or refused, and scales of activations are omitted, because the result's
+    A quantised tensor that cannot be read is refused. Scales of activations are omitted, because the result's
     configuration declares no quantisation.
 
     Args:
@@ -288,7 +278,7 @@ class Dequantise:
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
-        ConfigError: `to` is not a dtype for restored tensors.
+        ConfigError: `to` is not a supported dtype.
     """
 
     to: str = "BF16"
@@ -296,7 +286,7 @@ class Dequantise:
 
     def __post_init__(self) -> None:
         if self.to not in {"F32", "F16", "BF16", "F64"}:
-            raise ConfigError(f"cannot dequantise to {self.to!r}", hint="use one of BF16, F16, F32, F64")
+            raise ConfigError(f"cannot dequantise to {self.to!r}", hint="pass BF16, F16, F32 or F64")
 
     @property
     def name(self) -> str:
@@ -309,8 +299,7 @@ class Dequantise:
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)
         recipes = []
-        # Use the order of the codes in their files. Scales are read together with their codes, wherever they are
-        # stored.
+        # Keep the file order of the codes. The scales of a tensor are read together with its codes.
         by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
             # FP8 values in a source without quantisation are cast without scales.
@@ -336,7 +325,7 @@ class Dequantise:
         return recipes
 
     def _check_readable(self, stored_as: Quantised) -> None:
-        """Raise PlanError if the configuration or tensors have an unknown layout."""
+        """Raise PlanError if the configuration declares, or a tensor has, an unknown layout."""
         config = self.quantization
         hint = (
             f"the configuration has {_shortened(config)}" if config else "no quantization_config describes the tensor"
@@ -371,8 +360,8 @@ class Dequantise:
             codes = codes.flatten(-2)
         if scales.numel() > 1:
             scales = scales.view(layout.shape_of_scales())
-        # Stacked experts have separate scales along the first dim, so scales are cut together with rows. The scales of
-        # a plain matrix span blocks of rows, and are found by the number of the first row.
+        # Stacked experts have separate scales along the first dim, so cut the scales together with the rows. In a plain
+        # matrix, the number of the first row determines the scales.
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
@@ -395,18 +384,16 @@ class Dequantise:
         return [torch.cat([read(at, min(at + step, stop - start)) for at in range(0, stop - start, step)])]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`.
-
-        Raise PlanError if `config` declares a quantisation that differs from the planned one.
-        """
+        """See `Operation.config`. Raise PlanError if `config` declares a different quantisation than the plan."""
         declares = declared(config)
         # Compare text, because NaN is not equal to itself. Some writers declare the quantisation in a separate file.
         if declares is not None and _text(declares) != _text(self.quantization):
             message = (
-                f"{self.name}: the quantization_config in config.json differs from the one used to read the tensors"
+                f"{self.name}: the quantization_config in config.json differs from the one used to plan the conversion"
             )
             raise PlanError(
-                message, hint=f"config.json has {_shortened(declares)}, the plan used {_shortened(self.quantization)}"
+                message,
+                hint=f"config.json has {_shortened(declares)}, but the plan used {_shortened(self.quantization)}",
             )
         return with_dtype(without_declared(config), DType(self.to))
 

@@ -1,8 +1,7 @@
 """Quantises and dequantises ggml's types, with the same bits as `gguf.quants` on every device.
 
-Q8_0 is read and written here, and the `gguf` package reads the other types.
-
-    Q8_0: 32 values are 34 bytes: their scale in F16, the largest magnitude divided by 127; then 32 signed bytes
+This module reads and writes Q8_0, and the `gguf` package reads the other types. A Q8_0 block stores 32 values in 34
+bytes: a scale in F16, which is the largest magnitude divided by 127, and 32 signed bytes.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
     """
     blocks = values.float().reshape(-1, Q8_0_ELEMENTS)
     amax = blocks.abs().amax(dim=1, keepdim=True)
-    # Divide by a tensor instead of a number. CUDA would multiply by the inverse of a number, which yields different
-    # bits.
+    # Divide by a tensor, because CUDA divides by a number by multiplying with its inverse, which yields different bits.
     scale = amax / torch.full((), 127.0, device=amax.device)
     half = scale.half()
     if not bool(torch.isfinite(half).all()):
         raise OperationFailed(
             "Q8_0 cannot hold a value that is infinite, NaN or above 8.3 million",
-            hint="store this tensor as F32, or repair the source",
+            hint="store the tensor as F32, or repair the source",
         )
     inverse = 1 / scale
-    # For blocks of zeros, and for values so small that the inverse overflows, the scale in F16 is zero and the codes do
-    # not matter.
+    # If the inverse overflows, the scale in F16 is zero, so the codes do not matter.
     inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
     codes = _rounded(blocks * inverse).to(torch.int8)
     raw = torch.cat((half.view(torch.uint8), codes.view(torch.uint8)), dim=1)
@@ -45,7 +42,7 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    """Round to integers with halves away from zero, like C's roundf. Torch rounds halves to even."""
+    """Round to integers with halves away from zero, unlike torch, which rounds halves to even."""
     magnitude = values.abs()
     floor = magnitude.floor()
     return values.sign() * (floor + (2 * (magnitude - floor)).floor())
@@ -79,7 +76,7 @@ def _by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _package() -> Any:
-    # Import on first use, because Q8_0 does not require this extra.
+    # Import the package on first use, because Q8_0 does not require it.
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:

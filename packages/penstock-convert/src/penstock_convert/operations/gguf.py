@@ -1,6 +1,6 @@
 """Operations for GGUF files. `DequantiseBlocks` restores quantised values, and `StoreGguf` writes a GGUF file.
 
-`ggml` defines the bits of each type, and `storage.gguf` the file format.
+`ggml` defines the bits of each type, and `storage.gguf` defines the file format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DequantiseBlocks:
         blocks: type of each quantised tensor in the source.
 
     Raises:
-        ConfigError: `to` is not a dtype to dequantise to.
+        ConfigError: `to` is not a supported dtype.
     """
 
     to: str = "BF16"
@@ -67,7 +67,7 @@ class DequantiseBlocks:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError for a type whose values cannot be read."""
+        """See `Operation.recipes`. Also raise PlanError if the values of a type cannot be read."""
         specs = specs_of(only_source(sources, self.name))
         self._check_readable([spec for spec in specs if spec.name in self.blocks])
         return [self._recipe(spec) if spec.name in self.blocks else copy_recipe(0, spec) for spec in specs]
@@ -122,11 +122,11 @@ class DequantiseBlocks:
 
 
 class StoreGguf(Unchanged):
-    """Stores tensors in one GGUF file. It must be the last operation of a conversion.
+    """Stores tensors in one GGUF file, as the last operation of a conversion.
 
-    Floating tensors with at least two dims get the type. Vectors become F32, as in llama.cpp, and tensors whose rows
-    cannot be divided into blocks become F16. The names and the order of heads stay unchanged, although llama.cpp
-    expects those of its own converter.
+    Floating-point tensors with at least two dims are stored in `type`. Vectors are stored as F32, as in llama.cpp, and
+    tensors whose rows cannot be divided into blocks are stored as F16. Names and the order of heads stay unchanged,
+    although llama.cpp expects the names and the order from its own converter.
 
     Args:
         type: F32, F16, BF16 or Q8_0. `keep` means that every tensor keeps its type.
@@ -141,13 +141,12 @@ class StoreGguf(Unchanged):
         self, type: str = "keep", architecture: str = "unknown", blocks: Mapping[str, str] | None = None
     ) -> None:
         if type not in {"keep", *_FILE_TYPES}:
-            hint = f"one of keep, {', '.join(_FILE_TYPES)}"
+            hint = f"pass keep, {', '.join(_FILE_TYPES)}"
             raise ConfigError(f"cannot write GGUF tensors of type {type!r}", hint=hint)
         self._type = type
         self._architecture = architecture
         self._blocks = dict(blocks or {})
-        # Type number and shape in elements of each tensor, by name. `recipes` sets them, and every process calls
-        # `recipes` first.
+        # Type number and shape in elements of each tensor, set by `recipes`, which every process calls first.
         self._infos: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._is_changed = type != "keep"
 
@@ -157,28 +156,31 @@ class StoreGguf(Unchanged):
         return f"to GGUF ({self._type})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError for codes, and for a tensor that the format cannot hold."""
+        """See `Operation.recipes`. Also raise PlanError for codes, and for a tensor that GGUF cannot store."""
         specs = specs_of(only_source(sources, self.name))
-        # A GGUF file has no place for other formats' scales, so a reader would treat codes as numbers.
+        # GGUF cannot store the scales of other formats, so a reader would treat codes as numbers.
         found = find((spec.name, spec.dtype, spec.shape) for spec in specs if spec.name not in self._blocks)
         if codes := next(iter((*(layout.codes for layout in found.stored.values()), *found.unread)), None):
-            message = f"{self.name}: the source tensor is quantised, and GGUF has no place for its scales"
-            raise PlanError(message, tensor=codes, hint="put `dequantise` before")
+            message = f"{self.name}: the source tensor is quantised, but GGUF cannot store its scales"
+            raise PlanError(message, tensor=codes, hint="put `dequantise` before this operation")
         return [self._recipe(spec) for spec in specs]
 
     def _recipe(self, spec: Spec) -> Recipe:
         """Return the recipe for a tensor, and record the tensor's type."""
         if len(spec.shape) > 4:
-            raise PlanError(f"{self.name}: GGUF has at most 4 dims, not {len(spec.shape)}", tensor=spec.name)
+            raise PlanError(
+                f"{self.name}: GGUF tensors have at most 4 dims, but this tensor has {len(spec.shape)}",
+                tensor=spec.name,
+            )
         stored = self._blocks.get(spec.name) if spec.dtype is DType.U8 else None
         if stored is not None:
             if self._type not in {"keep", stored}:
                 message = f"{self.name}: the source stores the tensor as {stored}"
-                raise PlanError(message, tensor=spec.name, hint="put `dequantise:to=F32` before")
+                raise PlanError(message, tensor=spec.name, hint="put `dequantise:to=F32` before this operation")
             kind = BY_NAME[stored]
             self._infos[spec.name] = _NUMBERS[stored], (*spec.shape[:-1], spec.shape[-1] // kind.nbytes * kind.elements)
             return copy_recipe(0, spec)
-        # The tensor was dequantised by an earlier operation, so the source's metadata about types is no longer correct.
+        # An earlier operation dequantised this tensor, so the source's metadata about types is no longer correct.
         self._is_changed |= spec.name in self._blocks
         wanted = self._wanted(spec)
         if wanted == "Q8_0":
@@ -191,8 +193,8 @@ class StoreGguf(Unchanged):
             )
             return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
         if wanted not in {kind.value for kind in PLAIN.values()}:
-            hint = "leave it out with a `rename` to an empty name, or `dequantise` it first"
-            raise PlanError(f"{self.name}: GGUF has no type for {spec.dtype}", tensor=spec.name, hint=hint)
+            hint = "leave the tensor out with a `rename` to an empty name, or put `dequantise` before this operation"
+            raise PlanError(f"{self.name}: GGUF does not support {spec.dtype}", tensor=spec.name, hint=hint)
         self._infos[spec.name] = _NUMBERS[wanted], spec.shape
         if wanted == spec.dtype.value:
             return copy_recipe(0, spec)
@@ -211,7 +213,7 @@ class StoreGguf(Unchanged):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`. Raise OperationFailed if Q8_0 cannot hold a value."""
+        """See `Operation.run`. Raise OperationFailed if Q8_0 cannot represent a value."""
         import torch
 
         from penstock.transform.quantize import torch_dtype
@@ -250,22 +252,18 @@ class StoreGguf(Unchanged):
         if self._type != "keep":
             fields += [number_field(key, value) for key, value in self._of_types()]
         rows = sorted(range(len(table)), key=lambda row: int(table.offset[row]))
-        # An empty tensor has the same offset as the next tensor, so sort by the position in the table too.
+        # Also sort by the row in the table, because an empty tensor has the same offset as the next tensor.
         infos = [Info(table.names[row], *self._infos[table.names[row]], int(table.offset[row])) for row in rows]
         return encode_header(fields, infos)
 
     def _of_types(self) -> list[tuple[str, int]]:
-        """Return the metadata that states the type of most tensors."""
+        """Return the metadata entries for the type of most tensors."""
         values = [("general.file_type", _FILE_TYPES[self._type])]
         return [*values, ("general.quantization_version", 2)] if self._type == "Q8_0" else values
 
 
 def gguf_of(operation: Operation) -> StoreGguf | None:
-    """Return the operation that writes the result as GGUF, or None if it is written as safetensors.
-
-    Raises:
-        ConfigError: another operation follows it.
-    """
+    """Return the operation that writes a GGUF file, or None. Raise ConfigError if another operation follows."""
     steps = _steps(operation)
     if any(isinstance(step, StoreGguf) for step in steps[:-1]):
         raise ConfigError("gguf must be the last operation of a conversion")

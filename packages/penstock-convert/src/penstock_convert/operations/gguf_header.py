@@ -15,7 +15,7 @@ _UINT32, _STRING = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A tensor in a header. `offset` is relative to the first body, and `shape` is in elements."""
+    """A tensor in a header. `offset` is relative to the first tensor's bytes, and `shape` is in elements."""
 
     name: str
     number: int
@@ -34,11 +34,11 @@ def number_field(key: str, value: int) -> bytes:
 
 
 def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
-    """Return the padded start of a file, up to its first body.
+    """Return the header of a file with padding, up to the first tensor's bytes.
 
     Args:
         fields: encoded metadata entries.
-        infos: the tensors, in the order of their bodies.
+        infos: the tensors in file order.
     """
     parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(fields)), *fields]
     for info in infos:

@@ -6,10 +6,10 @@ reads `adapter_config.json` and the base's `config.json`.
     linear      W + s * B @ A            W: [out, in]    transposed where W is [in, out] (GPT-2's Conv1D)
     embedding   W + s * (B @ A).T        W: [num, dim]   A: [r, num], B: [dim, r]
     bias        b + s * B.bias           `lora_bias`
-    others      the adapter's own: `modules_to_save`, trained biases, embeddings of a resized vocabulary
 
-`W` is the adapter's `base_layer.weight` if it has one (PEFT saves it for adapted embeddings and heads). Otherwise it is
-the base's. If an adapter changes a tied embedding and head differently, they are untied in the result.
+`modules_to_save`, trained biases and embeddings of a resized vocabulary are copied from the adapter. `W` is the
+adapter's `base_layer.weight`, which PEFT saves for adapted embeddings and heads, or else the base's weight. The result
+unties embedding and head if the adapter changes them differently.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Change:
 
     @property
     def is_embedding(self) -> bool:
-        """Return whether the product is for an embedding. PEFT stores such products transposed."""
+        """Return whether the product is for an embedding, which PEFT stores transposed."""
         return self.a is not None and self.a.name.endswith("lora_embedding_A")
 
     @property
@@ -90,12 +90,12 @@ class _Change:
 class LoraMerge:
     """Merges an adapter into its base, as described in the module.
 
-    Results are bit-identical only on the same kind of processor, because a library computes the matrix product. Source:
-    Hu et al., "LoRA", 2021, section 4.1. Names and options are those of PEFT 0.21.
+    Results are bit-identical only on the same kind of processor, because a library computes the matrix product. Names
+    and options are the same as in PEFT 0.21. Source: Hu et al., "LoRA", 2021, section 4.1.
 
     Args:
         adapter_config: content of `adapter_config.json`.
-        tied: `tie_word_embeddings` in the base's `config.json`. None if it is missing.
+        tied: `tie_word_embeddings` in the base's `config.json`. None if the option is missing.
 
     Raises:
         ConfigError: this kind of adapter cannot be merged by adding a product.
@@ -108,15 +108,17 @@ class LoraMerge:
 
     def __post_init__(self) -> None:
         options, init = self.adapter_config, str(self.adapter_config.get("init_lora_weights", ""))
-        # Refuse these explicitly, because merging them would give plausible but wrong weights.
+        # Refuse these adapters explicitly, because merging them would produce plausible but wrong weights.
         if options.get("peft_type", "LORA") != "LORA":
             raise ConfigError(f"lora-merge: the adapter has type {options['peft_type']}, not LORA")
         for option, why in _NOT_A_SUM.items():
             if options.get(option):
-                raise ConfigError(f"lora-merge: cannot merge this adapter: {why} ({option})", hint="merge it with PEFT")
+                raise ConfigError(
+                    f"lora-merge: cannot merge this adapter: {why} ({option})", hint="merge the adapter with PEFT"
+                )
         if init.lower().startswith(_CHANGE_THE_BASE):
-            hint = "let PEFT convert the adapter when it saves it (path_initial_model_for_weight_conversion)"
-            raise ConfigError(f"lora-merge: init_lora_weights={init!r} changed the base itself", hint=hint)
+            hint = "save the adapter with path_initial_model_for_weight_conversion, so that PEFT converts it"
+            raise ConfigError(f"lora-merge: init_lora_weights={init!r} also changed the base", hint=hint)
 
     @property
     def name(self) -> str:
@@ -134,13 +136,13 @@ class LoraMerge:
         if unused := [spec.name for name in changes if name not in base | added for spec in changes[name].specs]:
             shown = ", ".join(sorted(unused)[:_SHOWN])
             message = f"{len(unused)} adapter tensors match no tensor in the base: {shown}"
-            hint = "was it trained on this base? `penstock inspect` shows the names of both"
+            hint = "check that the adapter was trained on this base: `penstock inspect` shows tensor names"
             # PEFT cannot merge these biases either, because the layers have no bias to which they could be added.
             bare = [name for name, change in changes.items() if change.bias is not None and name not in base | added]
             layers = [name for name in bare if f"{name.removesuffix('.bias')}.weight" in base]
             if layers and len(layers) == len(unused):
                 message = f"the adapter has a bias (lora_bias) for {len(layers)} layers without one: {layers[0]}"
-                hint = "it cannot be merged: serve the adapter separately, or train it without lora_bias"
+                hint = "serve the adapter separately, or train it without lora_bias"
             if any(_FUSED_EXPERTS.search(name) for name in unused):
                 hint = "adapters for fused experts (target_parameters) are not supported: merge it with PEFT"
             raise PlanError(message, hint=hint)
@@ -169,14 +171,13 @@ class LoraMerge:
         return changed
 
     def _untie(self, base: Mapping[str, Spec], changes: dict[str, _Change]) -> tuple[dict[str, Spec], set[str]]:
-        """Return the tensors that the result adds to the base and those that it drops. Record changes for `config`.
+        """Return the untied head with the tensor that it starts from, if any, and the names of tensors to omit.
 
-        Returns:
-            The head, with the tensor that it starts from, if it is no longer tied, and the names of tensors to omit.
+        Also record the changes for `config`.
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
-            # The model's names are unknown. Without a pair of embedding and head, tying cannot be determined.
+            # The tensor names are unknown, so it cannot be determined which head is tied to an embedding.
             heads = set(_HEADS.values())
             unknown = [name for name in changes if _EMBEDDING.search(name) and name in base and name not in heads]
             if unknown and self.tied is not False:
@@ -192,14 +193,13 @@ class LoraMerge:
         if changed is None and head not in changes:
             return {}, set()
         is_tied = bool(self.tied) or (self.tied is None and head not in base)
-        # The embedding stays tied to the head, so its change covers both. Drop the head if the base lists it.
+        # The embedding stays tied to the head, so the change of the embedding also changes the head.
         if is_tied and self._stays_tied(changed, changes.get(head)):
             changes.pop(head, None)
             return {}, {head} & base.keys()
         if not is_tied and head not in base:
             return {}, set()
-        # Set `tie_word_embeddings` explicitly even if the base does not, because the default in transformers depends on
-        # the model.
+        # Set `tie_word_embeddings` explicitly, because its default in transformers depends on the model.
         if is_tied or self.tied is None:
             self._of_config["tie_word_embeddings"] = False
         original, other = base.get(head, base[embedding]), changes.get(head)
@@ -209,7 +209,7 @@ class LoraMerge:
         return ({} if head in base else {head: original}), set()
 
     def _stays_tied(self, embedding: _Change | None, head: _Change | None) -> bool:
-        """Return whether embedding and head have the same change: trained while tied, or resized and not trained."""
+        """Return whether embedding and head stay equal, because they were trained while tied or were not trained."""
         if embedding is None or head is None:
             return False
         trained = self.adapter_config.get("modules_to_save") or ()
@@ -223,17 +223,19 @@ class LoraMerge:
 
         Args:
             name, base, change: the tensor's name, spec and change.
-            layers_transposed: whether linear weights are [in, out], if the shape does not show it.
+            layers_transposed: whether square linear weights are [in, out].
         """
         if change is None:
             return copy_recipe(0, base, name)
-        # The adapter was trained on its own copy of the tensor, so its factors are added to that copy.
+        # Add the factors to the adapter's own copy of the tensor, on which the adapter was trained.
         source, original = (0, base) if change.replaced is None else (1, change.replaced)
         if not all(spec.dtype in FLOATS for spec in (base, *change.specs)):
             raise PlanError(
-                f"cannot add an adapter to a {base.dtype} tensor", tensor=name, hint="dequantise the base first"
+                f"cannot add an adapter to a {base.dtype} tensor",
+                tensor=name,
+                hint="dequantise the base first",
             )
-        # Only the vocabulary may have grown. Other tensors with a different shape belong to a different base.
+        # Only a vocabulary may have a different size. Other tensors with a different shape belong to a different base.
         resizable = bool(_EMBEDDING.search(name))
         if original.shape[1 if resizable else 0 :] != base.shape[1 if resizable else 0 :]:
             message = f"the adapter's tensor has the shape {list(original.shape)}, but the base has {list(base.shape)}"
@@ -245,23 +247,26 @@ class LoraMerge:
         if change.bias is not None:
             if change.bias.shape != original.shape:
                 raise PlanError(
-                    f"the adapter's {list(change.bias.shape)} do not fit {list(original.shape)}", tensor=name
+                    f"the adapter's bias has the shape {list(change.bias.shape)}, not {list(original.shape)}",
+                    tensor=name,
                 )
             inputs += (whole(1, change.bias),)
         elif change.a is not None or change.b is not None:
             a, b = change.a, change.b
             if a is None or b is None:
-                raise PlanError("the adapter has only one of the two LoRA factors (A, B) of a product", tensor=name)
+                raise PlanError("the adapter has only one of the two LoRA factors A and B", tensor=name)
             plain, transposed = _orientations(output.shape, a, b)
             if not (plain or transposed) or (change.is_embedding and not transposed):
-                message = f"the adapter's {list(b.shape)} @ {list(a.shape)} do not fit {list(output.shape)}"
+                message = (
+                    f"the adapter's factors {list(b.shape)} @ {list(a.shape)} do not fit the shape {list(output.shape)}"
+                )
                 raise PlanError(message, tensor=name)
             # A square weight fits in both orientations, so use the configuration or the other layers.
             if plain and transposed and not change.is_embedding:
                 # A head is never a Conv1D.
                 transposed = layers_transposed and name not in _HEADS.values()
-            # Rows of B correspond to rows of the result, so a task reads only its rows. If transposed, every row
-            # requires all of A and B.
+            # Rows of B correspond to rows of the result, so a task reads only its rows of B. In a transposed product,
+            # every row requires all of A and B.
             inputs += (all_of(1, a), all_of(1, b) if transposed else whole(1, b))
         if not original.shape:
             return Recipe(outputs=(TaskOutput(spec=output, per=0),), inputs=inputs, num_rows=1, align=0)
@@ -280,11 +285,11 @@ class LoraMerge:
             return [weight.to(dtype)]
         module = re.sub(r"\.(weight|bias)$", "", output.name)
         if len(others) == 1:
-            # For a bias, the scale uses the rank of the layer's weight, which only the configuration contains here.
+            # A bias has no factors that show the rank, so the scale uses the rank from the configuration.
             return [others[0].float().mul_(self._scale(module, None)).add_(weight).to(dtype)]
         a, b = (factor.float() for factor in others)
         scale = self._scale(module, a.shape[0])
-        # If transposed, rows of the result correspond to columns of A.
+        # In a transposed product, rows of the result correspond to columns of A.
         if recipe.inputs[2].at is None:
             a, b = b.T.contiguous(), a[:, start:stop].T.contiguous()
         merged = weight.new_empty(weight.shape, dtype=dtype)
@@ -294,14 +299,14 @@ class LoraMerge:
         return [merged]
 
     def _scale(self, module: str, rank: int | None) -> float:
-        """Return the factor by which the product is scaled. If `rank` is None, use the configuration's rank."""
+        """Return the scale of the product. If `rank` is None, use the configuration's rank."""
         if rank is None:
             rank = int(self._by_pattern("rank_pattern", module, self.adapter_config.get("r", 8)))
         alpha = self._by_pattern("alpha_pattern", module, self.adapter_config.get("lora_alpha", rank))
         return float(alpha) / (rank**0.5 if self.adapter_config.get("use_rslora") else rank)
 
     def _by_pattern(self, key: str, module: str, otherwise: float) -> float:
-        """Return a module's value for an option with patterns of module names, matched as in PEFT."""
+        """Return the value of an option for a module. The option contains patterns, which match names as in PEFT."""
         patterns: Mapping[str, float] = self.adapter_config.get(key) or {}
         for pattern, value in patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -310,7 +315,7 @@ class LoraMerge:
 
 
 def _orientations(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
-    """Return whether B @ A has this shape, and whether the transpose of B @ A has it."""
+    """Return whether B @ A has the given shape, and whether the transpose of B @ A has this shape."""
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         return False, False
     product = (b.shape[0], a.shape[1])
@@ -320,9 +325,8 @@ def _orientations(shape: Sequence[int], a: Spec, b: Spec) -> tuple[bool, bool]:
 def _changes_of(specs: Sequence[Spec]) -> dict[str, _Change]:
     """Return the changes in an adapter, by the names of the base's tensors.
 
-    PEFT saves a wrapped module's own tensors under `base_layer`, and modules that were trained completely under the
-    module's name. For a resized embedding that was also trained completely, it saves both copies and the result, which
-    has the plain name.
+    PEFT saves the tensors of a wrapped module under `base_layer`, and the tensors of a completely trained module under
+    the module's name.
     """
     changes: dict[str, _Change] = {}
     named = {spec.name.removeprefix(_PREFIX): spec for spec in specs}

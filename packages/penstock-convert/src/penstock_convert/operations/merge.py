@@ -1,7 +1,7 @@
 """Operations that merge several checkpoints of one model: `linear`, `slerp` and `ties`.
 
-They compute in FP32, round each step once, and finally round to the first source's dtype. Tensors are processed in
-blocks that stay in the CPU cache. Apart from the result, no buffer is as large as a tensor.
+Merges compute in FP32, round each step once, and finally round to the first source's dtype. They process tensors in
+blocks that stay in the CPU cache, so only the result needs a buffer of the size of a tensor.
 """
 
 from __future__ import annotations
@@ -43,13 +43,10 @@ with tables of 2^15 and 2^16 entries."""
 
 
 def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
-    """Return each tensor's specs from all sources, in the first source's order.
-
-    Raise PlanError if names or shapes differ.
-    """
+    """Return each tensor's specs from all sources. Raise PlanError if names or shapes differ between sources."""
     first, *others = (specs_of(table) for table in sources)
     named = [{spec.name: spec for spec in specs} for specs in others]
-    # List all differences of a source in one error, so that a user can fix all of them at once.
+    # List all differences of a source in one error, so that a user can fix all differences at once.
     for i, by_name in enumerate(named, 1):
         missing = [spec.name for spec in first if spec.name not in by_name]
         extra = sorted(by_name.keys() - {spec.name for spec in first})
@@ -61,12 +58,12 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
         ]
         if wrong:
             message = f"{operation}: source {i} does not have the same tensors as source 0: {'; '.join(wrong)}"
-            raise PlanError(message, hint="compare them with `penstock inspect`, and change names with `rename`")
+            raise PlanError(message, hint="compare the sources with `penstock inspect`, and change names with `rename`")
     return [[spec, *(by_name[spec.name] for by_name in named)] for spec in first]
 
 
 def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
-    """Return a recipe with one output that is computed from the same rows of all sources or from the whole tensors."""
+    """Return a recipe that computes one output from a tensor of all sources, row by row or from whole tensors."""
     spec = specs[0]
     if not rows or not spec.shape:
         inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
@@ -78,10 +75,10 @@ def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
 class _Merge(Unchanged, ABC):
     """Base class of merges.
 
-    Tensors that are floating in every source are merged. All others are copied from the first source.
+    A merge combines tensors that are floating-point in every source, and copies other tensors from the first source.
 
     Attributes:
-        rows: whether a task may merge only some rows of a tensor. If False, it merges the whole tensor.
+        rows: whether a task may merge only some rows of a tensor instead of the whole tensor.
     """
 
     __slots__ = ()
@@ -97,7 +94,7 @@ class _Merge(Unchanged, ABC):
         for i, table in enumerate(sources):
             if codes := find(zip(table.names, table.dtypes, table.shapes, strict=True)).any:
                 message = f"{self.name}: source {i} is quantised, so its codes cannot be merged without their scales"
-                raise PlanError(message, tensor=codes, hint="`dequantise` it first")
+                raise PlanError(message, tensor=codes, hint="put `dequantise` before the merge")
         recipes = []
         for specs in same_everywhere(sources, self.name):
             merged = all(spec.dtype in FLOATS for spec in specs)
@@ -112,7 +109,7 @@ class _Merge(Unchanged, ABC):
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
         present = [tensor for tensor in inputs if tensor is not None]
-        # A recipe with one input copies its tensor, which is not floating.
+        # A recipe with one input copies a tensor that is not floating-point.
         return present if len(recipe.inputs) == 1 else [self.merge(present)]
 
     @abstractmethod
@@ -121,7 +118,7 @@ class _Merge(Unchanged, ABC):
 
 
 def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same elements of each tensor, flat, `step` at a time. 0 means a block size that suits the device."""
+    """Yield flat blocks of `step` elements from the same offset in each tensor. 0 means a suitable block size."""
     step = step or (_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK)
     flat = [tensor.reshape(-1) for tensor in tensors]
     for at in range(0, flat[0].numel(), step):
@@ -131,7 +128,7 @@ def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tenso
 
 
 def _check_finite(operation: str, numbers: Sequence[float]) -> None:
-    """Raise ConfigError if a number is infinite or NaN, because it would make the whole result infinite or NaN."""
+    """Raise ConfigError for an infinite or NaN argument, which would make the whole result infinite or NaN."""
     if wrong := [number for number in numbers if not math.isfinite(number)]:
         raise ConfigError(
             f"{operation}: {wrong[0]} is not a finite number", hint="check the `weights` and `scale` arguments"
@@ -143,9 +140,9 @@ Blocks = Callable[[], "Iterator[tuple[torch.Tensor, ...]]"]
 
 
 class _WholeMerge(_Merge):
-    """Base class of merges that make passes over the whole tensor before they can compute any element.
+    """Base class of merges that read the whole tensor before they compute the first element.
 
-    Passes use blocks of a fixed size, so that sums have the same bits whether a tensor is in memory or read in parts.
+    Sums are computed in blocks of a fixed size, so their bits do not depend on whether a tensor is read in parts.
     """
 
     __slots__ = ()
@@ -169,33 +166,29 @@ class _WholeMerge(_Merge):
         num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
 
         def parts() -> Iterator[list[torch.Tensor]]:
-            """Yield parts with the same elements of all inputs. Each call reads the inputs again."""
+            """Read the same part of all inputs, one part after another."""
             for at in range(0, num_elements, num_part):
                 yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
 
         def blocks() -> Iterator[tuple[torch.Tensor, ...]]:
-            """Yield the parts in blocks of the same size as in a merge in memory, so that sums are bit-identical."""
+            """Yield the parts in blocks of the same size as for tensors in memory, so that sums are bit-identical."""
             for part in parts():
                 yield from _blocks(*part, step=_BLOCK)
 
         measured = self.measure(blocks, num_elements)
-        # Read the parts from storage again, because keeping them would take the memory that parts save.
+        # Read the parts from storage again, because keeping all parts would require memory for the whole tensors.
         for part in parts():
             yield [self.apply(measured, part)]
 
 
 def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the weighted sum in the first tensor's memory.
-
-    Each step is rounded, so the bits do not depend on how rows are cut.
-    """
+    """Return the weighted sum in the first tensor's memory, with bits that do not depend on how rows are cut."""
     import torch
 
-    # Reuse the first tensor's memory. New memory would take as much time as the sum, because the OS kernel zeroes each
-    # page.
+    # Reuse the first tensor's memory, because the kernel zeroes new pages, which takes as much time as the sum.
     result = tensors[0]
     size = min(_BLOCK if result.device.type == "cpu" else _DEVICE_BLOCK, result.numel())
-    # Use two buffers for all blocks, because allocating one for each term would always touch new pages.
+    # Use the same two buffers for all blocks, because new buffers would touch new pages.
     total, term = (torch.empty(size, dtype=torch.float32, device=result.device) for _ in range(2))
     for out, *parts in _blocks(result, *tensors):
         some = total[: len(out)].copy_(parts[0]).mul_(weights[0])
@@ -207,7 +200,7 @@ def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Linear(_Merge):
-    """A weighted sum, or the average if there are no weights. Like mergekit's `linear`.
+    """Weighted sum of the sources, or their average if there are no weights, like mergekit's `linear`.
 
     Args:
         weights: one weight for each source.
@@ -230,8 +223,8 @@ class Linear(_Merge):
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources < 2 or (self.weights and len(self.weights) != num_sources):
-            hint = "use at least two sources, and one weight for each: linear:weights=0.3,0.7"
-            found = f"linear: {len(self.weights)} weights for" if self.weights else "average of"
+            hint = "pass at least two sources and one weight for each source, such as linear:weights=0.3,0.7"
+            found = f"linear: got {len(self.weights)} weights for" if self.weights else "average: got"
             raise PlanError(f"{found} {num_sources} sources", hint=hint)
         if self.normalize and self.weights and not sum(self.weights):
             raise PlanError("linear: cannot normalize weights whose sum is zero")
@@ -245,15 +238,13 @@ class Linear(_Merge):
 
 @dataclass(frozen=True, slots=True)
 class Slerp(_WholeMerge):
-    """Spherical interpolation between two tensors, each treated as one vector.
+    """Spherical interpolation between two tensors, each treated as one vector, or linear if they are nearly parallel.
 
-    It is linear if they are nearly parallel.
-
-    Source: Shoemake, "Animating rotation with quaternion curves", 1985. It differs from mergekit's `slerp` in two
-    points. Lengths and cosine are FP64, and a zero tensor is interpolated linearly (mergekit assumes a right angle).
+    Unlike mergekit's `slerp`, this class computes lengths and cosine in FP64, and interpolates a zero tensor linearly.
+    Source: Shoemake, "Animating rotation with quaternion curves", 1985.
 
     Args:
-        t: position between the sources. 0 is the first source, 1 the second.
+        t: position between the sources, from 0 (the first source) to 1 (the second source).
     """
 
     t: float
@@ -261,7 +252,9 @@ class Slerp(_WholeMerge):
     def __post_init__(self) -> None:
         # This condition also rejects NaN.
         if not 0 <= self.t <= 1:
-            raise ConfigError(f"slerp: t={self.t} is not in [0, 1]", hint="0 is the first source, 1 the second")
+            raise ConfigError(
+                f"slerp: t={self.t} is not in [0, 1]", hint="pass a number from 0 (first source) to 1 (second source)"
+            )
 
     @property
     def name(self) -> str:
@@ -285,9 +278,9 @@ class Slerp(_WholeMerge):
             x, y = a.double(), b.double()
             sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)]).to(sums.device)
         aa, bb, ab = sums.tolist()
-        # Take the roots first, because the product would overflow for large tensors with large values.
+        # Take the square roots before multiplying, because the product of large sums would overflow.
         length = math.sqrt(aa) * math.sqrt(bb)
-        # Interpolate linearly for NaN too. Above `COLINEAR` the sine in the denominator has few accurate digits.
+        # Interpolate NaN linearly too. Above `COLINEAR` the sine in the denominator has few accurate digits.
         if not length or not abs(ab / length) <= COLINEAR:
             return [1 - self.t, self.t]
         angle = math.acos(ab / length)
@@ -300,14 +293,14 @@ class Slerp(_WholeMerge):
 
 @dataclass(frozen=True, slots=True)
 class Ties(_WholeMerge):
-    """Sums the changes of fine-tuned models. They are trimmed, vote on the sign, and are averaged where signs agree.
+    """Merges the changes of fine-tuned models into their base, which is the first source.
 
-    The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. It differs from mergekit's
-    `ties` in three points. It computes in FP32 instead of the sources' dtype. If several changes are as large as the
-    smallest kept change, it keeps all of them. A tied vote changes nothing (mergekit counts it as positive).
+    Small changes are dropped, the remaining changes vote on the sign, and changes with the winning sign are averaged.
+    Unlike mergekit's `ties`, this class computes in FP32, keeps all changes that are as large as the smallest kept
+    change, and keeps the base's value after a tied vote. Source: Yadav et al., "TIES-Merging", 2023, section 3.
 
     Args:
-        density: share of each tensor's changes to keep. The largest changes are kept.
+        density: fraction of each tensor's changes to keep, which are the largest changes.
         weights: one weight for each fine-tuned model. Empty means equal weights.
         scale: factor for the merged change.
     """
@@ -318,7 +311,7 @@ class Ties(_WholeMerge):
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
-            raise ConfigError(f"ties: density={self.density} is not in (0, 1]")
+            raise ConfigError(f"ties: density={self.density} is not above 0 and at most 1")
         _check_finite("ties", (*self.weights, self.scale))
 
     @property
@@ -329,16 +322,16 @@ class Ties(_WholeMerge):
     def check(self, num_sources: int) -> None:
         """See `_Merge.check`."""
         if num_sources < 2 or (self.weights and len(self.weights) != num_sources - 1):
-            raise PlanError(f"ties: {len(self.weights)} weights for a base and {num_sources - 1} models")
+            raise PlanError(f"ties: got {len(self.weights)} weights for a base and {num_sources - 1} models")
 
     def measure(self, blocks: Blocks, num_elements: int) -> list[int]:
-        """See `_WholeMerge.measure`. Return for each model the bits of the smallest magnitude to keep.
+        """See `_WholeMerge.measure`. Return the bits of the smallest magnitude to keep for each model.
 
-        The first pass counts magnitudes by their upper bits. The second pass counts those in the bucket with the
-        smallest magnitude to keep by their lower bits.
+        The first pass counts magnitudes by their upper bits, which determines the bucket that contains the smallest
+        magnitude to keep. The second pass counts the magnitudes in this bucket by their lower bits.
         """
         num_kept = max(1, int(self.density * num_elements))
-        # All changes are kept, so the smallest magnitude is 0 and the two passes are skipped.
+        # Skip the two passes, because all changes are kept.
         if num_kept >= num_elements:
             return []
         high = _counted(blocks, None)
@@ -373,7 +366,7 @@ class Ties(_WholeMerge):
                 agrees = (move.sign() == votes.sign()) & (move != 0)
                 total.add_(move.where(agrees, 0.0))
                 share.add_(torch.where(agrees, weight, 0.0))
-            # If no change agrees, share and sum are 0, so divide by 1.
+            # If no change has the winning sign, share and sum are 0, so divide by 1.
             total.div_(share.where(share != 0, 1.0))
             # Keep a NaN from any model's change in the result. `sign` and `where` alone would drop it.
             base.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
@@ -381,16 +374,13 @@ class Ties(_WholeMerge):
 
 
 def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor]:
-    """Count each model's changes by the upper bits of their magnitude.
-
-    If `buckets` has one bucket of upper bits for each model, count by the lower bits in that bucket.
-    """
+    """Count each model's changes by the upper bits of their magnitude, or in `buckets` by the lower bits."""
     import torch
 
     counts: list[torch.Tensor] = []
     size = 1 << (_LOW_BITS if buckets is not None else 31 - _LOW_BITS)
     for base, *models in blocks():
-        # Keep the counts on the host. They are 2^16 numbers for each model, while blocks may be on a device.
+        # Keep the counts on the host, because each model has only 2^16 counts.
         counts = counts or [torch.zeros(size, dtype=torch.int64) for _ in models]
         start = base.float()
         for i, model in enumerate(models):
@@ -402,7 +392,7 @@ def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of |x|. They have the same order as the numbers, with NaN last."""
+    """Return the bits of |x|, which have the same order as the numbers, with NaN last."""
     import torch
 
     return values.view(torch.int32) & 0x7FFFFFFF

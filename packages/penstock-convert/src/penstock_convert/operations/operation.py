@@ -1,7 +1,5 @@
 """The protocol of operations that a conversion applies to tensors, with copying, renaming, and chains of operations.
 
-    recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
-
 `spec` creates operations from specs, and `plan.tasks` cuts recipes into tasks.
 """
 
@@ -33,22 +31,22 @@ class Operation(Protocol):
 
     An operation is immutable, and every worker creates it from the same spec (`penstock_convert.operations.spec`).
 
-    A user's class conforms by having these attributes. It need not inherit from this class.
+    A user's class must have the attributes of this protocol, but need not inherit from it.
     """
 
     @property
     def name(self) -> str:
         """Return the operation's name for reports, including its options.
 
-        The name is part of the job's key, so different options lead to a different job.
+        The name is part of the job's key, so jobs with different options have different keys.
         """
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """Return recipes with the inputs of each output, in the order in which the inputs are stored.
+        """Return recipes, which list the inputs of each output, in the order in which the inputs are stored.
 
         Raises:
-            PlanError: the sources do not fit each other or the operation.
+            PlanError: the sources do not match each other or do not suit the operation.
         """
         ...
 
@@ -58,26 +56,26 @@ class Operation(Protocol):
         """Compute rows `[start, stop)` of a recipe's outputs.
 
         Args:
-            recipe: one of `recipes`.
+            recipe: a recipe from `recipes`.
             start, stop: rows of the recipe.
-            inputs: for each input, the part that `Input.taken` names, as a contiguous tensor. All are on one device.
-                None if these rows use no part of the input. `run` may overwrite the tensors, and must not keep
+            inputs: for each input, a contiguous tensor with the box from `Input.taken`, or None if these rows do not
+                use the input. All tensors are on the same device. `run` may overwrite the tensors, and must not keep
                 references to them.
 
         Returns:
-            One tensor for each output, with the requested rows, on the same device. The bits must not depend on how
-            rows are cut.
+            One tensor for each output, with the requested rows, on the device of the inputs. The bits must not depend
+            on how rows are cut.
         """
         ...
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the result's `config.json`, based on the source's."""
+        """Return the content of the result's `config.json`, based on the source's `config.json`."""
         ...
 
 
 @runtime_checkable
 class Attested(Protocol):
-    """An operation that adds files to its result, or that knows the result's revision beforehand.
+    """An operation that adds files to its result, or that knows the result's revision in advance.
 
     Attributes:
         small_from: number of the source that provides the result's configuration and tokenizer.
@@ -86,11 +84,11 @@ class Attested(Protocol):
     small_from: int
 
     def files(self) -> Mapping[str, bytes]:
-        """Return additional small files for the result, by name."""
+        """Return the content of additional small files for the result, by name."""
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result is not the expected one. In that case nothing is published."""
+        """Raise IntegrityError if the result has an unexpected revision. An error prevents publication."""
         ...
 
 
@@ -103,14 +101,14 @@ They are valid until the same input is read again, and the caller may overwrite 
 class StreamedOperation(Protocol):
     """An operation that can also read its inputs in parts, possibly several times, instead of as whole tensors.
 
-    A worker uses parts if a recipe's tensors do not fit in its memory. The results must be bit-identical with and
+    A worker reads parts if a recipe's tensors exceed the worker's memory. The results must be bit-identical with and
     without parts.
     """
 
     def part_unit(self, recipe: Recipe) -> int:
-        """Return a number of elements. The size of every part except the last must be a multiple of it.
+        """Return the number of elements of which part sizes must be a multiple, except for the last part.
 
-        0 means that parts are not possible.
+        0 means that the recipe cannot be computed in parts.
         """
         ...
 
@@ -118,12 +116,12 @@ class StreamedOperation(Protocol):
         """Compute the recipe's outputs in parts.
 
         Args:
-            recipe: one of `recipes` with a `part_unit`.
+            recipe: a recipe from `recipes` with a `part_unit` above 0.
             num_part: size of a part in elements.
-            read: reads a part of an input, and raises the error of a failed read.
+            read: function that reads a part of an input and raises an error if the read fails.
 
         Returns:
-            For each part, one tensor for each output, with the output's next bytes.
+            For each part, a list with the next bytes of each output.
         """
         ...
 
@@ -133,9 +131,9 @@ report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", defau
 
 
 def report_progress() -> None:
-    """Report that the running operation makes progress. This is cheap. A task that reports is never considered hung.
+    """Report that the running operation makes progress, so that its task is not considered hung.
 
-    Call this in the thread in which `run` was called. In other threads it does nothing.
+    The call is cheap. It has no effect except in the thread in which `run` was called.
     """
     # Use a context variable instead of a global, because one process may run several workers, for example in tests.
     if (report := report_to.get()) is not None:
@@ -143,26 +141,26 @@ def report_progress() -> None:
 
 
 def specs_of(table: TensorTable) -> list[Spec]:
-    """Return a table's tensors, in file order."""
+    """Return the specs of a table's tensors in file order."""
     # Use file order, so that tasks read each source from beginning to end.
     rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
     return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
 
 
 def whole(source: int, spec: Spec) -> Input:
-    """Return an input that provides row i of a tensor for row i of the recipe."""
+    """Return an input with which row i of the recipe reads row i of a tensor."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """Return an input that provides the whole tensor for any rows of the recipe."""
+    """Return an input with which every row of the recipe reads the whole tensor."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
 def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """Return a recipe that copies a tensor, under `name` if it is set."""
+    """Return a recipe that copies a tensor. The copy is called `name`, or the same as the tensor."""
     output = spec if name is None else replace(spec, name=name)
-    # Rows of packed elements may end inside a byte. Such a tensor is not cut.
+    # Do not cut a tensor with packed elements whose rows end inside a byte.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(
@@ -175,17 +173,17 @@ def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
 
 
 def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
-    """Return the only source. Raise PlanError if there are several."""
+    """Return the only source. Raise PlanError if there are several sources."""
     if len(sources) != 1:
-        hint = "merge them first: average, linear, slerp, ties"
-        raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
+        hint = "merge the sources first, with average, linear, slerp or ties"
+        raise PlanError(f"{operation} takes one source, not {len(sources)} sources", hint=hint)
     return sources[0]
 
 
 class Unchanged:
     """Base class of operations that keep the source's configuration."""
 
-    # Without this line, the dataclasses with slots below would still have a `__dict__`.
+    # Without this line, the subclasses with slots would still have a `__dict__`.
     __slots__ = ()
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +213,7 @@ class Rename(CopyOperation):
     """Copies tensors under new names. Tensors with an empty new name are omitted.
 
     Args:
-        rules: pairs (pattern, replacement) for `re.sub`. The first pattern that is found anywhere in a name applies.
+        rules: pairs (pattern, replacement) for `re.sub`. Only the first rule whose pattern occurs in a name applies.
     """
 
     rules: tuple[tuple[str, str], ...]
@@ -223,8 +221,7 @@ class Rename(CopyOperation):
     def __post_init__(self) -> None:
         for pattern, replacement in self.rules:
             try:
-                # This parses the pattern and the replacement. It fails if the replacement refers to a group that the
-                # pattern lacks.
+                # Parse the pattern and the replacement. A replacement that refers to a missing group raises an error.
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError, TypeError) as error:
                 raise ConfigError(f"rename: {pattern!r} -> {replacement!r} is not a valid rule: {error}") from error
@@ -247,21 +244,21 @@ class Rename(CopyOperation):
             if name:
                 recipes.append(copy_recipe(0, spec, name))
         if sources[0].names and not recipes:
-            raise PlanError("rename: every tensor is left out", hint="its rules give every tensor an empty name")
+            raise PlanError(
+                "rename: every tensor is left out", hint="pass rules that do not rename every tensor to an empty name"
+            )
         return recipes
 
 
 class Chain:
     """Two operations in one pass.
 
-    The second operation uses the outputs of the first, which are never written to storage.
-
-    If the recipes of the two operations are cut differently or do not work row by row, they become one recipe that is
-    not cut.
+    The second operation reads the outputs of the first operation, which are never written to storage. Recipes that
+    cannot be cut in the same way are joined into one recipe that is not cut.
 
     Args:
         first: one operation on all sources, or one operation for each source.
-        second: the operation on the outputs.
+        second: the operation on the outputs of `first`.
     """
 
     def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
@@ -274,10 +271,7 @@ class Chain:
 
     @property
     def steps(self) -> Sequence[Operation]:
-        """Return the two steps.
-
-        Operations for each source count as one step, because each processes only its own source.
-        """
+        """Return the two steps, of which the first may consist of one operation for each source."""
         return [self._each[0] if self._each else self._first, self._second]
 
     @property
@@ -293,17 +287,17 @@ class Chain:
         for source in range(len(self._each) or 1):
             outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
             if any(spec.group for spec in outputs):
-                raise PlanError(f"{self._first.name} creates several weight sets, so no operation can follow it")
-            # Use one file, because the second operation uses only names, dtypes, shapes and order.
+                raise PlanError(f"no operation can follow {self._first.name}, because it creates several weight sets")
+            # The second operation needs only names, dtypes, shapes and order, so lay the outputs out in one file.
             tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
         seconds = list(self._second.recipes(tables))
         maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
-        # Group the first operation's recipes with union-find. Recipes that feed the same second recipe must run
-        # together.
+        # Group the first operation's recipes with union-find. Recipes whose outputs the same second recipe reads
+        # must run together.
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
-            """Return the number of the recipe that represents the group of recipe `i`."""
+            """Return the number of the recipe that represents the group that contains recipe `i`."""
             while group[i] != i:
                 i = group[i]
             return i
@@ -317,7 +311,7 @@ class Chain:
             first_input = recipe.inputs[0]
             parts.setdefault(root(maker[first_input.source, first_input.spec.name]), ([], []))[1].append(recipe)
         for i, first in enumerate(firsts):
-            # Do not compute outputs that nothing reads, because the second operation leaves some tensors out.
+            # Do not compute outputs that the second operation does not read.
             if root(i) in parts:
                 parts[root(i)][0].append(first)
         joined = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
@@ -352,7 +346,7 @@ class Chain:
         left = iter(inputs)
         between: dict[tuple[int, str], torch.Tensor] = {}
         for operation, source, part in firsts:
-            # A joined recipe that cannot be cut runs each of its recipes completely, even recipes that could be cut.
+            # If the joined recipe cannot be cut, run all of its recipes for all of their rows.
             rows = (start, stop) if recipe.align else (0, part.num_rows)
             outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
             between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
@@ -370,11 +364,11 @@ class Chain:
     def part_unit(self, recipe: Recipe) -> int:
         """See `StreamedOperation.part_unit`.
 
-        The second operation must work row by row, and a part must have at least as many rows as it processes at once.
+        The second operation must work row by row, and each part must contain whole groups of the rows that it reads.
         """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
-        # Several recipes of the first operation would have to run in lockstep, which is not possible.
+        # Parts of several recipes of the first operation cannot be computed in step.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -400,7 +394,7 @@ class Chain:
         )
 
         def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-            """Return the second operation's outputs for the first operation's elements, beginning at row `start`."""
+            """Return the second operation's outputs for elements from the first operation that begin at row `start`."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:
@@ -411,9 +405,9 @@ class Chain:
         rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
         for (part,) in operation.run_parts(first, num_part, read):
             flat = torch.cat([rest, part]) if len(rest) else part
-            # A part may end anywhere, but the second operation processes whole groups of rows, so keep the remainder.
+            # The second operation processes whole groups of rows, so keep an incomplete group for the next part.
             whole = len(flat) // unit * unit
-            # Copy the remainder, because the next part is read into the same memory.
+            # Copy the incomplete group, because the next part is read into the same memory.
             rest = flat[whole:].clone()
             if whole:
                 yield second_outputs(flat[:whole], num_done // row)
@@ -422,7 +416,7 @@ class Chain:
             yield second_outputs(rest, num_done // row)
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`. The result is based on the first source's configuration."""
+        """See `Operation.config`. The configuration is based on the first source's configuration."""
         return self._second.config(self._first.config(config))
 
 
@@ -433,7 +427,7 @@ def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
     """Join a group of recipes, and the recipes that use their outputs, into one recipe."""
-    # Cutting by rows is correct only if row i of every step depends only on row i of the previous step.
+    # Cut by rows only if row i of every step depends only on row i of the previous step.
     rows = firsts[0].num_rows
     row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
     row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
@@ -458,7 +452,7 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
 def _cut(
     between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
 ) -> torch.Tensor:
-    """Return an input for the second operation: the whole intermediate tensor or a box of it."""
+    """Return an input of the second operation, which is a whole intermediate tensor or a box of such a tensor."""
     at = second_input.source, second_input.spec.name
     # `run` may overwrite its inputs, so copy a tensor that several recipes read.
     if second_input.box == Box.full(second_input.spec.shape):

@@ -18,14 +18,14 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     """Return the values of the tensors that a format stores, computed in FP32 and then cast.
 
     Args:
-        parts: result of `quantise`, or boxes of the result that do not cut through a block.
+        parts: result of `quantise`, or boxes of the result that contain whole blocks.
         dtype: one of CASTS.
 
     Raises:
         PlanError: the dtype is not one of CASTS, or the parts do not match the format.
     """
     if dtype not in CASTS:
-        raise PlanError(f"{dtype} is not one of {', '.join(sorted(CASTS))}")
+        raise PlanError(f"cannot restore values as {dtype}, only as {', '.join(sorted(CASTS))}")
     if form.scaling == "none":
         return cast(parts[0], dtype)
     codes, scales = parts[0], parts[1]
@@ -34,7 +34,7 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     want = outputs(form, "", DType.F32, shape, Box.full(shape))
     if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(part.shape, part.dtype) for part in want]:
         actual = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise PlanError(f"{actual} do not match the tensors of {form.tag}")
+        raise PlanError(f"tensors {actual} do not match the tensors of {form.tag}")
     return read_codes(codes, scales, form.block, dtype, whole=parts[2] if form.global_suffix else None, packed=packed)
 
 
@@ -53,14 +53,14 @@ def read_codes(
 
     Args:
         codes: FP8, INT8, or E2M1 with two codes per byte.
-        scales: scales of the whole tensor, regardless of which rows the codes are. They have any floating dtype, or are
-            exponents (E8M0, possibly as U8). The last two dims count blocks. A single element is the scale of the whole
-            tensor. block: rows and columns of values that share a scale. WHOLE means the whole dim.
+        scales: scales of the whole tensor, even if `codes` are only some rows, in any floating-point dtype or as
+            exponents (E8M0 or U8). The last two dims count blocks. A single scale applies to the whole tensor.
+        block: numbers of rows and columns of values that share a scale. WHOLE means the whole dim.
         dtype: one of CASTS.
         whole: number by which all scales are divided, or None.
-        multiplies: multiply all scales by `whole` instead.
-        packed: codes are E2M1, two per byte.
-        first_row: row of the whole tensor, in the second last dim, at which the codes begin.
+        multiplies: whether scales are multiplied by `whole` instead.
+        packed: whether codes are E2M1, two per byte.
+        first_row: row of the whole tensor, in the second-to-last dim, at which the codes begin.
     """
     # Look up the sixteen codes in a table, because torch cannot compute with E2M1.
     if packed:
@@ -75,7 +75,7 @@ def read_codes(
     factor = _scale_values(scales)
     if whole is not None:
         factor = factor * whole if multiplies else factor / whole
-    # A single scale applies to all values, whatever `block` is. It also works for shapes that do not fit blocks.
+    # A single scale applies to all values, regardless of `block` and the shape.
     if factor.numel() == 1:
         return cast(values * factor.reshape(()), dtype)
     rows, cols = block
@@ -89,7 +89,7 @@ def read_codes(
 
 
 def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as FP32. U8 and E8M0 are exponents."""
+    """Return scales as FP32. Scales in U8 and E8M0 are exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     exponent = scales.view(torch.uint8).int()

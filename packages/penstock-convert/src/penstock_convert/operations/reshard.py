@@ -1,9 +1,10 @@
-"""Reshards tensor-parallel checkpoints from n ranks to m. Each tensor is read once for all its outputs.
+"""Reshards tensor-parallel checkpoints from n ranks to m ranks. Each tensor is read once for all output ranks.
 
 The input is one source for each rank, with the same names and shapes. The output is m weight sets, or one whole
 checkpoint. `plan.tensor_parallel` defines the rule for each name.
 
-    dim 0, parts 2:1   rank 0 [a0 a1|b0]  rank 1 [a2 a3|b1]   -- one recipe, m outputs -->   [a0 a1 a2 a3|b0 b1]
+For example, a fused tensor of parts a and b, with [a0 a1|b0] on rank 0 and [a2 a3|b1] on rank 1, becomes
+[a0 a1 a2 a3|b0 b1]. One recipe has m outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Reshard(Unchanged):
 
     Args:
         to: number of ranks in the result. 1 means a whole checkpoint.
-        rules: pairs of a pattern and one of `plan.tensor_parallel.FORMS`. They take precedence over the built-in rules.
+        rules: pairs of a pattern and one of `plan.tensor_parallel.FORMS`, with precedence over the built-in rules.
         layout: one of `LAYOUTS`.
         heads: total numbers of query heads and of key heads, which determine the parts of a fused `qkv_proj`. If there
             are fewer key heads than ranks, several ranks hold the same key head.
@@ -55,8 +56,7 @@ class Reshard(Unchanged):
         if not isinstance(self.to, int) or self.to < 1 or self.layout not in LAYOUTS:
             hint = f"`to` must be at least 1, and `layout` one of {', '.join(LAYOUTS)}"
             raise ConfigError(f"reshard: invalid options to={self.to!r}, layout={self.layout!r}", hint=hint)
-        # Create it only to check the rules, so that an invalid rule raises now instead of at the first tensor that it
-        # matches.
+        # Create `_parallel` now, so that an invalid rule raises here instead of at the first matching tensor.
         _ = self._parallel
 
     @property
@@ -72,10 +72,10 @@ class Reshard(Unchanged):
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`.
 
-        Also raise PlanError for tensors without a rule, and for tensors that their rule cannot split.
+        Also raise PlanError for a tensor that no rule matches, and for a tensor that its rule cannot split.
         """
         named, parallel = same_everywhere(sources, "reshard"), self._parallel
-        # List all unknown names at once. A scalar needs no rule, because it is never split.
+        # List all unknown names in one error. A scalar needs no rule, because it is never split.
         if unknown := [specs[0].name for specs in named if parallel.how(specs[0].name) is None and specs[0].shape]:
             shown = ", ".join(unknown[:_SHOWN])
             hint = f"pass rules, each with a pattern and one of: {FORMS}"
@@ -100,7 +100,7 @@ class Reshard(Unchanged):
         return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
-        """Return the recipe for a tensor that every rank has. It reads all sources in order to compare them."""
+        """Return the recipe for a tensor that is equal on all ranks. The recipe reads and compares all sources."""
         spec = specs[0]
         if not spec.shape or math.prod(spec.shape[1:]) * spec.dtype.bits % 8:
             inputs = tuple(all_of(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -109,14 +109,14 @@ class Reshard(Unchanged):
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
     def _by_rows(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts by rows. Its inputs are ordered by output rank, then part, then source rank.
+        """Return a recipe that cuts by rows, with inputs in the order of output rank, part and source rank.
 
-        Further copies of a head in other sources come last, and are compared with the first copy.
+        The last inputs are copies of heads in other sources, which are compared with the first copy.
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Number of rows that each part has in one source and in one output. Several sources or outputs may have the
-        # same share.
+        # Numbers of different shares of each part in the sources and in the outputs. Several ranks may have the same
+        # share.
         source_shares, output_shares = rule.num_shares(ranks), rule.num_shares(self.to)
         source_rows = [int(length / shares) for length, shares in zip(lengths, source_shares, strict=True)]
         output_rows = [int(length / shares) for length, shares in zip(lengths, output_shares, strict=True)]
@@ -141,7 +141,7 @@ class Reshard(Unchanged):
         return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts along a later dim. Each row of an output requires the same row of every source."""
+        """Return a recipe that cuts along a later dim. Each output row requires the same row of every source."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -150,7 +150,7 @@ class Reshard(Unchanged):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`. Raise PlanError if ranks differ in a tensor that should be equal."""
+        """See `Operation.run`. Raise PlanError if ranks have different copies of a tensor or a head."""
         spec = recipe.inputs[0].spec
         rule = self._parallel.rule_of(spec.name, spec.shape)
         # Process the tensors as bytes if torch lacks operators for their dtype, and restore the dtype at the end.
@@ -169,8 +169,7 @@ class Reshard(Unchanged):
 
         taken: dict[tuple[tuple[int, ...], int | None], dict[int, torch.Tensor]] = {}
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
-        # `_by_rows` lists inputs output by output, and each output's inputs add up to its rows, so the sum identifies
-        # it.
+        # `_by_rows` lists the inputs of each output in order, and their rows add up to the rows of the output.
         ends = accumulate(rank_input.box.shape[0] for rank_input in recipe.inputs)
         for rank_input, end, tensor in zip(recipe.inputs, ends, tensors, strict=True):
             if tensor is None:
@@ -180,16 +179,16 @@ class Reshard(Unchanged):
                 shares[(end - 1) // recipe.num_rows].append(tensor)
                 here[rank_input.source] = tensor
                 continue
-            # The closest earlier rank whose rows were used has the same head.
+            # The closest earlier rank with used rows has the same head.
             holder = max(source for source in here if source < rank_input.source)
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), here[holder].reshape(-1).view(torch.uint8)):
                 message = f"ranks {holder} and {rank_input.source} have the same head but with different bytes"
-                hint = "are these the ranks of one model, in order?"
+                hint = "pass the ranks of one model, in order"
                 raise PlanError(message, tensor=rank_input.spec.name, hint=hint)
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """Return the same tensor for every rank. Raise PlanError if the sources have different values."""
+        """Return the same tensor for every rank. Raise PlanError if the sources have different bytes."""
         import torch
 
         # Compare bytes, because NaN is not equal to itself and -0.0 is equal to 0.0.
@@ -197,12 +196,12 @@ class Reshard(Unchanged):
         for rank, tensor in enumerate(ranks[1:], 1):
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), first):
                 message = f"the tensor must be the same on every rank, but ranks 0 and {rank} have different bytes"
-                raise PlanError(message, tensor=name, hint="pass a rule for it")
+                raise PlanError(message, tensor=name, hint="pass a rule for this tensor")
         return [ranks[0]] * self.to
 
 
 def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], count: int) -> list[torch.Tensor]:
-    """Return the shares of `count` ranks along a dim. Each part is joined from all sources and split separately."""
+    """Join each part from all sources along a dim, and return the shares of `count` ranks."""
     import torch
 
     unit = ranks[0].shape[dim] // sum(parts)
@@ -212,7 +211,7 @@ def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], coun
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as bytes if an element is one byte, because some torch operators lack support for 8-bit dtypes."""
+    """Return one-byte elements as U8, because some torch operators do not support other 8-bit dtypes."""
     import torch
 
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

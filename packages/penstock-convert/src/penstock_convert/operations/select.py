@@ -1,4 +1,4 @@
-"""Selects the tensors to quantise, and writes the entry in config.json with which engines load the result."""
+"""Selects the tensors to quantise, and creates the entry in config.json that tells engines how to load the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Tensors of a model that are quantised, and the reasons why the other tensors are not."""
+    """Tensors of a model that are quantised, and the reasons why other tensors are not quantised."""
 
     names: tuple[str, ...]
     """Names of the tensors to quantise, in the order in which they were passed."""
@@ -33,8 +33,8 @@ class Selection:
     def modules_kept(self) -> tuple[str, ...]:
         """Return the modules that are not quantised. Without this list engines treat every linear layer as quantised.
 
-        A stack of experts is a parameter of its module, so the module is listed. The output layer of a model with tied
-        embeddings has no tensor. It is always listed unless it is quantised.
+        The list includes the modules of expert stacks. It also includes an output layer that is not quantised, even if
+        the layer has no tensor because its weight is tied to the embedding.
         """
         modules = set()
         for name in self.kept.keys() - self.stored:
@@ -55,8 +55,7 @@ def select(
     only: Sequence[str] = ("*.weight",),
     stored: Collection[str] = (),
 ) -> Selection:
-    """Select linear weights: tensors with two dims whose name matches `only` and not `keep` (shell patterns for the
-    whole name).
+    """Select the linear weights, which are 2-D tensors whose names match a shell pattern in `only` and none in `keep`.
 
     Args:
         form: format in which the selected tensors will be stored.
@@ -68,7 +67,7 @@ def select(
     """
     tensors = list(tensors)
     why = reasons(form, tensors, keep=keep, only=only)
-    # Override the other reasons, so that a tensor that is already stored in this format is not quantised again.
+    # Override other reasons, so that tensors that are already stored in this format are not quantised again.
     why |= dict.fromkeys(stored, f"it is already stored as {form.tag}")
     names = tuple(name for name, reason in why.items() if not reason)
     if not names:
@@ -89,7 +88,7 @@ def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
     """Return the `quantization_config` entry for `config.json`.
 
     Raises:
-        PlanError: the format has no entry, for example a cast.
+        PlanError: the format has no such entry, for example because it is a cast.
     """
     if form.config is None:
         raise PlanError(f"{form.tag} needs no quantization_config, since the tensors have its dtype")

@@ -1,9 +1,7 @@
 """Operation specs, from which every process creates the same operations: `{"op": "slerp", "t": 0.4}`.
 
-    text --operation_spec--> spec --completed, once--> complete spec --operation_of, in every process--> Operation
-
-An operation is built in, or a user's at `module:name`. `completed` reads missing options from files next to the
-sources. `workers.worker` and `coordinator` handle operations that raise, hang, or return wrong tensors.
+`operation_spec` parses a spec from a string, `completed` adds missing options from files next to the sources, and every
+process calls `operation_of` to create the operation. An operation is built in, or a user's object at `module:name`.
 """
 
 from __future__ import annotations
@@ -96,20 +94,14 @@ COPIES = frozenset({"copy", "rename"})
 
 
 def is_copy(operations: Operations) -> bool:
-    """Return whether these operations leave every tensor unchanged. An empty list leaves every tensor unchanged.
-
-    Raises the same errors as `operation_specs`.
-    """
+    """Return whether these operations leave every tensor unchanged. Raise the same errors as `operation_specs`."""
     return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
 
 
 def operation_specs(operations: Operations) -> list[OperationSpec]:
-    """Return one operation, or a list of operations, as mappings.
+    """Return one or several operations as mappings. Raise ConfigError for an invalid operation.
 
-    Each operation is a mapping or a string in the form of `--op`.
-
-    Raises:
-        ConfigError: an operation has a different form.
+    Each operation is a mapping or a string as for `--op`.
     """
     expected = 'operations as "dequantise", "slerp:t=0.4" or {"op": "slerp", "t": 0.4}, or a list of them'
     several = [operations] if isinstance(operations, str | Mapping) else operations
@@ -120,13 +112,13 @@ def operation_specs(operations: Operations) -> list[OperationSpec]:
 
 
 def operation_spec(text: str) -> dict[str, Any]:
-    """Parse an operation that is written as on a command line.
+    """Parse an operation from a string as for `--op`.
 
     Examples are `average`, `linear:weights=0.3,0.7`, `dequantise:to=BF16` and `{"op": "rename", "rules": [["a",
     "b"]]}`. `package.module:function` is a user's operation.
 
     Raises:
-        ConfigError: the text has a different form. The hint lists the operations.
+        ConfigError: the string is invalid. The hint lists the operations.
     """
     if text.startswith("{"):
         try:
@@ -137,10 +129,10 @@ def operation_spec(text: str) -> dict[str, Any]:
             raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
         return spec
     name, colon, rest = text.partition(":")
-    # Users often confuse formats and operations. Without this check the error would only list the operations.
+    # Users often confuse formats with operations, and a list of the operations would not explain the error.
     if is_format(text):
         raise ConfigError(f"{text!r} is a format, not an operation", hint=f"use to={text!r} or --to {text}")
-    # A user's `module:function` contains no `=`, and no built-in operation is named like a module.
+    # A user's `module:function` contains no `=`, and its module does not have the name of a built-in operation.
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
     # Raise the error for an unknown name before parsing its options.
@@ -149,14 +141,14 @@ def operation_spec(text: str) -> dict[str, Any]:
     for part in rest.split(";") if rest else ():
         key, equals, value = part.partition("=")
         if not equals:
-            hint = f"it takes {usage(name)}; see docs/convert/convert.md"
-            raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
+            hint = f"use {usage(name)}; see docs/convert/convert.md"
+            raise ConfigError(f"{part!r} in {text!r} does not have the form key=value", hint=hint)
         spec[key] = [_value(item) for item in value.split(",")] if "," in value else _value(value)
     return spec
 
 
 def _value(text: str) -> object:
-    """Return the number or bool that a string stands for, or otherwise the string itself."""
+    """Parse a string as a number or a bool, or return the string itself."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -166,10 +158,10 @@ def _value(text: str) -> object:
 
 
 def operation_of(specs: Sequence[OperationSpec]) -> Operation:
-    """Return one operation that applies all specs in order. An empty list is a copy.
+    """Return one operation that applies all specs in order. An empty list creates a copy operation.
 
     Raises:
-        ConfigError: an operation or an option does not exist.
+        ConfigError: an operation or an option is unknown or invalid.
     """
     operation: Operation | None = None
     for spec in specs:
@@ -186,20 +178,20 @@ def usage(name: str) -> str:
 
 
 def usages() -> list[str]:
-    """Return all operations, each with its options, by name."""
+    """Return all operations with their options, sorted by name."""
     return [usage(name) for name in sorted(_MAKERS)]
 
 
 def is_operation(name: str) -> bool:
-    """Return whether there is an operation of this name."""
+    """Return whether a built-in operation has this name."""
     return name in _MAKERS
 
 
 def maker_of(name: str) -> Callable[..., Operation]:
-    """Return the class or function that creates this operation. Raise ConfigError if the operation does not exist."""
+    """Return the class or function that creates an operation. Raise ConfigError if no operation has this name."""
     if name not in _MAKERS:
         hint = f"one of {', '.join(usages())}; see docs/convert/convert.md"
-        # Show the nearest name first, because the list is long and a mistyped name is the usual cause.
+        # Show the most similar name first, because the usual cause is a typo and the list is long.
         if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MAKERS, n=1, cutoff=0.75):
             hint = f"did you mean {near[0]!r}? It is {hint}"
         raise ConfigError(f"unknown operation {name!r}", hint=hint)
@@ -209,24 +201,24 @@ def maker_of(name: str) -> Callable[..., Operation]:
 
 
 def _make(spec: dict[str, Any]) -> Operation:
-    """Create one operation from its spec. The operation dequantises its sources first if the spec says so."""
+    """Create one operation from its spec, with dequantisation of its sources if the spec contains this option."""
     name = str(spec.pop("op", None))
     prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
     # JSON and messages contain lists, but operations are immutable, so convert lists to tuples.
     spec = {key: _frozen(value) for key, value in spec.items()}
-    # `weights=0.5` on a command line is a number. Only a comma would make it a list.
+    # On a command line `weights=0.5` is a number, because only a comma creates a list.
     if isinstance(spec.get("weights"), int | float):
         spec["weights"] = (float(spec["weights"]),)
     maker = maker_of(name)
     for key in () if name == "function" else _NUMBERS & spec.keys():
         values = spec[key] if isinstance(spec[key], tuple) else (spec[key],)
         if not all(isinstance(value, int | float) for value in values):
-            raise ConfigError(f"{name}: {key}={spec[key]!r} is not a number", hint=f"it takes {usage(name)}")
-    # Bind the arguments before the call, so that a TypeError inside a user's class is not reported as a wrong option.
+            raise ConfigError(f"{name}: {key}={spec[key]!r} is not a number", hint=f"use {usage(name)}")
+    # Bind the arguments first, so that a TypeError inside a user's class is not reported as a wrong option.
     try:
         inspect.signature(maker).bind(**spec)
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}", hint=f"it takes {usage(name)}") from error
+        raise ConfigError(f"{name}: {error}", hint=f"use {usage(name)}") from error
     operation = maker(**spec)
     if prepared is None:
         return operation
@@ -244,7 +236,6 @@ def _dequantise(
     to: str = "BF16", quantization: Mapping[str, Any] | None = None, blocks: Mapping[str, str] | None = None
 ) -> Operation:
     """Create a `Dequantise`, or a `DequantiseBlocks` for GGUF blocks."""
-    # Import on first use, as for all operations.
     if blocks:
         from penstock_convert.operations.gguf import DequantiseBlocks
 
@@ -255,7 +246,7 @@ def _dequantise(
 
 
 def stored_as(to: str) -> OperationSpec:
-    """Return the spec for `to`: a format of the tensors, `gguf`, or `gguf:TYPE`."""
+    """Return the operation spec for the argument `to`, which is a format, `gguf` or `gguf:TYPE`."""
     name, colon, kind = to.partition(":")
     if name != "gguf":
         return {"op": "store", "format": to}
@@ -263,7 +254,7 @@ def stored_as(to: str) -> OperationSpec:
 
 
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
-    """Create a `Rename`. Raise ConfigError unless the rules are pairs."""
+    """Create a `Rename`. Raise ConfigError unless each rule is a pair."""
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
         raise ConfigError(
             "rename: rules must be pairs of a pattern and a replacement", hint="see docs/convert/convert.md"
@@ -280,22 +271,21 @@ def completed(
 ) -> list[OperationSpec]:
     """Complete missing options in the specs from the sources, and return the specs.
 
-    Only the first operation, which reads all sources, and every `dequantise` can have such options.
+    Only the first operation and `dequantise` can have options that depend on the sources.
 
     Args:
-        places: for each source, the URI next to which its small files are, including the user in a URL.
+        places: for each source, a URI in the directory of its small files, including the user in a URL.
 
     Raises:
         PlanError: a required file is not next to the source, or a delta has a different base.
-        FormatError: one of these files cannot be decoded.
-        SourceError: one of these files cannot be read.
+        FormatError: a file next to the sources cannot be decoded.
+        SourceError: a file next to the sources cannot be read.
     """
     if not specs:
         _check_blocks({}, sources)
         return []
     first = dict(specs[0])
-    # The first operation reads all sources. A later operation reads the first one's result, and only requires the
-    # information to dequantise.
+    # Later operations do not read the sources, so only a later `dequantise` depends on them.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
         raw = read_sibling(places[1], "adapter_config.json", settings, options)
@@ -318,7 +308,7 @@ def completed(
             _make_delta if op == "delta" else partial(_read_delta, place=places[1], settings=settings, options=options)
         )
         first["delta"] = make(_digested(sources[0]), sources[1])
-    # Sums of codes are meaningless, so each quantised source is dequantised first, with its own options.
+    # Sums of codes are meaningless, so each quantised source is dequantised first.
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
         quantised = [_quantised(*each, settings, options) for each in zip(sources, places, strict=True)]
         if any(dequantise is not None for dequantise in quantised):
@@ -332,7 +322,7 @@ def completed(
             return {"blocks": blocks, **spec}
         if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
             return {**spec, "quantization": _quantization(sources[0], places[0], settings, options)}
-        # Add this only to the first operation, because a later operation may store dequantised tensors.
+        # Add this option only to the first operation, because an earlier operation may have dequantised the tensors.
         if spec is first and op == "store" and "quantization" not in spec and sources and _has_codes(sources[0]):
             quantization = _quantization(sources[0], places[0], settings, options)
             return spec if quantization is None else {**spec, "quantization": quantization}
@@ -347,7 +337,7 @@ def _blocks(source: WeightSet) -> dict[str, str]:
 
 
 def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
-    """Raise PlanError if GGUF blocks would be copied or used as if they were values."""
+    """Raise PlanError if an operation would treat GGUF blocks as values."""
     if first.get("op") in {"dequantise", "gguf"} | COMPUTES_WITH_ALL:
         return
     for source in sources:
@@ -358,17 +348,17 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
 
 
 def _has_codes(source: WeightSet) -> bool:
-    """Return whether any tensor has a dtype that codes may have. If not, the configuration need not be read."""
+    """Return whether any tensor has a dtype of codes, because otherwise the configuration need not be read."""
     return not CODES.isdisjoint(source.manifest.tensors.dtypes)
 
 
 def _quantised(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
-    """Return the options of `dequantise` for a source, or None if nothing in it is quantised."""
+    """Return the options of `dequantise` for a source, or None if no tensor in the source is quantised."""
     if blocks := _blocks(source):
         return {"blocks": blocks}
     table = source.manifest.tensors
     config = _quantization(source, place, settings, options)
-    # Check the tensors too, because some checkpoints store codes and scales without declaring them anywhere.
+    # Check the tensors too, because some checkpoints contain codes and scales without any declaration.
     stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
     return {"quantization": config} if config is not None or stored.any else None
 
@@ -379,12 +369,11 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
     config = None if raw is None else declared(_json(raw, source.uri))
     if config is not None:
         return dict(config)
-    # ComfyUI declares in a file's header how each layer is quantised. FP8 is also recognised by its scales.
+    # ComfyUI declares the format of each layer in a file's header. Penstock recognises FP8 by its scales instead.
     for file in source.manifest.files:
         if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
             return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
-    # Some writers declare the quantisation in separate files. Without these files, codes would be copied as if they
-    # were plain weights.
+    # Read separate files in which some writers declare the quantisation. Otherwise codes would be treated as weights.
     for name in (*CONFIG_FILES, "params.json"):
         raw = read_sibling(place, name, settings, options)
         if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri, name))) is not None:
@@ -402,7 +391,7 @@ def _comfy_formats(text: str) -> set[str]:
 
 
 def _json(raw: bytes, uri: str, name: str = "config.json") -> dict[str, Any]:
-    """Decode a configuration file. Raise FormatError if it is not a JSON object."""
+    """Decode a configuration file. Raise FormatError unless the file contains a JSON object."""
     return read_object(raw, uri, hint=f"repair {name} of this source")
 
 
@@ -410,39 +399,36 @@ _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
 
 
 def _check_ranks(sources: Sequence[WeightSet]) -> None:
-    """Raise PlanError if numbers in the sources' names contradict their order, or if a source is listed twice.
-
-    If the names contain no numbers, the order cannot be checked, and the caller's order is used.
-    """
+    """Raise PlanError if rank numbers in the sources' names contradict their order, or for a duplicate source."""
     ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
     for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
         number, count = numbers[-1] if numbers else ("", "")
         if all(ranks) and int(number) != rank:
-            hint = "list every rank once, in order, with rank 0 first"
+            hint = "pass every rank once, in order, with rank 0 first"
             raise PlanError(
                 f"reshard: source {rank} is rank {int(number)} according to its name: {source.uri}", hint=hint
             )
         if count and int(count) != len(sources) and len(sources) > 1:
             raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, but there are {len(sources)} sources")
     seen: dict[str, str] = {}
-    # Compare digests if there are any, because without them all ranks of a model have the same revision.
+    # Compare revisions only if sources have digests. Without digests all ranks of a model have the same revision.
     for source in sources:
         revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
         if revision in seen:
-            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="list each rank once")
+            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="pass each rank once")
         seen[revision] = source.uri
 
 
 def _tied(config: dict[str, Any]) -> bool | None:
-    """Return whether a transformers configuration ties embedding and head, or None if it does not say so."""
+    """Return whether a transformers configuration ties embedding and head, or None without such an option."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     return None if tied is None else bool(tied)
 
 
 def _digested(source: WeightSet) -> Manifest:
-    """Return a source's manifest with digests. If it has none, read the whole source to compute them."""
-    # Compute the digests again if the leaf size differs, because only leaves that cover the same bytes can be compared.
+    """Return a source's manifest with digests. If digests are missing, read the whole source to compute them."""
+    # Compute the digests again if the leaf size differs, because only leaves of the same size can be compared.
     stated = source.manifest
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
@@ -455,19 +441,19 @@ def _make_delta(base: Manifest, new: WeightSet) -> bytes:
 
 
 def _read_delta(base: Manifest, delta: WeightSet, *, place: str, settings: Settings, options: Options) -> bytes:
-    """Read the description next to a delta's weights. Raise PlanError if it has a different base."""
+    """Read the description next to a delta's weights. Raise PlanError if the delta is for a different base."""
     from penstock_convert.operations.delta import FILE, decoded
 
     raw = read_sibling(place, FILE, settings, options)
     if raw is None:
         raise PlanError(
-            f"there is no {FILE} next to {delta.uri}", hint="the second source must be the result of `delta`"
+            f"there is no {FILE} next to {delta.uri}", hint="pass the result of `delta` as the second source"
         )
     changes = decoded(raw)
     if changes.base != base.revision:
         raise PlanError(f"the delta is for revision {changes.base}, but the base has revision {base.revision}")
     if changes.leaf_bytes != LEAF_BYTES:
-        raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, not {LEAF_BYTES}")
+        raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, but only {LEAF_BYTES} is supported")
     return raw
 
 
@@ -477,27 +463,27 @@ def function_of(function: str, **options: Any) -> Operation:
     Args:
         function: import path of an `Operation`, of a class that creates one from `options`, or of a function of a
             tensor.
-        options: arguments of the class.
+        options: arguments for the class.
 
     Raises:
-        ConfigError: the path does not exist, or the object that it names is none of these.
+        ConfigError: the path does not exist or names a different kind of object.
     """
     module, _, name = function.partition(":")
     try:
         target: Any = importlib.import_module(module)
     except PenstockError:
-        # MissingExtra is an ImportError too. The module exists, but it needs a package.
+        # Do not wrap MissingExtra, which says that the module exists but needs a package.
         raise
     except ImportError as error:
-        raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
-    # Resolve dots after the colon, which name a static method or a function in a namespace.
+        raise ConfigError(f"{function}: {error}", hint="add the module's directory to PYTHONPATH") from error
+    # Resolve dots after the colon, because the name may refer to a static method or a nested function.
     for part in name.split("."):
         if not hasattr(target, part):
-            raise ConfigError(f"{module} has no {name}")
+            raise ConfigError(f"module {module} has no attribute {name!r}")
         target = getattr(target, part)
     if isinstance(target, type):
         target = target(**options)
-    # Check the attributes, because a user's class need not inherit from a class in Penstock.
+    # Check attributes instead of the class, because a user's class need not inherit from a class in Penstock.
     if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
         return target  # type: ignore[no-any-return]
     if not callable(target) or options:
@@ -508,15 +494,13 @@ def function_of(function: str, **options: Any) -> Operation:
 
 
 def code_of(operation: Operation) -> str:
-    """Return a digest of the module files of user operations, which changes with their code.
+    """Return a digest of the module files of user operations, or "" for built-in operations.
 
-    The result is "" for built-in operations.
-
-    It covers the named module and the module that defines the function, but not the modules that these import.
+    The digest covers the named module and the module that defines the function, but no modules that they import.
     """
     if isinstance(operation, Chain):
         return "".join(map(code_of, operation.operations))
-    # A plain function is wrapped in the class below, whose own module does not identify the function.
+    # `Function` wraps a plain function, so use the module of the function instead of the module of the class.
     modules = [type(operation).__module__]
     if isinstance(operation, Function):
         modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
@@ -527,12 +511,13 @@ def code_of(operation: Operation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Function(Unchanged):
-    """Applies a user's function of a tensor and its name to every floating tensor that it selects.
+    """Applies a user's function of a tensor and its name to floating-point tensors.
 
-    def halved(tensor, name): return tensor / 2      every floating tensor, whole; shape and dtype stay
-    halved.rows = True                               it can work on some rows at a time
-    halved.names = "mlp"                             only tensors whose name contains this pattern
-    halved.raw = True                                it takes the tensors of a quantised checkpoint as they are stored
+    The function returns a tensor with the same shape and dtype. It may have these attributes:
+
+    - `rows = True`: the function may be called with some rows of a tensor.
+    - `names`: the function is called only for tensors whose names contain this pattern.
+    - `raw = True`: the function accepts the tensors of a quantised checkpoint as they are stored.
     """
 
     path: str
@@ -548,14 +533,13 @@ class Function(Unchanged):
         """See `Operation.recipes`.
 
         Raises:
-            PlanError: the function selects a quantised tensor without declaring that it accepts quantised tensors.
+            PlanError: the function selects a quantised tensor, but does not set `raw`.
         """
         wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
         specs = specs_of(only_source(sources, self.path))
         if not getattr(self.call, "raw", False):
             stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
-            # Refuse codes too. Otherwise the function would change only the scales, although its author means the
-            # weight.
+            # Refuse codes too. Otherwise the function would change only the scales instead of the weight.
             if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
                 why = "is stored quantised, and has no meaning without its scales"
                 if quantised in stored.plain:
@@ -589,13 +573,11 @@ class Function(Unchanged):
         if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
             return [tensor]
         result = self.call(tensor, spec.name)
-        # Check this here, because the worker does not know the function's path.
+        # Check the result here instead of in the worker, which does not know the function's path.
         if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (tensor.dtype, tensor.shape):
             returned = (
                 f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             )
             message = f"{self.path} returned {returned}, not {tensor.dtype} {list(tensor.shape)}"
-            raise OperationFailed(
-                message, tensor=spec.name, hint="an operation that changes dtypes or shapes must be a class"
-            )
+            raise OperationFailed(message, tensor=spec.name, hint="write a class to change dtypes or shapes")
         return [result]

@@ -1,19 +1,16 @@
 """Finds the tensors that a checkpoint stores as codes and scales, whichever tool wrote the checkpoint.
 
-    q_proj.weight           F8_E4M3 [256, 512]     codes   -->  BF16 [256, 512], blocks of 128 x 128
-    q_proj.weight_scale_inv BF16    [2, 4]         scales
-    q_proj.input_scale      F32     [1]            companion: of activations, dropped with the codes
-
-The shape of the blocks follows from the shape of the scales. If several shapes fit, the configuration decides.
+For example, the codes `q_proj.weight` (F8_E4M3 [256, 512]) and the scales `q_proj.weight_scale_inv` (BF16 [2, 4]) store
+a weight in blocks of 128 x 128. `q_proj.input_scale` is a companion, which is dropped with the codes. The shape of the
+scales determines the shape of the blocks. If several shapes fit, the configuration decides.
 
 Every tensor of a quantised checkpoint is classified as codes, as a scale of codes, as a tensor that does not affect
-weights (a scale of activations, a marker), or as plain. Any other tensor counts as unread and is never used as weights.
+weights, or as plain. Any other tensor counts as unread and is never used as weights.
 
-Sources: transformers 5.23, `Fp8Dequantize` and `FineGrainedFP8HfQuantizer` (also DeepSeek-V4's packed experts),
-`fbgemm_fp8` (FBGEMM's `weight_scale` [rows, 1]), `convert_moe_packed_tensors` (MXFP4 of gpt-oss) and the renaming of
-Mistral's `qscale_weight`. compressed-tensors 0.20, `compressors`. ComfyUI's `scaled_fp8` files (`scale_weight`, value =
-code * scale) and `comfy_quant`. ModelOpt 0.47, `NVFP4QTensor`. torchao 0.18, `Float8Tensor` and
-`flatten_tensor_state_dict`.
+The layouts are taken from transformers 5.23 (`Fp8Dequantize`, `FineGrainedFP8HfQuantizer`, `fbgemm_fp8`,
+`convert_moe_packed_tensors` and the renaming of Mistral's `qscale_weight`), compressed-tensors 0.20 (`compressors`),
+ComfyUI (`scaled_fp8` files and `comfy_quant`), ModelOpt 0.47 (`NVFP4QTensor`), and torchao 0.18 (`Float8Tensor` and
+`flatten_tensor_state_dict`).
 """
 
 from __future__ import annotations
@@ -132,8 +129,7 @@ class StoredFormat:
     """Whether the codes and `shape` are transposed. gpt-oss stores [experts, in, out] as [experts, out, in]."""
 
     def shape_of_scales(self) -> tuple[int, ...]:
-        """Return the shape of the scales with one dim for each dim of the values. All are 1 if one scale applies to all
-        values."""
+        """Return the shape of the scales, with as many dims as the values, or all 1 for a single scale."""
         if len(self.shape) < 2:
             return (1,) * len(self.shape)
         steps = (max(1, n) if step == WHOLE else step for n, step in zip(self.shape[-2:], self.block, strict=True))
@@ -169,18 +165,18 @@ class Quantised:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the tensors that are not stored in their compute dtype, codes first, and their parts."""
+        """Return the names of codes, and then of the scales and other tensors that belong to codes."""
         codes = (layout.codes for layout in self.stored.values())
         return (*codes, *self.unread, *sorted(self.plain), *sorted(self.companions))
 
     @property
     def any(self) -> str:
-        """Return the name of a tensor that is not stored in its compute dtype, or an empty string if there is none."""
+        """Return the name of a quantised tensor, or an empty string if no tensor is quantised."""
         return next(iter(self.names), "")
 
 
 def described_layers(files: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return torchao's descriptions of tensors in the metadata of files, merged for all files."""
+    """Return torchao's descriptions of tensors from the metadata of all files."""
     if not any(_TORCHAO_NAMES in metadata for metadata in files):
         return {}
     entries = {key: value for metadata in files for key, value in metadata.items() if value.startswith(_TORCHAO_ENTRY)}
@@ -192,7 +188,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
 
     Args:
         tensors: all tensors of the checkpoint.
-        config: the checkpoint's `quantization_config`, found by `declared`. None means that it is missing or unknown.
+        config: the checkpoint's `quantization_config`, from `declared`. None if it is missing or unknown.
     """
     specs = {name: (dtype, shape) for name, dtype, shape in tensors}
     blocks = tuple(_declared_blocks(config or {}))
@@ -204,7 +200,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
         if name in used or specs[name][0] not in CODES or _MARKERS.search(name):
             continue
         layout = _layout(name, specs, blocks, config)
-        # Two tensors cannot be written with the same name.
+        # A result cannot contain two tensors with the same name.
         if isinstance(layout, StoredFormat) and layout.name != name and (layout.name in specs or layout.name in stored):
             layout = f"a different tensor is also named {layout.name}"
         if isinstance(layout, StoredFormat):
@@ -239,14 +235,14 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
 
 
 def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], *, is_declared: bool) -> dict[str, str]:
-    """Return the unused tensors that belong to codes by their names or module, with the reason."""
+    """Return unused tensors that belong to codes according to their names or modules, with the reasons."""
     modules = {_module(name) for name, (dtype, shape) in specs.items() if _may_be_codes(name, dtype, shape)}
     is_quantised = bool(used or unread or is_declared)
-    # Norms and routers have a parameter `scale` too. It is a scale of codes only if the writer uses this name for them.
+    # Norms and routers have a parameter `scale` too. Treat `scale` as a scale of codes only if other codes use it.
     is_scale_used = any(name.endswith(".scale") for name in used)
     found = {}
     for name, (dtype, _) in specs.items():
-        # This skips nearly all tensors quickly. Models have a hundred thousand tensors.
+        # Skip most tensors quickly, because models have up to a hundred thousand tensors.
         if name in used or name in unread or not (_WORDS.search(name) or dtype is DType.F8_E8M0):
             continue
         if _MARKERS.search(name) or _ACTIVATIONS.search(name):
@@ -258,7 +254,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
         is_exponents = dtype is DType.F8_E8M0 and (is_scale_name or is_quantised)
         if is_exponents or belongs or is_next_to_weight or _is_part(name, specs):
             found[name] = "its codes are missing or have an unknown layout"
-    # The codes of these modules count as unread too, because codes without their scales would be treated as numbers.
+    # The codes of these modules count as unread too, because codes without scales would be treated as numbers.
     without = set(map(_module, found))
     for name, (dtype, shape) in specs.items():
         is_free = name not in used and name not in unread and name not in found
@@ -268,7 +264,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
 
 
 def _of_known_modules(specs: _Specs, unread: Mapping[str, str]) -> frozenset[str]:
-    """Return the unread tensors whose module has integer codes and their parts, for example from GPTQ."""
+    """Return the unread tensors of modules that have integer codes with their scales, for example from GPTQ."""
     codes = {
         _module(name)
         for name, why in unread.items()
@@ -281,7 +277,7 @@ def _of_known_modules(specs: _Specs, unread: Mapping[str, str]) -> frozenset[str
 
 
 def _module(name: str) -> str:
-    """Return the module of a tensor. For a part of a weight (`q.weight.absmax`) it is the module of the weight."""
+    """Return the module of a tensor, or of the weight to which the tensor belongs (`q` for `q.weight.absmax`)."""
     return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
 
 
@@ -296,8 +292,7 @@ def _may_be_codes(name: str, dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def is_in(form: Format, layout: StoredFormat, dtypes: Mapping[str, DType]) -> bool:
-    """Return whether a tensor is stored exactly as `form` stores it. The checkpoint's configuration must name that
-    format.
+    """Return whether a tensor is stored exactly as in `form`. The checkpoint's configuration must name this format.
 
     Args:
         dtypes: dtypes of the tensors by name.
@@ -313,8 +308,7 @@ def is_in(form: Format, layout: StoredFormat, dtypes: Mapping[str, DType]) -> bo
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a `config.json`, or None.
 
-    Models of several parts have one in the configuration of each part. If these differ, the `quant_method` of the
-    result cannot be read.
+    If nested configurations contain different entries, return an entry with an unknown `quant_method`.
     """
     found = list(_declarations(config))
     if any(other != found[0] for other in found[1:]):
@@ -323,9 +317,9 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _declarations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of a configuration and of nested configurations that say how weights are quantised."""
+    """Yield the entries that declare how weights are quantised, including entries in nested configurations."""
     keys = [key for key, value in config.items() if _is_declaration(key, value)]
-    # MLX writes the same entry under two keys.
+    # Use only one key, because MLX writes the same entry under two keys.
     if keys:
         yield config[min(keys, key=_CONFIG_KEYS.index)]
     for key, value in config.items():
@@ -334,7 +328,7 @@ def _declarations(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_declaration(key: str, value: object) -> bool:
-    """Return whether an entry of a configuration says how weights are quantised."""
+    """Return whether an entry of a configuration declares how weights are quantised."""
     if key not in _CONFIG_KEYS or not isinstance(value, Mapping):
         return False
     return key != _CONFIG_KEYS[-1] or not value.keys().isdisjoint(
@@ -343,10 +337,10 @@ def _is_declaration(key: str, value: object) -> bool:
 
 
 def declared_by_writer(name: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation that a file other than `config.json` declares, in the form of a `quantization_config`.
+    """Return the quantisation that a file other than `config.json` declares, as a `quantization_config`.
 
     Args:
-        name: file name, which is in CONFIG_FILES or is Mistral's `params.json`.
+        name: a file name in CONFIG_FILES, or `params.json` from Mistral.
     """
     if name == "hf_quant_config.json" and isinstance(config.get("quantization"), Mapping):
         return {"quant_method": "modelopt", **config["quantization"]}
@@ -360,8 +354,8 @@ def declared_by_writer(name: str, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `config.json` without the entries that `declared` finds."""
-    # DeepSeek-V4 also states, next to the declaration, that its experts are FP4.
+    """Return the content of a `config.json` without the entries that `declared` finds."""
+    # DeepSeek-V4 has a separate entry for the dtype of its FP4 experts.
     is_declared = any(_is_declaration(key, value) for key, value in config.items())
     return {
         key: without_declared(value) if isinstance(value, Mapping) else value
@@ -371,8 +365,8 @@ def without_declared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unreadable(config: Mapping[str, Any]) -> str:
-    """Return why no tensor with this `quantization_config` can be read, or an empty string if they may be readable."""
-    # Reject unknown methods completely. Names and shapes could fit by chance, and the values would then be wrong.
+    """Return the reason why a `quantization_config` is unsupported, or an empty string if it may be supported."""
+    # Reject unknown methods, because names and shapes could fit by chance and the values would be wrong.
     method = config.get("quant_method")
     if method not in METHODS:
         return f"its quant_method {method!r} is not one of {', '.join(sorted(METHODS))}"
@@ -386,7 +380,7 @@ def unreadable(config: Mapping[str, Any]) -> str:
 
 
 def _is_part(name: str, specs: _Specs) -> bool:
-    """Return whether a tensor belongs to codes according to its name and the other names."""
+    """Return whether a tensor belongs to codes according to the names of all tensors."""
     if _PART_NAMES.search(name):
         return not (name.endswith("_packed") and specs[name][0] in FLOATS)
     match = _PARTS.match(name)
@@ -404,8 +398,7 @@ def _is_part(name: str, specs: _Specs) -> bool:
 def _layout(
     name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None
 ) -> StoredFormat | str:
-    """Return the layout of codes according to their name, the reason why they cannot be read, or an empty string
-    without scales."""
+    """Return the layout of codes, the reason why the codes cannot be read, or an empty string without scales."""
     if name.endswith("_packed"):
         return _packed(name, specs)
     if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in specs:
@@ -416,8 +409,7 @@ def _layout(
 
 
 def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None) -> StoredFormat | str:
-    """Return the layout of codes with the tensor's name, the reason why they cannot be read, or an empty string without
-    scales."""
+    """Return the layout of codes that have the name of the weight. See `_layout` for other results."""
     dtype, shape = specs[name]
     # torchao stores `a.weight` as `a._weight_qdata` and `a._weight_scale`.
     is_torchao = _TORCHAO.search(name) is not None
@@ -429,10 +421,10 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
     if not scales:
         return ""
     kind, shape_of_scales = specs[scales]
-    # A second scale or a zero point changes the values. Ignoring it would yield wrong weights.
+    # Refuse a second scale or a zero point, because ignoring it would yield wrong weights.
     if others or any(f"{base}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
         return "it has scales of an unknown format"
-    # Scales of other dtypes belong to MXFP8 and INT8, whose order is only given in the header of the file.
+    # Refuse torchao's MXFP8 and INT8, because only the header of the file contains the order of their scales.
     if is_torchao and (dtype not in FP8 or kind not in FLOATS):
         return f"{dtype} codes of an unknown format"
     if dtype is DType.I8 and kind is DType.F8_E8M0:
@@ -440,7 +432,7 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
     if dtype not in FP8 and not (dtype is DType.I8 and _declares_int8(config)):
         return f"{dtype} codes of an unknown format"
     if kind is DType.U8 and (config or {}).get("scale_fmt") != "ue8m0":
-        # MXFP8 is the only format that stores exponents as U8 without declaring it.
+        # Only MXFP8 stores exponents as U8 without a declaration.
         blocks = ((1, 32),)
     block = _block_of(shape, shape_of_scales, blocks)
     if block is None:
@@ -448,8 +440,8 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
         return f"{_MISFIT}{list(shape_of_scales)} do not fit {list(shape)}{detail}"
     if kind not in FLOATS | _EXPONENTS or (kind is DType.U8 and WHOLE in block):
         return f"its scales are {kind}, which is not supported"
-    # ComfyUI's scales of blocks have a different order, and its integers may be rotated. The name and shape of
-    # `comfy_quant` do not tell.
+    # ComfyUI's block scales have a different order, and its integers may be rotated. The name and the shape of
+    # `comfy_quant` do not show this.
     if f"{module}.comfy_quant" in specs and (dtype not in FP8 or block[1] != WHOLE or kind not in FLOATS):
         return "the order of ComfyUI's blocks (comfy_quant) is unknown"
     own_name = _TORCHAO.sub(r"\1", name)
@@ -457,8 +449,7 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
 
 
 def _packed_experts(name: str, scales: str, specs: _Specs) -> StoredFormat | str:
-    """Return the layout of DeepSeek-V4's experts, which are E2M1 in I8 with an exponent for every 32 values, or why it
-    does not fit."""
+    """Return the layout of DeepSeek-V4's experts (E2M1 in I8, an exponent for 32 values), or why it does not fit."""
     shape = specs[name][1]
     values = (*shape[:-1], shape[-1] * 2) if shape else ()
     if len(values) < 2 or values[-1] % 32 or specs[scales][1] != (*values[:-1], values[-1] // 32):
@@ -467,8 +458,7 @@ def _packed_experts(name: str, scales: str, specs: _Specs) -> StoredFormat | str
 
 
 def _packed_blocks(name: str, specs: _Specs) -> StoredFormat | str:
-    """Return the layout of gpt-oss's experts, which are blocks of 16 bytes with one exponent each, or why it does not
-    fit."""
+    """Return the layout of gpt-oss's experts (blocks of 16 bytes with one exponent), or why it does not fit."""
     base = name.removesuffix("_blocks")
     scales = f"{base}_scales"
     (dtype, shape), (kind, shape_of_scales) = specs[name], specs[scales]
@@ -481,10 +471,9 @@ def _packed_blocks(name: str, specs: _Specs) -> StoredFormat | str:
 
 
 def _packed(name: str, specs: _Specs) -> StoredFormat | str:
-    """Return the layout of two codes per byte, which is NVFP4 or MXFP4 of compressed-tensors or NVFP4 of ModelOpt, or
-    why it does not fit.
+    """Return the layout of NVFP4 or MXFP4 with two codes per byte, or the reason why no layout fits.
 
-    Unlike compressed-tensors, ModelOpt keeps the name of the weight and stores the inverse of the global scale.
+    Unlike compressed-tensors, ModelOpt keeps the weight's name and stores the inverse of the global scale.
     """
     base = name.removesuffix("_packed")
     dtype, shape = specs[name]
@@ -512,7 +501,7 @@ def _packed(name: str, specs: _Specs) -> StoredFormat | str:
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Block, ...]) -> Block | None:
     """Return the block for scales of this shape, or None if no block fits."""
-    # A vector has no rows and columns, so only a single scale fits it.
+    # A vector has no rows and columns, so only a single scale fits.
     if len(shape) < 2:
         return (WHOLE, WHOLE) if math.prod(scales) == 1 else None
 
@@ -521,8 +510,7 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Blo
         counts = tuple(-(-n // step) for n, step in zip(shape[-2:], steps, strict=True))
         return scales == (*shape[:-2], *counts)
 
-    # Try declared blocks first. For a small tensor several shapes fit its scales, and only the writer knows the right
-    # one.
+    # Try declared blocks first, because several block shapes may fit the scales of a small tensor.
     if declared_block := next(filter(fits, blocks), None):
         return declared_block
     if math.prod(scales) == 1 or scales == shape[:-2]:
@@ -533,7 +521,7 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Blo
 
 
 def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield the blocks of weights that a configuration declares, except rows and whole tensors."""
+    """Yield the block shapes that a configuration declares for weights, except rows and whole tensors."""
     size = config.get("weight_block_size")
     if isinstance(size, list | tuple) and len(size) == 2:
         yield int(size[0]), int(size[1])
@@ -546,7 +534,7 @@ def _declared_blocks(config: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries for weights in the groups of compressed-tensors."""
+    """Return the entries for weights in the config groups of compressed-tensors."""
     groups = config.get("config_groups")
     entries = [
         entry for entry in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(entry, Mapping)
@@ -555,7 +543,7 @@ def _weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _declares_int8(config: Mapping[str, Any] | None) -> bool:
-    """Return whether all weights are declared as symmetric INT8, whose codes need no zero points."""
+    """Return whether all weights are declared as symmetric INT8, which needs no zero points."""
     weights = _weights(config or {})
     kinds = {(entry.get("type"), entry.get("num_bits"), entry.get("symmetric", True)) for entry in weights}
     return kinds == {("int", 8, True)}

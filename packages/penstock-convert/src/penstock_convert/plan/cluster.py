@@ -15,8 +15,10 @@ MAX_GPUS = 100_000
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster of identical nodes. Rates are in decimal GB/s for one direction. A rate of 0 means that the cluster has
-    no such link."""
+    """A cluster of identical nodes.
+
+    Rates are in decimal GB/s for one direction. A rate of 0 means that the link does not exist.
+    """
 
     name: str
     num_nodes: int = 1
@@ -45,7 +47,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise PlanError(f"{self.name}: a cluster must have 1 to {MAX_GPUS} GPUs and at least one NIC in each node")
         rates = (self.nvlink_gb_per_s, self.nic_gb_per_s, self.pcie_gb_per_s)
         if min(rates) <= 0 or min(self.storage_gb_per_s, self.node_storage_gb_per_s, self.failures_per_gpu_hour) < 0:
-            raise PlanError(f"{self.name}: the rates of NVLink, NIC and PCIe must be above 0, others at least 0")
+            raise PlanError(
+                f"{self.name}: the rates of NVLink, NIC and PCIe must be above 0, and other rates at least 0"
+            )
         if not 0 <= self.straggler_share <= 1 or self.straggler_slowdown < 1:
             raise PlanError(f"{self.name}: straggler_share must be from 0 to 1, and straggler_slowdown at least 1")
 
@@ -60,7 +64,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates and costs of the stages other than the network, on one machine.
+    """Rates and costs of one machine's stages, except the network.
 
     Rates are in GB/s for one GPU. Costs are in seconds.
     """
@@ -240,7 +244,7 @@ def to_json(value: Cluster | Rates) -> bytes:
 
 
 def from_json(raw: bytes, kind: type[T]) -> T:
-    """Decode a value of `kind`. Raise ConfigError if the bytes do not describe such a value."""
+    """Decode a value of `kind`. Raise ConfigError if the bytes do not contain a valid value."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
@@ -248,6 +252,6 @@ def from_json(raw: bytes, kind: type[T]) -> T:
 
 
 def slowdowns(cluster: Cluster, seed: int) -> np.ndarray:
-    """Return the slowdown of each GPU: 1, or the straggler's factor for the GPUs that the seed selects."""
+    """Return the slowdown of each GPU, which is above 1 only for the stragglers that the seed selects."""
     slow = np.random.default_rng(seed).permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
     return np.where(slow, cluster.straggler_slowdown, 1.0)

@@ -1,13 +1,13 @@
 """Scheduler of a conversion. It assigns tasks by expected finish times, and reassigns or duplicates tasks near the end.
 
-A worker that requests tasks gets the first of these that is available:
+A worker that requests tasks receives the first available task in this list:
 
-1. a task whose input is cached near the worker
+1. a task whose input is in the worker's cache
 2. the next free task of the job
-3. the last queued task of the slowest worker or place
-4. a duplicate of a task that runs elsewhere
+3. the last queued task of the worker or cache that would finish last
+4. a duplicate of a task that runs on another worker
 
-The caller passes the time, so equal events lead to equal decisions. `tasks` defines the tasks.
+The caller passes the time, so equal events lead to equal decisions.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _FREE, _RESERVED, _ASSIGNED, _DONE = range(4)
 
 
 def depth_of(devices: Iterable[str]) -> int:
-    """Return the number of tasks that a worker on these devices has at once."""
+    """Return the maximum number of tasks that a worker on these devices has at once."""
     return DEPTH if all(device == "cpu" for device in devices) else DEVICE_DEPTH
 
 
 @dataclass(slots=True, kw_only=True)
 class _SharedCache:
-    """A cache that several workers share, for example those on one host, with the tasks whose input is in the cache."""
+    """A cache that workers share, for example on one host, with the tasks whose input is in the cache."""
 
     tasks: dict[int, None] = field(default_factory=dict)
     """Tasks that are reserved for this place and not assigned yet, in order. Workers elsewhere may steal them."""
@@ -54,7 +54,7 @@ class _SharedCache:
 
 @dataclass(slots=True, kw_only=True)
 class _ScheduledWorker:
-    """Record of one worker. Values that are compared between all workers are in lists, at `index`."""
+    """Record of one worker. `Placement` has further values of the worker in lists, at `index`."""
 
     index: int
     tasks: dict[int, None] = field(default_factory=dict)
@@ -84,24 +84,24 @@ class CompletedTask:
 
 
 class Placement:
-    """Scheduler of one job, which knows which worker has which task and how fast each worker is.
+    """Scheduler of one job, which records the assigned tasks and the pace of each worker.
 
-    A task is free (any worker may begin it), reserved for the workers of a place, assigned to one or two workers, or
-    done. The pace of a worker is measured when it finishes tasks. Every decision compares expected finish times.
+    A task is free, reserved for the workers that share a cache, assigned to one or two workers, or done. The pace of a
+    worker is measured when the worker finishes tasks. Every decision compares expected finish times.
 
     Args:
-        cost: bytes of each task. Tasks begin in this order.
-        depth: tasks that a worker has at once.
-        done: tasks that a resumed job has finished before.
+        cost: bytes of each task, in the order in which tasks begin.
+        depth: maximum number of tasks that a worker has at once.
+        done: tasks that earlier runs of a resumed job have finished.
 
     Attributes:
-        num_left: tasks that have not finished.
-        num_stolen: tasks taken from the worker or place that had them.
-        num_twice: tasks that were begun a second time.
+        num_left: number of tasks that have not finished.
+        num_stolen: number of tasks that were reassigned to a different worker.
+        num_twice: number of tasks that were assigned to a second worker.
     """
 
     def __init__(self, cost: Sequence[int], *, depth: int = DEPTH, done: Iterable[int] = ()) -> None:
-        # Use at least 1, because a task without bytes would yield a pace of 0, and loads are divided by paces.
+        # Use at least 1, because a task without bytes would yield a pace of 0, by which loads are divided.
         self._cost = [max(1, int(c)) for c in cost]
         self._depth = depth
         self._state = bytearray(len(self._cost))
@@ -109,7 +109,7 @@ class Placement:
         self._places: dict[str, _SharedCache] = {}
         self._reservations: dict[int, list[_SharedCache]] = {}
         """Places for which each reserved task is reserved."""
-        # Indexed by `_ScheduledWorker.index`, with lost workers, so that `_steal` can compare all workers in numpy.
+        # These lists are indexed by `_ScheduledWorker.index` and include lost workers, so that `_steal` can use NumPy.
         self._names: list[str] = []
         self._load: list[int] = []
         """Bytes of the worker's unfinished tasks."""
@@ -142,12 +142,11 @@ class Placement:
         """Add a worker.
 
         Args:
-            holds: tasks whose inputs are near the worker. They are reserved for this place while other workers have
-                work.
-            at: name of the place. Empty means that the worker has a place alone.
+            holds: tasks whose inputs are in the worker's cache. Workers without this cache receive these tasks last.
+            at: identity of the cache. Empty means that no other worker uses the cache.
 
         Raises:
-            PlanError: a worker of this name has joined already.
+            PlanError: a worker with this name has already joined.
         """
         if worker in self._workers:
             raise PlanError(f"worker {worker!r} joined twice")
@@ -159,9 +158,9 @@ class Placement:
         self._load.append(0)
         self._spare.append(0)
         self._is_measured.append(False)
-        # Use the median, so that one worker that hangs does not make a new one look slow.
+        # Use the median, so that one hanging worker does not make a new worker look slow.
         self._pace.append(median(present) if present else GUESS_BYTES_PER_S)
-        # Several hosts may hold a task's input. It is reserved for all of them and goes to the first that can take it.
+        # Reserve the task for every cache that contains its input. The first available worker receives the task.
         for task in holds:
             if self._state[task] in {_FREE, _RESERVED} and task not in place.tasks:
                 self._state[task] = _RESERVED
@@ -179,12 +178,12 @@ class Placement:
             runs = self._running.get(task, [])
             if worker in runs:
                 runs.remove(worker)
-            # Do not free a task that also runs elsewhere, because it would run a third time.
+            # Do not free a task that also runs on another worker, because it would run a third time.
             if not runs and self._state[task] == _ASSIGNED:
                 self._running.pop(task, None)
                 self._free(task)
         removed.place.workers.remove(removed)
-        # A place loses its cache with its last worker, so release the place's reservations.
+        # When the last worker of a cache is lost, release the reservations for the cache.
         if not removed.place.workers:
             for task in list(removed.place.tasks):
                 self._reservations[task].remove(removed.place)
@@ -195,8 +194,7 @@ class Placement:
             removed.place.cost = 0
 
     def next(self, worker: str, now: float) -> TaskAssignment:
-        """Return the tasks that a worker should begin or queue now. The result is empty if the worker has enough tasks
-        or none is left for it."""
+        """Assign tasks to a worker, and return them. The result may be empty."""
         me = self._workers[worker]
         tasks: list[int] = []
         revoked: list[tuple[str, int]] = []
@@ -207,7 +205,7 @@ class Placement:
                 task = self._take_common()
             if task is None:
                 task = self._steal(me, revoked)
-            # Duplicate a task only for an idle worker. A second run costs bytes and time that others may need.
+            # Duplicate a task only for an idle worker, because a second run uses bandwidth that other workers may need.
             if task is None and not me.tasks:
                 task = self._duplicate(worker, me, now)
             if task is None:
@@ -224,18 +222,14 @@ class Placement:
         return TaskAssignment(tasks=tuple(tasks), revoked=tuple(revoked))
 
     def done(self, worker: str, task: int, now: float) -> CompletedTask:
-        """Record that a worker finished a task. A worker that is considered dead may still report a task.
-
-        Each task counts once.
-        """
+        """Record that a worker finished a task. The worker may already have been removed."""
         me = self._workers.get(worker)
         if me is not None and task in me.tasks:
-            # Measure from the last finish and not from the assignment, since tasks queue on a worker and its stages
-            # overlap.
+            # Measure the time since the worker last finished a task, because assigned tasks wait in a queue.
             self._update_pace(me, self._cost[task] / max(now - me.last, 1e-9))
             me.last = now
             self._drop(me, task)
-        # The other worker finished a duplicated task first, or a worker that was considered dead was alive.
+        # Another worker finished the task first, or a worker that was considered dead is still alive.
         if self._state[task] == _DONE:
             return CompletedTask(first=False)
         self._unreserve(task)
@@ -251,11 +245,10 @@ class Placement:
         return tuple(self._workers[worker].tasks)
 
     def progress(self, worker: str, now: float) -> tuple[int, float, float]:
-        """Return a worker's current task (-1 for no task), the seconds since it last finished one, and the seconds
-        expected.
+        """Return a worker's current task or -1, the seconds since it last finished a task, and the expected seconds.
 
-        The expected time is that of all its tasks at the median pace of the workers. Its stages overlap, so its tasks
-        may finish together, and only a worker that takes longer than this is unusual.
+        The expected time is the time for all tasks of the worker at the median pace. A worker that takes longer is
+        late, although its overlapping tasks may finish at the same time.
         """
         me = self._workers[worker]
         task = next(iter(me.tasks), -1)
@@ -265,7 +258,7 @@ class Placement:
         return task, now - me.last, self._load[me.index] / pace
 
     def _take_common(self) -> int | None:
-        # Tasks that became free again are earlier in the job's order, in which the longest tasks come first.
+        # Take freed tasks first, because they are earlier in the job's order, which begins with the longest tasks.
         while self._freed:
             task = heapq.heappop(self._freed)
             if self._state[task] == _FREE:
@@ -277,9 +270,9 @@ class Placement:
         return None
 
     def _steal(self, me: _ScheduledWorker, revoked: list[tuple[str, int]]) -> int | None:
-        """Return the last task of the worker or place that would finish last, if it finishes sooner here, or None."""
-        # Use numpy, since with 1,000 workers this runs for every request at the end of a job. Workers without a task to
-        # spare and this worker get -1, which is below every time.
+        """Return the last task of the worker or cache that would finish last, if `me` would finish the task sooner."""
+        # Use NumPy, because this runs for every request at the end of a job, with up to 1,000 workers. `me` and workers
+        # without spare tasks get -1, which is below every time.
         ends = np.where(np.array(self._spare) > 0, np.array(self._load) / self._pace, -1.0)
         ends[me.index] = -1.0
         worst = int(ends.argmax())
@@ -292,7 +285,7 @@ class Placement:
             place, task = None, next(reversed(self._workers[self._names[worst]].tasks))
         else:
             return None
-        # Otherwise the last tasks would move back and forth between workers.
+        # Do not move a task that `me` would not finish sooner. Otherwise tasks would move back and forth.
         if (self._load[me.index] + self._cost[task]) / self._pace[me.index] >= last_s:
             return None
         self.num_stolen += 1
@@ -304,23 +297,23 @@ class Placement:
         return task
 
     def _end_of(self, place: _SharedCache) -> float:
-        """Return the seconds until all tasks reserved for a place would finish if no other worker took any."""
+        """Return the seconds that the workers of a cache need for their assigned and reserved tasks."""
         at = [worker.index for worker in place.workers]
         return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
     def _duplicate(self, worker: str, me: _ScheduledWorker, now: float) -> int | None:
-        """Return the running task that gains most from a second run here, or None if no task gains."""
+        """Return the running task that `worker` would finish earlier by the largest amount, or None."""
         best, best_s = None, 0.0
         for name, other in self._workers.items():
             task = next(iter(other.tasks), None)
             if name == worker or task is None:
                 continue
             runs = self._running[task]
-            # Never run a task a third time. If two workers are slow at it, the task is slow and not the worker.
+            # Never run a task a third time. If two workers are slow, the task itself is slow.
             if len(runs) >= NUM_RUNS or worker in runs:
                 continue
             here_s, passed_s = self._cost[task] / self._pace[me.index], now - other.last
-            # Assume that a task that has taken longer than its worker's pace predicts takes as long again.
+            # Assume that a late task requires as much time again as it has already taken.
             gain_s = max(self._cost[task] / self._pace[other.index] - passed_s, passed_s) - here_s
             if gain_s > best_s:
                 best, best_s = task, gain_s
@@ -328,7 +321,7 @@ class Placement:
         return best
 
     def _update_pace(self, worker: _ScheduledWorker, pace: float) -> None:
-        """Update a worker's pace. The first pace of all workers also replaces the assumed pace of the others."""
+        """Update a worker's pace. The first measured pace replaces the assumed pace of all workers."""
         if not self._is_any_measured:
             self._pace = [pace] * len(self._pace)
             self._is_any_measured = True
@@ -343,16 +336,14 @@ class Placement:
             self._count_spare(worker)
 
     def _count_spare(self, worker: _ScheduledWorker) -> None:
-        """Count the tasks that may be stolen from a worker."""
         self._spare[worker.index] = max(0, len(worker.tasks) - 1)
 
     def _free(self, task: int) -> None:
         self._state[task] = _FREE
-        # The heap keeps the order of the job, in which the longest tasks come first.
+        # The heap keeps the job's order, which begins with the longest tasks.
         heapq.heappush(self._freed, task)
 
     def _unreserve(self, task: int) -> None:
-        """Remove the reservations of a task, because it was assigned or is done."""
         for place in self._reservations.pop(task, ()):
             del place.tasks[task]
             place.cost -= self._cost[task]

@@ -14,7 +14,7 @@ NUM_BINS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Time in seconds for which a stage was busy on the busiest member. Stages may overlap."""
+    """Time in seconds for which a stage was busy on its busiest member. Stages may overlap in time."""
 
     name: str
     member: str
@@ -27,9 +27,9 @@ class LinkLoad:
     """Bytes and load of all links of one kind.
 
     Attributes:
-        most_bytes: bytes over the busiest link.
-        busiest_s: time in seconds that the busiest link takes at its full rate.
-        load: used share of the capacity in each of `NUM_BINS` equal time intervals.
+        most_bytes: bytes that the busiest link transfers.
+        busiest_s: time in seconds that the busiest link requires at its full rate.
+        load: fraction of the capacity that was used in each of `NUM_BINS` equal time intervals.
     """
 
     name: str
@@ -85,17 +85,15 @@ class Prediction:
 
 
 def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
-    """Return the used figures that are assumed, with the note on each."""
+    """Return the used figures that are assumed instead of measured, with the note on each figure."""
     return tuple(f"{name}: {where}" for name, where in rates.source if name in used and "assumed" in where)
 
 
 def bottleneck(stages: Sequence[Stage], loads: Sequence[LinkLoad], total_s: float, otherwise: str) -> str:
-    """Return the stage or kind of link that worked for the longest time, or `otherwise` if each was idle most of the
-    time."""
+    """Return the stage or kind of link that was busy for the longest time, or `otherwise` if all were mostly idle."""
     ends = [(stage.busy_s, f"{stage.name} of {stage.member}") for stage in stages]
     ends += [(load.busiest_s, f"the busiest link: {load.name}, {load.most_bytes / GB:.2f} GB") for load in loads]
     busy_s, name = max(ends, default=(0.0, otherwise))
-    # If every stage worked for less than half of the time, waiting explains the duration and naming a stage would
-    # mislead.
+    # If every stage was busy for less than half of the time, waiting explains the duration.
     share = busy_s / total_s if total_s else 0.0
     return f"{name} ({share:.0%} of the time)" if share >= 0.5 else f"{otherwise}; most at work: {name} ({share:.0%})"

@@ -1,9 +1,7 @@
 """Simulates a conversion on a described cluster, with the scheduler of real conversions (`placement`).
 
-    worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage)
-
-The stages of a worker run in parallel, each on a different task. All workers share storage evenly at all times, which
-is exact while they are busy.
+A worker fetches input from storage, places the input on the GPU over PCIe, computes, and sends the output back. These
+stages run in parallel on different tasks. The storage rate is divided evenly among all workers, even if some are idle.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class _SimulatedWorker:
 
     Attributes:
         pace: seconds per byte to fetch, place and compute input, and to send output.
-        free: time from which each stage is free.
-        busy: seconds for which each stage has worked.
+        free: time at which each stage becomes free.
+        busy: total busy time of each stage in seconds.
         queue: assigned tasks, with the time at which each was assigned.
     """
 
@@ -62,15 +60,15 @@ def simulate_convert(
     """Simulate the conversion with one worker for each GPU of the cluster.
 
     Args:
-        in_bytes, out_bytes: bytes in and out of each task; see `tasks.Tasks`.
+        in_bytes, out_bytes: input and output bytes of each task. See `tasks.Tasks`.
         cluster: a storage rate of 0 means that storage is not a limit.
         rates: rates of the machine's stages.
         seed: selects the slow workers, the workers that die, and the times of death.
-        depth: tasks that a worker has at once; see `Placement`.
-        compute_gb_per_s: input that a worker computes, in GB/s. None means the rate of the transform.
+        depth: maximum number of tasks that a worker has at once. See `Placement`.
+        compute_gb_per_s: rate in GB/s at which a worker processes input. None means the rate of the transform.
 
     Raises:
-        PlanError: the columns differ in length, or all workers died before the end.
+        PlanError: `in_bytes` and `out_bytes` differ in length, or all workers died before the last task finished.
     """
     cluster.check()
     rates.check()
@@ -119,8 +117,8 @@ class _ConversionEvents:
 
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
         cluster = self.cluster
-        # A worker's rate from storage is the minimum of its shares of storage, of its node's link and of its host's
-        # memory, and of the rate of its own process.
+        # A worker's storage rate is limited by its shares of the storage, of the node's link and of the host's memory,
+        # and by its own process.
         shares = [
             cluster.storage_gb_per_s / cluster.num_gpus,
             cluster.node_storage_gb_per_s / cluster.gpus_per_node,
@@ -147,14 +145,14 @@ class _ConversionEvents:
                 continue
             if kind < 0:
                 self._lost(name)
-            # The task may have been revoked since. Only the first task of the queue can finish.
+            # Ignore a task that was revoked. Only the first task of the queue can finish.
             elif self.now <= worker.dies and worker.queue and worker.queue[0][0] == task:
                 self._ended(name, worker, task)
         at = np.array(self.which, np.int64)
         self.ends = np.array([self.when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
-        """Choose the workers that die, and the times of death while the work would last with all workers."""
+        """Choose the workers that die, with times of death before the expected end of the conversion."""
         whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
         chance = np.random.default_rng((self.seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)
@@ -164,11 +162,11 @@ class _ConversionEvents:
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 
     def _lost(self, name: str) -> None:
-        """Remove a worker whose silence has been detected."""
+        """Remove a dead worker after its silence has been detected."""
         self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s, and its tasks run elsewhere")
         self.placement.remove(name)
         del self.workers[name]
-        # The freed tasks can go to workers that were idle before.
+        # Assign the freed tasks to workers that were idle.
         for other, worker in list(self.workers.items()):
             if not worker.queue:
                 self._feed(other)
@@ -191,8 +189,7 @@ class _ConversionEvents:
             worker = self.workers[name]
             is_first = bool(worker.queue) and worker.queue[0][0] == task
             worker.queue = deque(entry for entry in worker.queue if entry[0] != task)
-            # The worker was running this task. It begins the next one immediately, and the finish event of the revoked
-            # task is ignored.
+            # A worker that was running the revoked task begins its next task immediately.
             if is_first and worker.queue:
                 self._begin(name, worker)
 
@@ -211,7 +208,7 @@ class _ConversionEvents:
             if is_drawn and duration_s and len(self.spans) < _MAX_SPANS:
                 self.spans.append(Span(lane=f"{name} {STAGES[stage]}", stage=STAGES[stage], start_s=start, stop_s=at))
         self.num_begun += 1
-        # The sequence number breaks ties in the order in which tasks began, so that equal seeds give equal runs.
+        # The sequence number orders simultaneous events, so that equal seeds give equal runs.
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
 
     def _ended(self, name: str, worker: _SimulatedWorker, task: int) -> None:
@@ -243,7 +240,7 @@ class _ConversionEvents:
             for i, stage in enumerate(STAGES)
         )
         ended = np.array([each.ended for each in self.workers.values()])
-        # The limit ignores the stragglers of the described cluster.
+        # Compute the limit without stragglers.
         nominal = self._paces(np.ones(cluster.num_gpus))[0]
         in_bytes, out_bytes = self.ends[1].sum(), self.ends[2].sum()
         sums = (in_bytes * nominal[0], in_bytes * nominal[1], out_bytes * nominal[3])
@@ -271,12 +268,11 @@ class _ConversionEvents:
         )
 
     def _load(self, name: str, row: int, stage: int) -> LinkLoad:
-        """Return the bytes of one stage over time and the used share of its capacity. A task counts when
-        it finishes."""
+        """Return the bytes of one stage, and the used fraction of its capacity over time."""
         workers = list(self.workers.values())
         rates = [1 / each.pace[stage] if each.pace[stage] else np.inf for each in workers]
         carried = np.histogram(self.ends[0], NUM_BINS, (0.0, self.now), weights=self.ends[row])[0]
-        # Only the binning can give a value above 1, because a task counts as a whole in the bin in which it finished.
+        # A value above 1 is possible, because all bytes of a task count in the bin in which the task finished.
         load = np.minimum(carried / (sum(rates) * self.now / NUM_BINS), 1.0)
         busiest = max(range(len(workers)), key=lambda i: workers[i].busy[stage])
         busy_s = workers[busiest].busy[stage]

@@ -1,11 +1,7 @@
 """Tasks of a conversion.
 
-Recipes say from which rows of which tensors output bytes are computed, and are cut into tasks.
-
-    recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
-                                                         small recipes batched; those that need a tensor whole go first
-
-Recipes are cut in columns, which takes some microseconds per recipe and some tenths of a microsecond per task.
+A recipe declares the tensor rows from which output rows are computed. Recipes are cut into tasks of about `task_bytes`,
+at multiples of `align` rows. Small recipes are batched, and recipes that cannot be cut run first.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ NUM_TASKS = 128
 def task_bytes_of(nbytes: int) -> int:
     """Return the target size of tasks for sources of `nbytes` in total.
 
-    It must depend on nothing else. A job that is repeated or resumed with other workers or devices must have the same
-    tasks.
+    The size must not depend on workers or devices, because a resumed job must have the same tasks.
     """
     return min(LARGE_TASK_BYTES, max(TASK_BYTES, nbytes // NUM_TASKS))
 
@@ -49,7 +44,7 @@ class Spec:
 
     @property
     def path(self) -> str:
-        """Return the name that is unique among all outputs."""
+        """Return the group and the name, which are unique among all outputs."""
         return f"{self.group}/{self.name}" if self.group else self.name
 
     @property
@@ -59,7 +54,7 @@ class Spec:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
-    """Return the size of a packed tensor. Raises PlanError if the elements do not fill whole bytes."""
+    """Return the size of a packed tensor. Raise PlanError if the elements do not fill whole bytes."""
     try:
         return bits_to_bytes(math.prod(shape), dtype)
     except ValueError as error:
@@ -70,8 +65,8 @@ def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
 class Input:
     """A box of a source tensor that a recipe reads.
 
-    Rows `[a, b)` of the recipe read rows `[a - at, b - at)` of the box, as far as the box has them. If `at` is None,
-    they read the whole box.
+    Rows `[a, b)` of the recipe read rows `[a - at, b - at)` of the box, limited to the rows of the box. If `at` is
+    None, all rows of the recipe read the whole box.
     """
 
     source: int
@@ -80,23 +75,23 @@ class Input:
     at: int | None = 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of the tensor that these recipe rows read. The range consists of full-width rows."""
+        """Return the byte range of whole tensor rows that contains the bytes that these recipe rows read."""
         box = self.taken(start, stop)
         first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
         row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits
         return first * row_bits // 8, last * row_bits // 8
 
     def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
-        """Return `byte_range`, rounded outward to the tensor's leaves. 0 for `leaf_bytes` means that it has none."""
+        """Return `byte_range`, rounded outward to leaves. `leaf_bytes` is 0 for a tensor without digests."""
         first, last = self.byte_range(start, stop)
-        # An empty range stays empty, because rounding would read a leaf that is not required.
+        # Do not round an empty range, because rounding would read a leaf that is not required.
         if not leaf_bytes or first == last:
             return first, last
         return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
-        """Return the box that these rows of the recipe read, or None if they read nothing."""
-        # Return a scalar or a tensor without rows unsliced, because an operation uses its dtype and device.
+        """Return the box that these rows of the recipe read, or None if the rows do not read the input."""
+        # Return an unsliced scalar or empty tensor, because an operation uses the tensor's dtype and device.
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -108,10 +103,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutput:
-    """Tensor that a recipe writes. Rows `[a, b)` of the recipe give its rows `[a / per, b / per)`, rounded outward.
+    """Tensor that a recipe writes.
 
-    `per` divides the recipe's `align`, so only the last task of a tensor writes an incomplete row. If `per` is 0, the
-    recipe is not cut and gives the whole tensor.
+    Rows `[a, b)` of the recipe produce rows `[a / per, b / per)` of the tensor, rounded outward. `per` divides the
+    recipe's `align`. If `per` is 0, the recipe is not cut and produces the whole tensor.
     """
 
     spec: Spec
@@ -125,7 +120,7 @@ class TaskOutput:
 
     @property
     def row_nbytes(self) -> int:
-        """Return the size of a row. Raises PlanError if the elements do not fill whole bytes."""
+        """Return the size of a row. Raise PlanError if the elements do not fill whole bytes."""
         shape = self.spec.shape or (1,)
         return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
 
@@ -138,12 +133,11 @@ class TaskOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A group of outputs that are computed together, and their inputs.
+    """A group of outputs that are computed in one call, and the inputs of these outputs.
 
     Attributes:
-        align: a task takes a multiple of this many rows. 0 means that one task takes all `num_rows` rows.
-        copies: whether the output equals its only input. The bytes are then copied, so dtypes without arithmetic are
-            allowed.
+        align: number of rows of which a task processes a multiple. 0 means that one task processes all `num_rows` rows.
+        copies: whether the output equals its only input. Copies also support dtypes without arithmetic.
     """
 
     outputs: tuple[TaskOutput, ...]
@@ -158,7 +152,7 @@ class Recipe:
         return (*(part.spec for part in self.inputs), *(out.spec for out in self.outputs))
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes that these rows read and the bytes that they write."""
+        """Return the number of bytes that these rows read, and the number of bytes that these rows write."""
         read = (part.byte_range(start, stop) for part in self.inputs)
         written = (out.byte_range(start, stop) for out in self.outputs)
         return sum(last - first for first, last in read), sum(last - first for first, last in written)
@@ -166,9 +160,9 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
-    """Tasks as columns. Task t is entries `first[t]:first[t + 1]`, each of which is rows `[start, stop)` of a recipe.
+    """Tasks as columns instead of objects, because a job may have a million tasks and every process plans all tasks.
 
-    A job may have a million tasks, and each of its processes plans all of them. That is too many for objects.
+    Task t consists of entries `first[t]:first[t + 1]`. Each entry is rows `[start, stop)` of a recipe.
     """
 
     first: I64
@@ -185,12 +179,12 @@ class Tasks:
 
     @property
     def cost(self) -> I64:
-        """Return the bytes in and out of each task."""
+        """Return the total number of input and output bytes of each task."""
         return self.in_bytes + self.out_bytes
 
     def in_order(self, order: I64) -> Tasks:
-        """Return the same tasks with new numbers. The new task i is the old task `order[i]`."""
-        # Entries move with their tasks. `at` is the old index of each entry.
+        """Return the same tasks in a new order, in which task i is the previous task `order[i]`."""
+        # `at` is the previous index of each entry.
         counts = np.diff(self.first)[order]
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         at = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
@@ -211,7 +205,7 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OutputFiles:
-    """Output tensors in files. Offsets in `table` count from the end of a file's header."""
+    """Output tensors in files. Offsets in `table` are relative to the end of a file's header."""
 
     table: TensorTable
     """Tensors by `Spec.path`, which is the group and the name."""
@@ -227,11 +221,10 @@ says that writers align by sorting dtypes."""
 
 
 def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) -> OutputFiles:
-    """Put tensors into files of at most `shard_bytes` (unless one tensor is larger), group by group, in the order
-    given.
+    """Assign tensors to files of at most `shard_bytes`, except that a larger tensor has a separate file.
 
-    In each file wider elements come first, so that all are aligned without gaps, as in the format's own writer. Every
-    tensor is padded to a multiple of `align_bytes`.
+    Each file contains tensors of one group, with wider elements first, as in safetensors' own writer, so that tensors
+    are aligned without gaps. Every tensor is padded to a multiple of `align_bytes`.
 
     Raises:
         PlanError: two tensors have the same name, or elements do not fill whole bytes.
@@ -256,15 +249,14 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) ->
                 filled = 0
             files[-1].append(i)
             filled += sizes[i]
-    # A weight set without tensors still has one file, which contains only a header.
+    # A weight set without tensors has one file, which contains only a header.
     if not files:
         files, groups = [[]], [""]
     file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
     bodies = []
     for index, rows in enumerate(files):
         at = 0
-        # Each width divides the wider ones, so offsets stay aligned. The number breaks ties, so that every host has the
-        # same order.
+        # Each width divides the larger widths, so offsets stay aligned. Tensors of equal width keep their order.
         for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
             file_index[i], offset[i] = index, at
             at += -(-sizes[i] // align_bytes) * align_bytes
@@ -285,15 +277,15 @@ _ANY = 1 << 62
 
 
 class _Extents:
-    """Inputs or outputs of all recipes as columns, to compute the bytes that rows of a recipe use of each.
+    """Inputs or outputs of all recipes as columns, to compute the bytes that rows of a recipe read or write.
 
-    Rows `[a, b)` of a recipe are rows `(a - at) / per` to `(b - at) / per`, rounded outward, of `num_rows` rows that
-    start at row `first` of the tensor. If `is_all` is set, they are always all of these rows.
+    Rows `[a, b)` of a recipe correspond to rows `(a - at) / per` to `(b - at) / per`, rounded outward, among the
+    `num_rows` tensor rows from row `first`. If `is_all` is set, they correspond to all of these tensor rows.
     """
 
     def __init__(self, counts: Sequence[int], columns: Sequence[tuple[int, ...]]) -> None:
         self._begins = np.cumsum([0, *counts])
-        # Columns: first, number of rows, at, per, bits of a row, is_all, source, bytes of the tensor.
+        # The columns are first, number of rows, at, per, bits of a row, is_all, source, and bytes of the tensor.
         self._columns = np.array(columns, np.int64).reshape(-1, 8).T
 
     @classmethod
@@ -307,14 +299,13 @@ class _Extents:
         return cls(counts, [_of_output(out) for recipe in recipes for out in recipe.outputs])
 
     def byte_ranges(self, recipe: I64, start: I64, stop: I64) -> tuple[I64, I64, I64, I64]:
-        """Return the run, the tensor, the first byte and the last byte for each run of rows and each tensor of its
-        recipe."""
+        """Return columns of run, tensor, first byte and last byte for each run of rows and each of its tensors."""
         counts = np.diff(self._begins)[recipe]
         run = np.repeat(np.arange(len(recipe)), counts)
         tensor = np.arange(len(run)) + np.repeat(self._begins[recipe] - np.cumsum(counts) + counts, counts)
         first, num_rows, at, per, row_bits, is_all, _, _ = self._columns[:, tensor]
         low = np.where(is_all, 0, np.clip((start[run] - at) // per, 0, num_rows))
-        # -((at - stop) // per) rounds up, since the last row of a tensor may come from an incomplete group of rows.
+        # Round up with -((at - stop) // per), because the last group of rows may be incomplete.
         high = np.where(is_all, num_rows, np.clip(-((at - stop[run]) // per), 0, num_rows))
         return run, tensor, (first + low) * row_bits // 8, (first + high) * row_bits // 8
 
@@ -325,19 +316,19 @@ class _Extents:
         return totals
 
     def first_of(self, recipe: I64, stop: I64) -> I64:
-        """Return the bytes of the first `stop` rows of each recipe in its first tensor."""
+        """Return the number of bytes that the first `stop` rows of each recipe have in the recipe's first tensor."""
         run, _, first, last = self.byte_ranges(recipe, 0 * stop, stop)
         at = np.searchsorted(run, np.arange(len(recipe)))
         return (last - first)[at]
 
     def sources(self, tensor: I64) -> tuple[I64, I64]:
-        """Return the source of each input and the size of its tensor in bytes."""
+        """Return the source of each input, and the size in bytes of the input's tensor."""
         source, nbytes = self._columns[6:, tensor]
         return source, nbytes
 
 
 def _of_input(part: Input) -> tuple[int, ...]:
-    """Return the columns of an input; see `_Extents`."""
+    """Return the columns of an input. See `_Extents`."""
     box, shape, bits = part.box, part.spec.shape, part.spec.dtype.bits
     row_bits = math.prod(shape[1:]) * bits
     first, num_rows = (box.start[0], box.stop[0] - box.start[0]) if box.start else (0, 1)
@@ -346,17 +337,17 @@ def _of_input(part: Input) -> tuple[int, ...]:
 
 
 def _of_output(out: TaskOutput) -> tuple[int, ...]:
-    """Return the columns of an output. Raises PlanError if a row does not fill whole bytes."""
+    """Return the columns of an output. Raise PlanError if a row does not fill whole bytes."""
     row_bytes = out.row_nbytes
     return 0, _ANY if out.per else (out.spec.shape or (1,))[0], 0, out.per or 1, 8 * row_bytes, not out.per, 0, 0
 
 
 def read_bytes(recipes: Sequence[Recipe], tasks: Tasks, leaf_bytes: Sequence[int]) -> I64:
-    """Return [num_tasks, num_sources] bytes that each task reads from each source.
+    """Return the number of bytes that each task reads from each source, with shape [num_tasks, num_sources].
 
     Args:
-        recipes, tasks: arguments and result of `cut`.
-        leaf_bytes: leaf size of each source; see `Input.leaf_range`.
+        recipes, tasks: argument and result of `cut`.
+        leaf_bytes: leaf size of each source. See `Input.leaf_range`.
     """
     read = _Extents.of_inputs(recipes)
     run, tensor, first, last = read.byte_ranges(tasks.recipe, tasks.start, tasks.stop)
@@ -372,28 +363,28 @@ def read_bytes(recipes: Sequence[Recipe], tasks: Tasks, leaf_bytes: Sequence[int
 
 
 def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: int = 1) -> Tasks:
-    """Cut recipes into tasks of about `task_bytes` in and out.
+    """Cut recipes into tasks of about `task_bytes` input and output bytes.
 
     Args:
-        recipes: recipes in the order in which their inputs are in storage.
-        task_bytes: target size. A task of several rows exceeds it by at most its alignment.
-        leaf_bytes: cuts fall on multiples of it in the first output if that does not make a task too large.
+        recipes: recipes in the order in which their inputs are stored.
+        task_bytes: target size. A task with several rows exceeds the target by at most its recipe's `align` rows.
+        leaf_bytes: leaf size, at multiples of which the first output is cut unless a task would be too large.
 
     Returns:
-        Tasks in the order of the recipes, except that tasks far above `task_bytes` come first, the largest before all
-            others.
+        Tasks in the order of the recipes, except that tasks far above `task_bytes` come first, in descending order of
+            size.
 
     Raises:
         ConfigError: `task_bytes` is below 1.
     """
     if task_bytes < 1:
-        raise ConfigError(f"task_bytes={task_bytes} is below 1", hint="leave task_bytes out, or give for example 64M")
-    # Compute in columns, because 70,000 recipes become several hundred thousand tasks, and every worker plans all of
-    # them.
+        raise ConfigError(f"task_bytes={task_bytes} is below 1", hint="omit task_bytes, or pass a size such as 64M")
+    # Compute in columns, because 70,000 recipes become several hundred thousand tasks, and every worker plans all
+    # tasks.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)
     total = inputs.nbytes(every, 0 * every, num_rows) + outputs.nbytes(every, 0 * every, num_rows)
-    # Halve the size, so that two small neighbours share a task. A larger recipe is a good task alone.
+    # Batch only recipes up to half of `task_bytes`, because at least two of these recipes fit in one task.
     is_small = total <= task_bytes // 2
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
     row_bounds = _cuts(recipes, large, total[large], outputs, task_bytes, leaf_bytes)
@@ -408,10 +399,9 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     np.add.at(in_bytes, task, inputs.nbytes(recipe, start, stop))
     np.add.at(out_bytes, task, outputs.nbytes(recipe, start, stop))
     tasks = Tasks(first=first, recipe=recipe, start=start, stop=stop, in_bytes=in_bytes, out_bytes=out_bytes)
-    # Tasks that could not be cut run longest, so they go first. Otherwise all workers would wait for them at the end.
+    # Put the longest tasks, which could not be cut, first. Otherwise all workers would wait for them at the end.
     is_rest = (tasks.cost <= 2 * task_bytes) | (np.arange(len(counts)) >= len(row_bounds[0]))
-    # The others follow in the order of the recipes, which is that of storage. A batch goes before the recipe that
-    # follows it.
+    # The remaining tasks follow in the order of the recipes, which is the order of storage.
     place = np.concatenate([row_bounds[0], after])
     return tasks.in_order(np.lexsort((np.arange(len(counts)), np.where(is_rest, place, -tasks.cost), is_rest)))
 
@@ -425,11 +415,11 @@ def _cuts(
     is_cut = (align > 0) & (num_rows > align)
     unit, row_bytes = np.maximum(align, 1), nbytes / np.maximum(num_rows, 1)
     out_row = outputs.first_of(large, align)
-    # If a cut is inside a leaf, two tasks write parts of the leaf, and its digest requires a second pass.
+    # Cut between leaves, because the digest of a leaf that two tasks write requires a second pass.
     on_leaf = unit * (leaf_bytes // np.gcd(leaf_bytes, out_row))
     unit = np.where((out_row > 0) & (on_leaf * row_bytes <= task_bytes), on_leaf, unit)
     units = np.where(is_cut, -(-num_rows // unit), 1)
-    # Multiply before dividing, here and below, so that runs differ by at most one unit.
+    # Multiply before dividing, here and below, so that the sizes of runs differ by at most one unit.
     counts = np.where(is_cut, np.minimum(units, -(-nbytes // task_bytes)), 1)
     owner = np.repeat(np.arange(len(large)), counts)
     i = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -442,10 +432,10 @@ def _cuts(
 
 
 def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I64]:
-    """Group consecutive small recipes. Return the size of each batch, and the recipe before which it goes."""
+    """Group consecutive small recipes. Return the number of recipes and the position of each batch."""
     counts, before, filled = list[int](), list[int](), task_bytes + 1
     for recipe, size in zip(small.tolist(), nbytes.tolist(), strict=True):
-        # `filled` starts above the limit, so that the first recipe opens a batch.
+        # The initial `filled` is above the limit, so that the first recipe opens a batch.
         if filled + size > task_bytes:
             before.append(recipe)
             counts.append(0)
@@ -456,22 +446,22 @@ def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I
 
 
 def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
-    """Order tasks so that neighbours write to different files, because only one thread at a time writes to a file.
+    """Order tasks so that consecutive tasks write to different files, because a file has only one writer at a time.
 
     Args:
-        tasks: result of `cut`. Its largest tasks stay first.
+        tasks: result of `cut`, whose largest tasks stay first.
         file_of: file of the first output of each recipe.
         task_bytes: the same as for `cut`.
     """
     if not len(tasks):
         return tasks
     file, count = file_of[tasks.recipe[tasks.first[:-1]]], len(tasks)
-    # Larger tasks are those that could not be cut. `cut` has put them first, and they stay there.
+    # Larger tasks are tasks that could not be cut. They stay first, as in `cut`.
     is_rest = tasks.cost <= 2 * task_bytes
     by_file = np.lexsort((np.arange(count), file, is_rest))
     begins = np.flatnonzero(np.diff(file[by_file] * 2 + is_rest[by_file], prepend=-1))
     turn = np.empty(count, np.int64)
-    # The turn of a task is its number among the tasks of its file. Sorting by turn gives every file its first task
-    # before any gets a second.
+    # The turn of a task is its number among the tasks of its file. After sorting by turn, the first task of every file
+    # comes before the second task of any file.
     turn[by_file] = np.arange(count) - np.repeat(begins, np.diff(begins, append=count))
     return tasks.in_order(np.lexsort((file, np.where(is_rest, turn, np.arange(count)), is_rest)))
