@@ -176,7 +176,7 @@ def test_stall_hint_includes_model_name() -> None:
 
 def test_average_of_single_source_raises(llama: Path) -> None:
     assert plan([llama, llama], operations="average").operation.name.endswith("average()")
-    with pytest.raises(PenstockError, match="average of 1 sources"):
+    with pytest.raises(PenstockError, match="average: got 1 sources"):
         plan([llama], operations="average")
 
 

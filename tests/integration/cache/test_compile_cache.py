@@ -147,7 +147,7 @@ def test_bundle_from_untrusted_signer_is_not_restored(homes: Homes, caplog: pyte
     stranger = homes.directory / "stranger.pem"
     stranger.write_bytes(keys()[1])
     restored = homes.restore(public_keys=[stranger])
-    assert not restored.is_found and "not signed by the key" in restored.why and read(restored.directory) == {}
+    assert not restored.is_found and "not signed by the trusted key" in restored.why and read(restored.directory) == {}
     assert "is not used, the engine compiles" in caplog.text
     (listed,) = penstock_compile_cache.list_bundles(homes.model, public_keys=[stranger])
     assert listed.key is None and listed.signature == "refused"

@@ -49,7 +49,7 @@ def test_report_omits_reassigned_tasks_if_no_worker_failed(capsys: pytest.Captur
     write_report(report(**told), OutputFormat.human)
     text = capsys.readouterr().out
     assert "reassigned" not in text and "duplicated" not in text
-    assert "3.00 MB are needed, because idle workers repeated 1 task to end sooner" in text
+    assert "3.00 MB are needed, because idle workers repeated 1 task to finish sooner" in text
     lost = WorkerStats(worker="1", device="cpu", end="signal 9")
     write_report(report(**{**told, "workers": (healthy, lost)}), OutputFormat.human)
     assert "2 reassigned, 1 duplicated, 1 worker was lost" in capsys.readouterr().out
