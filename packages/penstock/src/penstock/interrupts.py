@@ -2,7 +2,7 @@
 
 Python can raise KeyboardInterrupt between any two steps of the main thread, for example after opening a descriptor and
 before storing it. The verbs therefore run inside `deferred`, where the handler only notes the signal. Waits call
-`raise_if_noted`, and the end of the block raises it. Programs that install a SIGINT handler are not affected.
+`raise_if_noted`, and the end of the block raises KeyboardInterrupt. Programs with a SIGINT handler are not affected.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Interrupt:
         return is_due
 
     def end(self) -> bool:
-        """Leave the block. Return whether a signal arrived inside it."""
+        """Leave the block. Return whether a signal arrived inside the block."""
         was_noted = self.state in {State.NOTED, State.RAISED}
         self.state = State.OUTSIDE
         return was_noted

@@ -17,7 +17,7 @@ class _Closes(Protocol):
 
 
 def is_ending() -> bool:
-    """Return whether the interpreter is shutting down. Daemon threads have then stopped and never release locks."""
+    """Return whether the interpreter is shutting down. By then daemon threads have stopped and never release locks."""
     return sys.is_finalizing()
 
 
@@ -40,7 +40,7 @@ def release_after_fork(release: Callable[[T], object]) -> WeakSet[T]:
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:
-        # A release may drop the last reference to another member and so change the set.
+        # Calling `release` may drop the last reference to another member, which changes the set.
         for member in list(alive):
             release(member)
 

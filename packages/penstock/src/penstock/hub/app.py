@@ -224,7 +224,7 @@ def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
 
 
 async def _renew_life(directory: Directory, auth: Auth) -> None:
-    """Renew the hub's life mark at each heartbeat interval, and remove the members of revoked tokens."""
+    """Renew the hub's entry in the store at each heartbeat interval, and remove the members of revoked tokens."""
     checked = auth.tokens
     while True:
         try:

@@ -35,10 +35,10 @@ _ANNOUNCE_S = 1.0
 # A late request must not register a member again after it left. A client gives up after 10 s (`client.TIMEOUT_S`), and
 # a body arrives within 20 s (`app.BODY_S`).
 _GONE_TTL_S = 60.0
-# In a fleet of at least this size newcomers poll after 0.5 s, when a snapshot of 1,000 members is renewed.
+# Newcomers to a larger fleet poll as if it had this size: every 0.5 s, as often as a snapshot of 1,000 is renewed.
 _NEWCOMERS = 50
-# Above this number, newcomers with a place in the relay poll after 2 s, which saves a third of the requests from a
-# starting fleet.
+# Newcomers with a place in the relay poll as if the fleet had at most this many members: every 2 s. This saves a third
+# of the requests from a starting fleet.
 _PLACED_NEWCOMERS = 200
 # Maximum number of compare-and-set attempts.
 _ATTEMPTS = 64
@@ -88,7 +88,7 @@ class Directory:
         self.counts: Counter[str] = Counter()
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
-        # Times on `timer` of the last renewal of the hub's mark and of the last record of each key.
+        # Times on `timer` of the last renewal of the hub's entry and of the last record of each key.
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
         self._clock = clock or store.now
@@ -102,9 +102,9 @@ class Directory:
         self._signer = None if seed is None else GrantSigner(seed)
 
     def begin(self) -> None:
-        """Renew the hub's life mark.
+        """Renew the entry that shows that a hub is running.
 
-        Without a mark the hub is new, and assigns no chunks until members have had time to report.
+        Without this entry the hub is new, and assigns no chunks until members have had time to report.
         """
         ttl_s = 3 * self.beat_s
         self._limits.count_members()
@@ -113,12 +113,12 @@ class Directory:
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
             return
-        # A store that lost the mark may also have lost the keys of all models.
+        # A store that lost the entry may also have lost the keys of all models.
         self._noted = {}
         if not is_fresh:
             quiet_s = max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S)
             self.store.write("hub/quiet", b"1", ttl_s=quiet_s)
-            # Keep this mark until every live member has reported or has expired.
+            # Keep this entry until every live member has reported or has expired.
             self.store.write("hub/recent", b"1", ttl_s=quiet_s + self.ttl_s)
 
     def hello(self, hello: messages.Hello, caller: Caller = ANYBODY) -> messages.Welcome:
@@ -164,7 +164,7 @@ class Directory:
             raise PermissionDenied(message, hint="use a new member id for each process")
 
     def beat(self, member: str, beat: messages.Beat, caller: Caller = ANYBODY) -> messages.BeatReply:
-        """Renew a member's lease, and drop the keys that the heartbeat omits. Return an operator's order to drain it.
+        """Renew a member's lease, and drop the keys that the heartbeat omits. Return the drain order for the member.
 
         Raises:
             UnknownMember: the member was silent for too long or left, or the hub is new.
@@ -179,7 +179,7 @@ class Directory:
         boot = snapshot.encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Only a new hub can have lost the order. Otherwise an operator may have undone it since the last response.
+        # Only a new hub can have lost the drain order. An operator may otherwise have undone it since the last reply.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
@@ -222,8 +222,7 @@ class Directory:
                 raise _unknown(member)
             if not caller.may_ask(models):
                 raise PermissionDenied(
-                    f"this token may not access every model that member {member} holds",
-                    hint="use a token for all these models",
+                    f"this token may not access all models of member {member}", hint="use a token for all these models"
                 )
             # An older heartbeat must not restore the order, even while the hub is new.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
@@ -368,8 +367,8 @@ class Directory:
     def complain(self, complaint: messages.FaultReport, caller: Caller = ANYBODY) -> None:
         """Record that a reader could not use a source. The source becomes the last choice for that reader.
 
-        Once `DISTRUST` callers complain, it becomes the last choice for all readers. Complaints about wrong bytes
-        affect only the complaining reader, which also reports them to the holder.
+        Once `DISTRUST` callers complain, the source becomes the last choice for all readers. Complaints about wrong
+        bytes affect only the complaining reader, which also reports them to the holder.
 
         Raises:
             UnknownMember: the complaining member is not known.
@@ -452,12 +451,12 @@ class Directory:
         return messages.Why(lines=explain_lines(request, held, snapshot.sync_entries(self.store, request.model)))
 
     def _mark_life(self, *, check_store: bool = False) -> None:
-        """Renew the hub's life mark once a heartbeat interval, or with `check_store` also if the store has lost it."""
+        """Renew the hub's entry once per heartbeat interval, or at once if `check_store` finds it missing."""
         if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
     def _grants(self, *, reread: bool = False) -> GrantSigner:
-        """Return the signer. `reread` compares its seed with the store, which may have lost its data."""
+        """Return the signer. `reread` also checks whether the store still has the signer's seed."""
         if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
@@ -472,18 +471,18 @@ class Directory:
         return self._signer
 
     def _known(self, member: str) -> tuple[StoreEntry, snapshot.MemberEntry]:
-        """Return a member's entry. Raise UnknownMember if there is none."""
+        """Return a member's entry. Raise UnknownMember if the member has no entry."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise _unknown(member)
         return entry, snapshot.MEMBER_DECODER.decode(entry.value)
 
     def _renew(self, member: str, entry: StoreEntry, known: snapshot.MemberEntry) -> bool:
-        """Renew a member's entry. Return False if it has changed since it was read."""
+        """Renew a member's entry. Return False if the entry has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
     def _still_requested(self, key: str, member: str, now: float) -> bool:
-        """Return whether a key missing from a heartbeat was requested after the heartbeat was sent. If not, drop it."""
+        """Return whether a key that a heartbeat omits was requested after the heartbeat. If not, drop the key."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
         if entry is not None and now - snapshot.HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
@@ -494,7 +493,7 @@ class Directory:
     def _hold(
         self, known: snapshot.MemberEntry, holding: messages.HoldingState, *, reads_storage: bool | None = None
     ) -> snapshot.HoldingEntry:
-        """Store a member's state for a key. `reads_storage` is None for a heartbeat, which does not contain it."""
+        """Store a member's state for a key. A heartbeat does not report `reads_storage`, so it is None."""
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
         num_have = sum(stop - start for start, stop in holding.have)
@@ -523,7 +522,7 @@ class Directory:
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
-            # Writing the entry for each request would double the store's load, so let it be one heartbeat interval old.
+            # Writing the entry for each request would double the store's load, so the entry may be one interval old.
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
@@ -566,7 +565,7 @@ class Directory:
     def _claim_reply(
         self, request: messages.ClaimRequest, view: snapshot.HubSnapshot, ranges: messages.Ranges, *, quiet: bool
     ) -> messages.ClaimReply:
-        """Return the assigned chunks. Without any, return the pause before the next request and the reason."""
+        """Return the assigned chunks. If there are none, return the pause before the next request, and the reason."""
         if ranges:
             return messages.ClaimReply(ranges=ranges)
         if quiet:
@@ -582,7 +581,7 @@ class Directory:
     def _view(
         self, key: str, *, again: bool = False, newcomer: snapshot.HoldingEntry | None = None
     ) -> snapshot.HubSnapshot:
-        """Return a snapshot of a key that includes the newcomer. Without `again` it may be slightly old."""
+        """Return a snapshot of a key that includes the newcomer. With `again`, the snapshot is always new."""
         # Pop and insert to keep the dict in order of use, so that the least recently used keys are dropped first.
         with self._lock:
             cache = self._snapshots.pop(key, None)

@@ -1,4 +1,4 @@
-"""Explains from which members a member reads a model, and which identities, states or complaints rule out others."""
+"""Explains from which members a member reads a model, and which identities, states or complaints exclude members."""
 
 from __future__ import annotations
 

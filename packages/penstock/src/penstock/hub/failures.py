@@ -71,7 +71,7 @@ def _write(store: Store, member: str, failures: FailuresEntry, max_members: int,
 
 
 def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
-    """Record a member that fell silent without signing off, with its holdings. `caller` is from its hello."""
+    """Record a member that fell silent without signing off, with its holdings. `caller` sent its hello."""
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
     held = {holding.identity.model: f"its copy was {holding.state}" for holding in member.holdings}

@@ -70,7 +70,7 @@ _GRANT = msgspec.msgpack.Decoder(Grant)
 
 
 class GrantSigner:
-    """The signer of grants in the hub. Its seed has 32 bytes and is the same for all replicas of a hub."""
+    """The signer of grants in the hub. The seed has 32 bytes and is the same for all replicas of a hub."""
 
     def __init__(self, seed: bytes) -> None:
         self._private = Ed25519PrivateKey.from_private_bytes(seed)
@@ -97,7 +97,7 @@ class GrantSigner:
         digests | grant` and, before protocol 2.5, `signature | grant`.
 
         Args:
-            key: key of the holding, or of the sync's name.
+            key: key of the holding or of the sync.
             epochs: for each source, its epoch in its last report.
             protocols: for each source, its protocol version, by default this release's.
             caller: the reader's `Caller.name`.
@@ -138,7 +138,7 @@ class _Epoch:
 
 
 class GrantChecker:
-    """The checker of grants in the source. It accepts a grant once, and only if the hub signed it for this read."""
+    """The checker of grants in the source. Each grant is accepted once, and only if the hub signed it for this read."""
 
     def __init__(self, grant_key: bytes, source: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
@@ -171,10 +171,10 @@ class GrantChecker:
         self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
     def check(self, grant: bytes, *, key: str, reader: str) -> str:
-        """Check a grant and mark it as used. Return the caller that it names. Raise GrantRefused with the reason."""
+        """Check a grant and mark it as used. Return the caller in the grant. Raise GrantRefused with the reason."""
         signed = self._accepted(grant, key, reader)
         if isinstance(signed, str):
-            # A caller with an invalid grant may use any reader's name, so all refusals share one rate.
+            # A caller with an invalid grant may use any reader's name, so all refusals share one rate limit.
             if self._lines.allow("refused"):
                 audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, signed)
             raise GrantRefused(f"grant refused: {signed}", hint="request upstreams from the hub again")

@@ -122,7 +122,7 @@ class Limits:
         self._next_count = begun + (self._timer() - begun) / self._look_share
 
     def _enter(self, name: str, caller: str, nbytes: int) -> None:
-        """Count an entry in the store. If the hub is full, remove this entry or others."""
+        """Count an entry in the store. If the hub is full, remove this entry or other entries."""
         victims = self._members.enter(name, caller, nbytes)
         self._remove((name,) if victims is None else victims)
 
@@ -144,7 +144,7 @@ class Limits:
         self._members.drop(f"member/{member}")
 
     def table(self, name: str, caller: str, nbytes: int) -> None:
-        """Count a table of claims that was written. 0 bytes means that it was removed."""
+        """Count a table of claims that was written. 0 bytes mean that the table was removed."""
         if nbytes:
             self._keep(self._tables, name, caller, nbytes)
         else:

@@ -1,4 +1,4 @@
-"""The hub of one host and user. The first process that uses the hub hosts it. If it exits, another process does so.
+"""The hub of one host and user. The first process that uses the hub hosts it. If that process exits, another hosts it.
 
 These files are in the user's runtime directory:
 
@@ -82,7 +82,7 @@ class LocalEndpoint(HubEndpoint):
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """Return the URL of the current hub. If no other process hosts it, host it here, even after `within_s`.
+        """Return the URL of the current hub. If no other process hosts a hub, host one here, even after `within_s`.
 
         Raises:
             HubUnavailable: the process that holds the lock is not listening.
@@ -109,7 +109,7 @@ class LocalEndpoint(HubEndpoint):
         raise HubUnavailable("the process that hosts this host's hub is not listening", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
-        """Return the socket of the current hub, or None if it is not ready. Host it here if no other process does."""
+        """Return the socket of the current hub, or None if it is not ready. Host the hub if no other process does."""
         if self._closed:
             raise HubUnavailable("this hub client was closed")
         number = _generation(self._directory)
@@ -132,7 +132,7 @@ class LocalEndpoint(HubEndpoint):
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Replace a hub whose process is stopped or hangs. The next `reach` hosts a hub whose process exited."""
+        """Replace a hub whose process is stopped or hangs. If its process exited, the next `reach` hosts a hub."""
         with self._lock, runtime_files(self._directory):
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
@@ -148,7 +148,7 @@ class LocalEndpoint(HubEndpoint):
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
     def _pass_over_stopped(self) -> None:
-        """Replace a process that took the lock and was stopped before it listened, which no client can detect later."""
+        """Replace a process that was stopped between locking and listening, which no client can detect later."""
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
@@ -182,7 +182,7 @@ class LocalEndpoint(HubEndpoint):
             self._members.close()
 
     def _host(self, number: int) -> _HostedHub | None:
-        """Host hub `number`. Return None if another process does."""
+        """Host hub `number`. Return None if another process hosts it."""
         lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
             # Read the number again under the lock, because the hub may have been replaced in the meantime.
@@ -222,7 +222,6 @@ def _state_of(pid: int) -> str:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Return whether a process in this PID namespace has this file open."""
     # An OSError means that the process does not exist, or closed a file in the meantime.
     with contextlib.suppress(OSError):
         return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
@@ -303,7 +302,7 @@ class _LockFile(Closeable):
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
-        """Lock the file without waiting. Return False if another process holds it. An earlier lock may then be lost."""
+        """Lock the file without waiting, or return False if another process holds it. An earlier lock may be lost."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -326,7 +325,7 @@ _CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file
 
 
 def _seed(directory: Path) -> bytes:
-    """Return the key with which grants are signed. All hubs on this host share it, so that grants outlive a hub."""
+    """Return the key for signing grants. All hubs on this host share the key, so that grants outlive a hub."""
     # Readers present a dead hub's grants to sources that are still running, so the key is in a file.
     path = directory / "grant.seed"
     try:

@@ -172,7 +172,7 @@ FleetOutcome = Literal["", "committed", "withdrawn"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message from a process. Its `member` id is new, so messages from an earlier process are refused."""
+    """The first message from a process. The `member` id is new, so messages from an earlier process are refused."""
 
     member: MemberId
     host: Word
@@ -244,7 +244,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch that grants for reading from the member must name. See `grants`."""
 
     def is_of(self, revision: str) -> bool:
-        """Return whether its root or its identity's revision begins with `revision`."""
+        """Return whether the holding's root or the revision in its identity begins with `revision`."""
         return self.revision.startswith(revision) or self.identity.revision.startswith(revision)
 
 
@@ -400,7 +400,7 @@ class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """A signed statement about wrong digests from a reader of an earlier release. The hub ignores it."""
+    """A signed statement about wrong digests, which readers of earlier releases send. The hub ignores it."""
 
     epoch: Count
     signature: Annotated[bytes, Meta(max_length=64)]

@@ -337,7 +337,7 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
             viewers.enter(place, caller.name, displaces_own=False)
             try:
                 cursor, end_s = since, time.monotonic() + STREAM_S
-                # The reservation may pass to another caller.
+                # Stop if another caller has received this viewer's reservation.
                 while time.monotonic() < end_s and place in viewers:
                     try:
                         # Use a thread, because the status may be in Redis and 1,000 rows are compared.

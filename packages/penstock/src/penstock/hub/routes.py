@@ -77,7 +77,7 @@ class HubApp:
         self._count_refusal = count_refusal
         # This Starlette router has no routes and only implements ASGI's lifespan protocol.
         self._router = Router(lifespan=lifespan)
-        # Handlers by path and method. `_parameterized` has paths that end with a parameter, without the parameter.
+        # Handlers by path and method. The keys of `_parameterized` are paths without their last part, a parameter.
         self._exact: dict[str, dict[str, Handler]] = {}
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 
@@ -104,7 +104,7 @@ class HubApp:
             # Log the error here, because uvicorn's logger is silenced (`connection`).
             _log.exception("the hub failed at %s %r", request.method, scope["path"])
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
-            # uvicorn then closes the connection.
+            # This makes uvicorn close the connection.
             raise
         try:
             await response(scope, receive, send)

@@ -183,11 +183,11 @@ class HubSnapshot:
 
     @cached_property
     def drained(self) -> frozenset[str]:
-        """Return the members that an operator drains. No reader is sent to them."""
+        """Return the members that an operator drains. No reader is sent to these members."""
         return frozenset(name for name, holder in self.held.items() if holder.is_drained)
 
     def out_of_reach(self, reader: str) -> list[str]:
-        """Return the members that this reader cannot read: members it complained about, and demoted or drained ones."""
+        """Return the members that this reader avoids: demoted and drained members, and members it complained about."""
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
 
@@ -318,7 +318,7 @@ class SnapshotCache:
         self._view: HubSnapshot | None = None
         # After this time the snapshot is too old for ordinary requests.
         self._next = 0.0
-        # Seconds for making the last relays.
+        # Seconds that building the last relays took.
         self._relays_s = 0.0
 
     def _read(self) -> HubSnapshot:
@@ -335,7 +335,7 @@ class SnapshotCache:
     def at(
         self, timer: Callable[[], float], share: float, *, again: bool, newcomer: HoldingEntry | None = None
     ) -> HubSnapshot:
-        """Return a snapshot that includes the member `newcomer`. It may be cached unless `again` is set."""
+        """Return a snapshot that includes the member `newcomer`. The snapshot may be cached unless `again` is set."""
         # Hold the lock, so that one of many concurrent requests renews the snapshot and the others use it.
         with self._lock:
             start = timer()
@@ -545,7 +545,7 @@ def decide(store: Store, request: messages.DecideRequest) -> messages.DecideRepl
 def standing(
     proposal: messages.FleetDecision, states: Mapping[str, messages.SyncState], caller: str, *, is_recent: bool
 ) -> messages.DecideReply:
-    """Return the decision on a version without a record in this hub.
+    """Return the decision on a version of which this hub has no record.
 
     Args:
         proposal: the caller's proposal. An empty outcome only requests the decision.

@@ -1,8 +1,8 @@
 """The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 Every write creates a new version of an entry. `MemoryStore` is for a hub of one process. `RedisStore` is for several
-hubs that act as one hub. Each of its methods is one script, which Redis runs atomically. A stored value is its version
-(16 random bytes) and then the value. One sorted set contains all names and another their expiry times.
+hubs that act as one hub. Each `RedisStore` method is one script, which Redis runs atomically. A stored value is its
+version (16 random bytes) and then the value. One sorted set contains all names and another their expiry times.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Store(Protocol):
         """Return every entry whose name starts with `prefix`, keyed by the rest of its name."""
 
     def now(self) -> float:
-        """Return the seconds of a clock that all users of the store share. They never decrease for this object."""
+        """Return the seconds of a clock that all users of the store share. The result never decreases between calls."""
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

@@ -100,9 +100,7 @@ def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
             raise ConfigError(f"the box of {name!r}: {error}", hint=_BOXES) from error
         if step != 1:
             raise PlanError(
-                f"a region needs slices with step 1, not {part}",
-                tensor=str(name),
-                hint="load all rows, then select",
+                f"a region needs slices with step 1, not {part}", tensor=str(name), hint="load all rows, then select"
             )
         start.append(low)
         stop.append(max(low, high))

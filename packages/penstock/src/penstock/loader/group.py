@@ -117,8 +117,7 @@ class LoadGroup(GroupCollectives):
         odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
         if odd:
             raise PlanError(
-                f"ranks {odd} have different weights or options from rank 0",
-                hint="use the same weights and options on all ranks",
+                f"ranks {odd} differ from rank 0 in weights or options", hint="pass the same arguments on all ranks"
             )
 
 
@@ -224,7 +223,7 @@ class _Rounds:
 
 
 class _HostCopies:
-    """Copies between host slabs and payloads of rounds. They are complete when the call returns."""
+    """Copies between host slabs and payloads of rounds. The copies are complete when the call returns."""
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any]) -> None:
         self._pieces = pieces
@@ -250,7 +249,7 @@ class _HostCopies:
 class _DeviceCopies:
     """Copies between device slabs and payloads, queued on the stream that is current at construction.
 
-    They call the CUDA driver, because torch's calls would release the GIL to the reading thread.
+    The methods call the CUDA driver, because torch's calls would release the GIL to the reading thread.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class _DeviceCopies:
         self._turn = np.repeat(np.arange(len(pieces)), counts)
 
     def _rows(self, start: int, stop: int) -> slice:
-        """Return the pieces of turns `[start, stop)`. Turns after the last one have no pieces."""
+        """Return the pieces of turns `[start, stop)`. There are no pieces after the last turn."""
         last = len(self._first) - 1
         return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
 

@@ -27,8 +27,8 @@ class StepRefused(IndexRefused, OverflowError):
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """Return the smallest box that contains everything that `index` selects, and the index to apply to that box.
 
-    Integers, slices with a positive step, `...` and `None` narrow the box. From the first entry of another kind
-    on, dims are whole. An index that does not fit the shape yields some box, and raises when applied.
+    Integers, slices with a positive step, `...` and `None` narrow the box. The dims from the first entry of another
+    type on are kept whole. An index that does not fit the shape has an arbitrary box, and raises an error when applied.
     """
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)

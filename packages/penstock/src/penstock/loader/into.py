@@ -93,7 +93,7 @@ def _load_into(
     strict: bool,
     match: Callable[[LoadSession, Mapping[str, torch.Tensor]], Matched],
 ) -> LoadReport:
-    """Run `load_into`. A separate function releases its locals inside the block that defers Ctrl-C."""
+    """Run `load_into` in a separate function, so that its locals are released inside the block that defers Ctrl-C."""
     # The load creates small objects for each tensor, and all of them live until its end.
     with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
@@ -204,7 +204,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], verb: str) -> dict[int, Member]:
-    """Return the parameters and buffers that use the memory of these tensors, with their places, by their id.
+    """Return the parameters and buffers that use the memory of these tensors, with their places, keyed by id.
 
     Pending tensors from a failed load count as the module's tensors. Raise PlanError if no parameter or buffer uses a
     tensor's memory.
@@ -254,7 +254,7 @@ Member = tuple[torch.Tensor, list[Place]]
 
 
 def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
-    """Return the places of each parameter and buffer by its id. A tied tensor has several places."""
+    """Return the places of each parameter and buffer, keyed by id. A tied tensor has several places."""
     places: dict[int, list[Place]] = {}
     for submodule in module.modules():
         for members in (submodule._parameters, submodule._buffers):

@@ -195,8 +195,8 @@ def load(
             to a region, or `tensor_parallel(rank=, size=)`. If digests are compared, the leaves of 256 KiB that contain
             a region are read. Otherwise the regions and small gaps between them are read.
         verify: whether to compare bytes with the manifest's leaf digests. None compares if there are digests, True
-            fails if there are none, and False never compares.
-        group: a torch.distributed group. All its ranks call this, each reads a part once, and all receive everything.
+            raises an error if there are no digests, and False never compares.
+        group: a torch.distributed group. All ranks make this call, read a part each, and receive all tensors.
         progress: True for a bar on stderr, or a function of (finished bytes, total bytes). None shows a bar on a
             terminal.
         settings: memory limit, options for the object store, trace file and more. See `ReadSettings`.
@@ -214,7 +214,7 @@ def load(
 
 
 def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: Journey) -> Weights:
-    """Run `load`. A separate function releases its locals inside the block that defers Ctrl-C."""
+    """Run `load` in a separate function, so that its locals are released inside the block that defers Ctrl-C."""
     with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
@@ -239,7 +239,7 @@ def stream(
     The arguments are those of `load`.
 
     Raises:
-        PenstockError: opening and planning fail in this call, moving and verifying fail in the iteration.
+        PenstockError: this call raises errors from opening and planning, and the iteration raises later errors.
     """
     place, read = resolve_device(device), settings_without_arena(settings, "stream")
     options = ReadOptions(device=place, names=names, boxes=boxes, verify=verify, progress=progress, settings=read)
@@ -420,7 +420,7 @@ def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Batch]:
-    """Yield batches of whole tensors. Replace the `several` tensors with their joined parts `(dim, start, length)`."""
+    """Yield the batches, with each tensor in `several` replaced by its joined parts `(dim, start, length)`."""
     for names, tensors in batches:
         for at, name in enumerate(names):
             if parts := several.get(name):

@@ -85,7 +85,7 @@ def match_targets(
     """Return the rows to load, and the targets that each row fills.
 
     Args:
-        session: an open session. It reads tensors without digests that fill the same memory, to compare them.
+        session: an open session. It reads tensors that fill the same memory and have no digests, to compare them.
         targets: tensors by name. For a DTensor, this rank's shard is filled.
         rename, strict, cast: see `load_into`.
         whole: name of the verb if it rejects DTensors.
@@ -161,7 +161,7 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _without_tied_names(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
-    """Return rows and parts without the second names of tied weights. Raise PlanError if their bytes differ."""
+    """Return rows and parts without the second names of tied weights. Raise PlanError if tied weights differ."""
     flat = [(at, number) for at, some in enumerate(parts) for number in range(len(some))]
     names = [table.names[rows[at]] for at, _ in flat]
     if groups := tied_targets(names, [parts[at][number][1] for at, number in flat]):

@@ -53,7 +53,7 @@ def own_tensors(whole: bool) -> Iterator[None]:
 
 
 class LazyParameter(torch.Tensor):
-    """A parameter whose bytes have not arrived. Each use waits for them and then acts on the parameter."""
+    """A parameter whose bytes have not arrived. Each use waits for the bytes and then acts on the parameter."""
 
     _parameter: torch.Tensor
     _wait: Callable[[], None]
@@ -72,7 +72,7 @@ class LazyParameter(torch.Tensor):
         Args:
             wait: returns when the bytes have arrived, or raises the error of the load.
             is_refillable: returns whether another load may fill the parameter, after the last write of a failed load.
-            hold: keeps the pending tensor in the module while it is pickled. It is called after the bytes arrived.
+            hold: keeps the pending tensor in the module while it is pickled. Called after the bytes have arrived.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(LazyParameter)

@@ -65,7 +65,7 @@ class _ReadBlock:
     """A range of a file that is queued, being read, or in memory.
 
     Attributes:
-        target: the bytes. None until they are read. A direct block uses the caller's buffer from the start.
+        target: the bytes, or None until the block is read. A direct block uses the caller's buffer from the start.
         left: number of bytes that no call has requested yet.
         users: number of requests that copy from the block and delay its release.
     """
@@ -104,14 +104,14 @@ class _SharedBlocks:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock. After releasing it, close the files whose `close` could not acquire the lock."""
+        """Hold the lock, then release it and close the files whose `close` could not acquire it."""
         with self.lock:
             yield
         if self.closing:
             self.close_files()
 
     def close_files(self) -> None:
-        """Close the files in `closing`, unless another thread holds the lock. That thread then closes them."""
+        """Close the files in `closing`. If another thread holds the lock, that thread closes the files."""
         # Never wait for the lock, because a finalizer may run in the thread that holds the lock.
         while self.closing and self.lock.acquire(blocking=False):
             idle = []
@@ -149,7 +149,7 @@ class _SharedBlocks:
         return False
 
     def start_threads(self, num_reads: int) -> None:
-        """Start a thread for each queued block, up to `num_reads` threads. Raise DestinationError if none can start."""
+        """Start a thread for each queued block, at most `num_reads`. Raise DestinationError if no thread can start."""
         slow_before = time.monotonic() - _SLOW_S
         num_slow = sum(since < slow_before for since in self.reading.values())
         for _ in range(min(num_reads + num_slow - self.num_threads, len(self.queue))):
@@ -247,9 +247,9 @@ class ReadAhead:
         source: the file. This object closes it.
         settings: `memory_bytes` limits the blocks of all files together, and `chunk_bytes` limits each block.
         num_reads: maximum number of concurrent reads.
-        stall_s: seconds without a byte after which a wait raises SourceStalled. Set it for a source that has no
-            deadlines and counts its bytes (`Counting`). Other threads then make all reads, because a read that hangs
-            in the kernel cannot be interrupted.
+        stall_s: seconds without a byte after which a wait raises SourceStalled. Set this for a source that has no
+            deadlines and counts its bytes (`Counting`). Other threads then make all reads, because a read that hangs in
+            the kernel cannot be interrupted.
     """
 
     def __init__(self, source: Source, settings: Settings, *, num_reads: int, stall_s: float | None = None) -> None:
@@ -274,7 +274,7 @@ class ReadAhead:
         _alive.add(self)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. The path is `read-ahead`. With `stall_s` it may also raise SourceStalled."""
+        """See `Source.readv`. The path is `read-ahead`. Raise SourceStalled too if no byte arrives for `stall_s`."""
         _, left = span(self, offset, buffers)
         for buffer in left:
             self._fill(offset, buffer)
@@ -428,7 +428,7 @@ class ReadAhead:
         )
 
     def _wait(self, block: _ReadBlock) -> None:
-        """Wait until the block is read. The first waiter raises the block's error. Raise SourceStalled if it stalls."""
+        """Wait until the block is read. The first waiter raises the block's error. A stall raises SourceStalled."""
         if block.state is _State.READY:
             return
         received, since = -1, time.monotonic()
@@ -556,7 +556,7 @@ class ReadAhead:
         self._next_expected = len(self._expected)
 
     def drop_all(self) -> None:
-        """Reject further requests, and drop every block and the queue. Call it with the pool's lock."""
+        """Reject further requests, and drop every block and the queue. The caller holds the pool's lock."""
         self.is_closed = True
         for block in [each for each in shared_pool.queue if each.owner is self]:
             shared_pool.queue.remove(block)

@@ -19,7 +19,7 @@ from penstock.plan.layout import Runs, box_runs
 from penstock.types import I64, U64, Box, DType, TensorTable
 
 Memory = Callable[[int], torch.Tensor]
-"""Returns flat uint8 memory for the box of a line."""
+"""Returns flat uint8 memory for the box of a wanted row."""
 
 
 class _Cut(NamedTuple):
@@ -87,7 +87,7 @@ def _rectangles(runs: Runs, leaf_bytes: int, starts: I64) -> Iterator[tuple[int,
 
 
 class TensorRegions:
-    """The rows that a plan reads for rows with boxes, and the tensors that are built from them.
+    """The rows that a plan reads to cover all boxes, and the tensors that are built from these rows.
 
     Args:
         table: the wanted rows, in file order. A row may appear several times with different boxes.
@@ -108,7 +108,7 @@ class TensorRegions:
         self._wanted = table
         self._boxes = boxes
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
-        # For each plan row, store its line or its pieces, and its line, offset and size in the table.
+        # Each plan row has its wanted row or its pieces, and the first wanted row, the offset and the size.
         rows: list[tuple[int | _RowPieces, int, int, int]] = []
         kept = [np.zeros(0, np.uint64)]
         keys = list(zip(table.file_index.tolist(), table.offset.tolist(), table.names, strict=True))
@@ -158,17 +158,17 @@ class TensorRegions:
         return cuts
 
     def line_of(self, row: int) -> int | None:
-        """Return the line that equals a plan row, or None if lines are cut from the row."""
+        """Return the wanted row that equals a plan row, or None if the plan row is a piece."""
         found = self._rows[row]
         return None if isinstance(found, _RowPieces) else found
 
     def cut_bytes(self) -> dict[int, int]:
-        """Return the size in bytes of each line that is cut."""
+        """Return the size in bytes of each wanted row that is cut from pieces."""
         groups = {id(group): group for group in self._rows if isinstance(group, _RowPieces)}
         return {cut.line: cut.runs.nbytes for group in groups.values() for cut in group.cuts}
 
     def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
-        """Add the next complete and verified row of the plan. Yield the lines that are now complete.
+        """Add the next complete and verified row of the plan. Yield the wanted rows that are now complete.
 
         Add every row once, in order within each row of the table.
         """

@@ -52,7 +52,7 @@ class LoadReport(Summarised):
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in decimal GB at the destination per second of wall time."""
+        """Return the decimal GB that arrived at the destination per second of wall time."""
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def paths(self) -> str:

@@ -58,10 +58,10 @@ class LoadRun(Run):
     Args:
         sources: one source for each file index in the plan.
         place: the destination's slabs.
-        checker: compares digests of complete slabs. None means that slabs are ready once complete.
+        checker: compares digests of complete slabs. None means that slabs are ready as soon as they are complete.
         reads: indices of the reads to execute. None means all.
         window_bytes: limit in bytes on how far reads are ahead of consumed slabs. 0 means no limit.
-        order: order in which `slabs` yields the slabs, ideally that of the plan's reads too. None means plan order.
+        order: order in which `slabs` yields the slabs, ideally also the order of the reads. None means plan order.
 
     Attributes:
         reads: file index, offset and size of each read in the plan.
@@ -204,7 +204,7 @@ class LoadRun(Run):
         return list(map(Segment, *[column[at] for column in self._segments]))
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
-        """Wait until the window admits this read or the ticket stops. Without `wait`, return whether it is admitted."""
+        """Return whether the window admits this read. With `wait`, first wait until it does or the ticket stops."""
         if not self._window_bytes:
             return True
         start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
@@ -320,7 +320,8 @@ class LoadRun(Run):
 class _Read:
     """A work item that reads one range into staging, or directly into host slabs.
 
-    A read on a ring owns its buffer from `queue` to `finish` or `abandon`. A read in a thread passes it on in `start`.
+    A ring's read owns its buffer from `queue` to `finish` or `abandon`. A thread's read passes its buffer on in
+    `start`.
     """
 
     __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")

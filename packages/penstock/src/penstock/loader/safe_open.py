@@ -100,7 +100,7 @@ class safe_open:
         filename: a path, or the URI of an object (`s3://`, `gs://`, `az://`, `http(s)://`).
         framework: `pt` (`torch`, `pytorch`) or `np` (`numpy`).
         device: `cpu`, `cuda`, `cuda:1`, the index of a CUDA device, or a torch.device. Numpy supports the CPU only.
-        backend: `mmap` maps a local file, and `pread` reads it into new memory. Both return the same tensors.
+        backend: `mmap` maps a local file, and `pread` reads it into new memory. Both backends return the same tensors.
         storage_options: credentials and endpoint of an object store.
         memory_bytes: host memory for read-ahead and staging. None means `PENSTOCK_MEMORY_BYTES`.
 
@@ -172,8 +172,8 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """Return a whole tensor: a `torch.Tensor` on the device, or a `numpy.ndarray`.
 
-        The caller owns the result. It is writable and stays valid after the `with` block. On the CPU it costs nothing
-        until it is touched.
+        The caller owns the result. It is writable and stays valid after the `with` block. A mapped tensor is read when
+        it is first touched.
 
         Raises:
             NotFound: the file has no tensor with this name.
@@ -202,8 +202,8 @@ class safe_open:
     def expect(self, names: Iterable[str]) -> None:
         """Announce the tensors that will be requested, in order, so that a remote file is read ahead of the requests.
 
-        Without it, read-ahead follows requests in file order. Tensors that are skipped, requested in parts or in a
-        different order are read too. The first request starts the reads. Thread-safe.
+        Without this call, read-ahead follows requests in file order. Tensors that are skipped, requested in parts or in
+        a different order are read too. The first request starts the reads. Thread-safe.
 
         Raises:
             NotFound: the file has no tensor with one of these names.
@@ -221,9 +221,9 @@ class safe_open:
 class SafeSlice:
     """A handle for one tensor in an open file, which is indexed like a tensor.
 
-    It stays usable after the file's `with` block. For `pt`, `s[index]` equals `get_tensor(name)[index]` for every
-    index that torch accepts. For `np` an index consists of integers, slices with a positive step and `...`. The caller
-    owns the result. On the CPU it is a view of the mapping.
+    The handle stays usable after the file's `with` block. For `pt`, `s[index]` equals `get_tensor(name)[index]` for
+    every index that torch accepts. For `np` an index consists of integers, slices with a positive step and `...`. The
+    caller owns the result, which on the CPU is a view of the mapping.
     """
 
     def __init__(self, file: _OpenFile, row: int, *, is_numpy: bool) -> None:
@@ -232,7 +232,7 @@ class SafeSlice:
         self._numpy = is_numpy
 
     def get_shape(self) -> list[int]:
-        """Return the shape in elements of the format. The last dim of an F4 tensor is twice torch's."""
+        """Return the shape in elements of the format. The last dim of an F4 tensor is twice as long as in torch."""
         return list(self._file.table.shapes[self._row])
 
     def get_dtype(self) -> str:
@@ -269,7 +269,7 @@ def load_file(
 
 
 class _OpenFile:
-    """An open file with its header and source. Dropping the last reference closes it."""
+    """An open file with its header and source. Dropping the last reference closes the file."""
 
     def __init__(
         self, source: Source, header: Header, device: torch.device, settings: Settings, mapping: MappedFile | None
@@ -304,7 +304,7 @@ class _OpenFile:
                 source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
                 opened.callback(source.close)
                 if isinstance(source, ReadAhead):
-                    # Let the engine make the same number of reads.
+                    # Let the engine make as many concurrent reads as the read-ahead.
                     settings = replace(settings, fetch_threads=source.num_reads)
                 # Bypass the read-ahead, which would count the header as the first request of a run.
                 file = source.source if isinstance(source, ReadAhead) else source

@@ -75,7 +75,7 @@ class Intake:
     """The staging and the ring for one load, sized for its device and sources. `close` releases the pool.
 
     Attributes:
-        is_remote: whether a source is on the network. Set it before the first read.
+        is_remote: whether a source is on the network. Set before the first read.
         local_world_size: number of processes on this host that read for the same load.
         ring_refusal: why the kernel refused a ring.
     """
@@ -122,8 +122,7 @@ class Intake:
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} is too small: it allows only chunks of {chunk} bytes",
-                minimum_bytes=4 * MIN_CHUNK_BYTES,
+                f"memory_bytes={memory_bytes} is too small: chunks get {chunk} bytes", minimum_bytes=4 * MIN_CHUNK_BYTES
             )
         return chunk
 
@@ -144,7 +143,7 @@ class Intake:
             self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
-        """Open a ring for files in the page cache, which the caller closes. Return None if unwanted or refused."""
+        """Open a ring to read cached files. The caller closes the ring. Return None if it is unwanted or refused."""
         if self.is_remote or not self._settings.io_uring:
             return None
         self.ring_refusal = refusal()
@@ -224,7 +223,7 @@ class LoadSession(Closeable):
 
     Args:
         uri, options, settings: the weights, the caller's options, and the limits.
-        in_group: whether other ranks may send the bytes. Staging is then created when a read needs it.
+        in_group: whether other ranks may send the bytes. If so, staging is created when a read needs it.
         local_world_size: number of processes on this host that read for the same load.
         journey: name of the journey in the record of phases. Empty if the load is part of another journey.
         weights: open files of `uri`. The caller closes them.
@@ -258,7 +257,7 @@ class LoadSession(Closeable):
             if options.device.type == "cuda":
                 self._ends.enter_context(lifecycle.quick_handover())
             self.trace = open_trace(options.settings.trace)
-            # Start this before reading the headers, so that both overlap.
+            # Start pinning before reading the headers, so that both overlap.
             if not in_group:
                 self.intake.warm(uri)
             # Let Ctrl-C act at once, because listings and headers of remote files may take until their deadlines.
@@ -323,7 +322,7 @@ class LoadSession(Closeable):
         super().__exit__(*raised)
 
     def table(self) -> TensorTable:
-        """Return the requested tensors in file order. Raise PlanError if torch cannot represent one of them."""
+        """Return the requested tensors in file order. Raise PlanError if torch cannot represent a tensor."""
         table = self.manifest.tensors
         # Read forward through the files, even if a header lists its tensors in a different order.
         order = np.lexsort((table.offset, table.file_index))
@@ -433,7 +432,7 @@ class LoadSession(Closeable):
         self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
     def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> TensorRegions | None:
-        """Return the rows to read for boxes, widened to whole leaves. Return None without boxes or digests."""
+        """Return the rows to read for boxes, widened to whole leaves, or None if there are no boxes or no digests."""
         manifest = self.manifest
         if self.options.verify is False or manifest.leaves is None or boxes.count(None) == len(boxes):
             return None
@@ -445,7 +444,7 @@ class LoadSession(Closeable):
         return leaves_of(manifest, np.fromiter(map(row_of.__getitem__, table.names), np.int64, len(table)))
 
     def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
-        """Return a checker for the slabs of `place`. Otherwise return None and set the reason in `why`.
+        """Return a checker for the slabs of `place`, or return None and set `why` to the reason.
 
         `leaves` are the digests of the plan's rows if these are parts of the manifest's rows. Raise NotFound if there
         are no digests but `verify=True`.

@@ -36,8 +36,8 @@ MAX_PAUSE_S = 600.0
 class SharedFiles:
     """The files that the ranks in a group read together, one weight set at a time.
 
-    `__init__`, the first tensor of a weight set, and `end` are collective. They use a separate group with the same
-    ranks, so the program's collectives in other threads do not matter.
+    `__init__`, the first tensor of a weight set, and `end` are collective. These collectives use a separate group with
+    the same ranks, so that the program can use its own group in other threads.
 
     Args:
         group: the group. All ranks make the same calls in the same order.
@@ -102,7 +102,7 @@ class SharedFiles:
                 self._read.discard()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks finish and agree that no rank failed, or report `error` to them.
+        """Finish the current read and agree with the other ranks that no rank failed, or report `error` to them.
 
         Raise PeerLost if another rank failed, and otherwise raise like `SharedRead.close`.
         """
@@ -178,7 +178,7 @@ class SharedFiles:
             return intent
 
     def _reading(self, file: SharedFile) -> SharedRead:
-        """Return the `SharedRead` for this file. The first request for a tensor begins it."""
+        """Return the `SharedRead` for this file. The first request for a tensor begins the read."""
         with self._lock:
             if self._read is not None and file in self._members:
                 return self._read
@@ -252,7 +252,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
 
 
 def forget_group(own: dist.ProcessGroup) -> None:
-    """Make the next load create a new group. The old one is not destroyed, because NCCL may wait for a lost rank."""
+    """Make the next load create a new group. The old group is not destroyed, because NCCL may wait for a lost rank."""
     for name in [name for name, group in _own_groups.items() if group is own]:
         del _own_groups[name]
 

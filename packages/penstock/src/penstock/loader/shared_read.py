@@ -2,8 +2,8 @@
 
 The tensors' bytes are cut into turns, which the ranks read in rotation. In each round every rank sends READY, BUSY or
 FAILED. If all ranks are READY, they gather their turns, and each rank keeps the bytes that its program wants. The
-program may skip tensors, take slices or use a different order. Tensors wait for it in a bounded window. A tensor that
-was dropped from the window is read again by this rank alone.
+program may skip tensors, take slices or use a different order. Tensors wait in a bounded window until the program
+requests them. A tensor that was dropped from the window is read again by this rank alone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SharedRead:
 
     Args:
         weights: the open weight set. This object closes it.
-        names: all tensors in the likely order of the program's requests. The same on all ranks.
+        names: all tensors in the likely order of the program's requests, which is the same on all ranks.
         settings: deadlines and `memory_bytes`. Half of the memory is for the window, a quarter for reads ahead, and a
             quarter for gathered bytes. On CUDA half of the host memory is for reads ahead, and the device holds the
             window and one round.
@@ -318,7 +318,7 @@ class SharedRead:
         return as_tensor(buffer.to(self._ranks.device), self._table.dtypes[row], self._table.shapes[row])
 
     def discard(self) -> None:
-        """Discard bytes that arrive from now on, because the program has finished. Other ranks still receive theirs."""
+        """Discard bytes that arrive from now on, because the program has finished. Other ranks still receive bytes."""
         with self._changed:
             self._discards = True
             for tensor in self._tensors:
@@ -333,7 +333,7 @@ class SharedRead:
             self._changed.notify_all()
 
     def close(self) -> SharedReadReport:
-        """Take part until every rank has everything. Release all memory and return the report, or raise the error."""
+        """Exchange until every rank has all bytes. Release all memory, and return the report or raise the error."""
         self.discard()
         # All waits in `exchange` have deadlines.
         while not self._done.wait(BUSY_S):
@@ -558,7 +558,7 @@ class SharedRead:
 
 
 def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a tensor or a region. The current stream fills it, and the program keeps it."""
+    """Allocate memory for a tensor or a region, which the current stream fills and the program keeps."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8)
     current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)

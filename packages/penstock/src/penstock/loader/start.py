@@ -86,7 +86,7 @@ class BackgroundLoad(Closeable):
 
     @property
     def done(self) -> bool:
-        """Return whether the load has ended, with or without an error. `wait` then returns or raises at once."""
+        """Return whether the load has ended, with or without an error. If so, `wait` returns or raises at once."""
         return self._report is not None or self._error is not None
 
     def _is_refillable(self) -> bool:
@@ -127,7 +127,7 @@ class BackgroundLoad(Closeable):
             self._thread.join(_LOOK_S)
 
     def _start(self) -> None:
-        """Put the pending tensors into the module, and start the thread. Raise DestinationError if it cannot start."""
+        """Put the pending tensors into the module, and start the thread. Raise DestinationError if that fails."""
         for pending, _, places in chain.from_iterable(self._pending.values()):
             for members, name in places:
                 # This also replaces a pending tensor of a failed load.
@@ -236,8 +236,8 @@ class _Filled:
 
     Attributes:
         order: slabs in the order of their use.
-        replaced: the module's parameters and buffers with their places, and the slab that each waits for. The number of
-            slabs means that it waits for all of them.
+        replaced: the module's parameters and buffers with their places, and the slab that each waits for. An index
+            equal to the number of slabs means all slabs.
     """
 
     def __init__(self, module: torch.nn.Module, filled: list[torch.Tensor], first: Sequence[str]) -> None:
@@ -279,27 +279,27 @@ def load_in_background(
     The tensors are read in the order in which the module defines them, which is usually the order of the forward pass.
     A layer waits only for its own bytes, and weights that the forward pass does not use do not delay it.
 
-    Parameters stay the same objects with the same memory. During the load other tensors replace them in the module, so
-    take references before this call or after `wait`.
+    Parameters stay the same objects with the same memory. During the load other tensors replace the parameters in the
+    module, so take references before this call or after `wait`.
 
     Args:
-        module: module whose parameters and persistent buffers are filled. All on one device, which is not meta.
+        module: a module whose parameters and persistent buffers are on one device other than meta.
         uri, names: see `load`.
         first: globs for names of the module's tensors that are read first, in the order of the globs.
         strict, rename, dtype: see `load_into`.
-        progress: see `load`. The loading thread calls it.
+        progress: see `load`. The loading thread calls the function.
         settings: memory limit, options for the object store, and more. See `ReadSettings`.
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
             files are not sufficient for `verify=True`, because they are known only at the end of a file.
 
     Returns:
-        The running load. Call its `wait` before `torch.compile`, before capturing CUDA graphs, before a fork, and
-        before passing the module's parameters to code outside torch.
+        The running load. Call the load's `wait` before `torch.compile`, before capturing CUDA graphs, before a fork,
+        and before passing the module's parameters to code outside torch.
 
     Raises:
         PlanError: like `load_into`. Nothing was touched.
         NotFound: `verify=True`, but there is no manifest with digests.
-        PenstockError: the weight set cannot be opened. Each use of a parameter raises later errors.
+        PenstockError: the weight set cannot be opened. Later errors are raised when a parameter is used.
     """
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
     globs = "a sequence of globs, such as ['model.language_model.*']"

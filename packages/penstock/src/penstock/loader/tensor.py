@@ -72,7 +72,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the format's dtype for a torch dtype. Raise PlanError if there is none (quantised, complex128, ...)."""
+    """Return the format's dtype for a torch dtype. Raise PlanError for others, such as complex128."""
     try:
         return _FROM_TORCH[dtype]
     except KeyError:

@@ -118,7 +118,7 @@ def verify(
     Raises:
         ConfigError: the key cannot be read.
         IntegrityError: a leaf differs (the error names the tensor and range), or the signature is invalid.
-        NotFound: a key was given, but there is no manifest or no signature for it.
+        NotFound: a key was passed, but there is no manifest or no signature for it.
         SourceError, FormatError: like `load`.
     """
     settings = Settings.read()
@@ -167,9 +167,7 @@ def _check_signed(
     if raw is None or signature is None:
         missing = "manifest" if raw is None else "signature"
         raise NotFound(
-            f"the weights have no {missing} to verify",
-            uri=place,
-            hint="create it with `penstock manifest URI --sign KEY`",
+            f"there is no {missing} to verify", uri=place, hint="create it with `penstock manifest URI --sign KEY`"
         )
     # Check the signature first, so that unsigned bytes are not parsed.
     check_signature(raw, signature, pem)
@@ -228,7 +226,7 @@ class ManifestReport(Summarised):
 
     @property
     def written_text(self) -> str:
-        """Return the names of the written files as text, or why there are none."""
+        """Return the names of the written files as text, or why no file was written."""
         return ", ".join(self.written) or "nothing, the manifest is up to date"
 
 

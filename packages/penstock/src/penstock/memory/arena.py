@@ -77,7 +77,7 @@ class Arena:
         `cuda.device_memory`.
 
         Raises:
-            ConfigError: this kind of device has no arenas.
+            ConfigError: arenas do not support this kind of device.
             DestinationError: the host cannot map this much, or no file descriptor is left.
             DeviceOutOfMemory: the device does not have enough free memory.
         """
@@ -184,7 +184,7 @@ class Arena:
         return offsets
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a run as a flat uint8 tensor `[nbytes]`, a view that keeps the memory alive."""
+        """Return these bytes as a flat uint8 tensor `[nbytes]`, a view that keeps the memory alive."""
         import torch
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
@@ -195,7 +195,7 @@ class Arena:
         return whole[offset : offset + nbytes]
 
     def runs_at(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return runs like `bytes_at`, each in 0.5 us instead of 1.5 us. `offsets` must ascend."""
+        """Return byte ranges like `bytes_at`, each in 0.5 us instead of 1.5 us. `offsets` must ascend."""
         # A single torch call splits the memory into all runs and the gaps between them.
         cuts, numbers, at = list[int](), list[int](), 0
         for offset, length in zip(offsets, lengths, strict=True):
@@ -224,7 +224,7 @@ def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
 
 
 def _check_available(nbytes: int) -> None:
-    """Raise DestinationError if the host has less free memory, because exceeding it would end in SIGBUS."""
+    """Raise DestinationError if less than `nbytes` of host memory is free, because exceeding it ends in SIGBUS."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

@@ -39,9 +39,7 @@ def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
         if placement.is_partial() or not hasattr(placement, "dim"):
             hint = "reduce the tensor first: tensor.redistribute(placements=...)"
             raise PlanError(
-                f"the tensor is {placement} on mesh axis {axis}, so no rank has its complete values",
-                tensor=name,
-                hint=hint,
+                f"the tensor is {placement} on mesh axis {axis}, so no rank has the values", tensor=name, hint=hint
             )
         # Only strided shards, whose class is private in torch, have a split factor.
         cuts[placement.dim].append(

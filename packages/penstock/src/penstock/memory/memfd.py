@@ -82,7 +82,7 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     Args:
         name: label in `/proc/PID/maps`.
         nbytes: size, which never changes.
-        sealed: whether to seal the memfd. Until then, processes of the same user can write to it.
+        sealed: whether to seal the memfd. Other processes of the same user can write to an unsealed memfd.
 
     Raises:
         ConfigError: this system has no memfds.
@@ -138,9 +138,9 @@ def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
 
 
 def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
-    """Open a memfd of a process of the previous release, which sends no descriptors. The caller closes it.
+    """Open a memfd of a process that runs the previous release and sends no descriptors. The caller closes it.
 
-    Raise PeerLost if it is not shared memory of this user, PermissionDenied if the kernel refuses access, and
+    Raise PeerLost if the file is not shared memory of this user, PermissionDenied if the kernel refuses access, and
     DestinationError if no file descriptor is left.
     """
     # Opening with O_PATH has no effect on the file, so check its kind before opening it for reading.
