@@ -117,7 +117,7 @@ def test_idle_thread_releases_its_last_item(ticket: RunState, make: Make) -> Non
     wait_until(lambda: held() is None)
 
 
-def test_executor_threads_exist_between_post_and_close(ticket: RunState, make: Make) -> None:
+def test_executor_threads_exist_only_between_post_and_close(ticket: RunState, make: Make) -> None:
     before = threading.active_count()
     executor = make(4)
     assert threading.active_count() == before
@@ -165,7 +165,7 @@ def test_executor_thread_survives_unexpected_error(ticket: RunState, make: Make,
     assert threads[0].is_alive()
 
 
-def test_error_in_finish_stops_run(ticket: RunState, make: Make) -> None:
+def test_error_in_finish_callback_stops_run(ticket: RunState, make: Make) -> None:
     executor = make()
     step = Recorded([])
     step.finish = refuse(SourceUnavailable("late"))  # type: ignore[method-assign]

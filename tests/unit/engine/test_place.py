@@ -91,7 +91,7 @@ def test_failed_slab_allocation_queues_no_copy(device: Device) -> None:
     pool.close()
 
 
-def test_fragmented_memory_allocates_slabs_separately(device: Device) -> None:
+def test_slabs_are_allocated_separately_if_memory_is_fragmented(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes > 2000
     place.allocate()

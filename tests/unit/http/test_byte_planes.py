@@ -52,7 +52,7 @@ def test_incompressible_block_grows_by_few_bytes() -> None:
 
 @given(st.binary(min_size=1, max_size=5000), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_any_bytes_round_trip_through_compression(data: bytes, times: int) -> None:
+def test_arbitrary_bytes_round_trip_through_compression(data: bytes, times: int) -> None:
     block = np.frombuffer(data * times, np.uint8)
     frame = frame_of(block)
     assert block_bytes(frame) == len(block)

@@ -129,7 +129,7 @@ def test_malformed_chunked_body_is_refused() -> None:
 
 @pytest.mark.parametrize("fields", ["", "Connection: close\r\n", "Connection: keep-alive\r\n"])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_keep_alive_depends_on_version_and_header(version: str, fields: str) -> None:
+def test_keep_alive_depends_on_http_version_and_header(version: str, fields: str) -> None:
     parser = MessageParser(is_request=False)
     parser.feed_head(f"HTTP/{version} 200 OK\r\n{fields}Content-Length: 0\r\n\r\n".encode())
     assert parser.response().keeps_alive == (fields != "Connection: close\r\n" and (version == "1.1" or bool(fields)))

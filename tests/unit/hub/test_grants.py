@@ -58,7 +58,7 @@ def checker(hub, clock) -> GrantChecker:
 def test_valid_grant_is_accepted_once(hub, checker) -> None:
     grant = hub.sign()
     checker.check(grant, key=KEY, reader="reader")
-    with pytest.raises(GrantRefused, match="shown before"):
+    with pytest.raises(GrantRefused, match="already used"):
         checker.check(grant, key=KEY, reader="reader")
     checker.check(hub.sign(), key=KEY, reader="reader")
 
@@ -66,7 +66,7 @@ def test_valid_grant_is_accepted_once(hub, checker) -> None:
 def test_separately_signed_grant_is_accepted_once(hub, checker) -> None:
     grant = hub.sign(is_alone=True)
     checker.check(grant, key=KEY, reader="reader")
-    with pytest.raises(GrantRefused, match="shown before"):
+    with pytest.raises(GrantRefused, match="already used"):
         checker.check(grant, key=KEY, reader="reader")
     # Releases before 2.5 check a grant like this.
     hub.private.public_key().verify(grant[:64], b"penstock grant 2\n" + grant[64:])
@@ -133,7 +133,7 @@ def test_grant_is_valid_during_epoch_and_grace_period(hub, checker, clock, age_s
     clock.now += age_s
     assert (checker.epoch() == hub.epoch) == (age_s < EPOCH_S)
     checker.check(grant, key=KEY, reader="reader")
-    with pytest.raises(GrantRefused, match="shown before"):
+    with pytest.raises(GrantRefused, match="already used"):
         checker.check(grant, key=KEY, reader="reader")
 
 
@@ -196,5 +196,5 @@ def test_each_grant_check_is_audited(hub, checker, caplog) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         f"event=issued key={KEY} reader=reader source=source",
         f"event=used key={KEY} reader=reader source=source",
-        f"event=refused key={KEY} reader=reader source=source why='shown before'",
+        f"event=refused key={KEY} reader=reader source=source why='already used'",
     ]

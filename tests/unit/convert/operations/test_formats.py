@@ -59,7 +59,7 @@ def test_cast_converts_every_float_tensor(tag):
         assert found[name].dtype == wanted.dtype and torch.equal(raw(found[name]), raw(wanted)), name
 
 
-def test_stacked_experts_have_separate_blocks():
+def test_stacked_experts_have_separate_quantisation_blocks():
     given = {"experts.weight": values((5, 130, 200), torch.bfloat16, 2), "w.weight": torch.ones(4, 4)}
     form = format_of("fp8-block128")
     recipes = {

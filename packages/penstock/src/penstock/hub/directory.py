@@ -436,7 +436,7 @@ class Directory:
         record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)
 
     def status(self, model: str | None = None) -> messages.Status:
-        """Return the members and their holdings. With a model, only members that have or fetch it."""
+        """Return the members and their holdings. With a model, return only members that have or fetch the model."""
         return snapshot.status(self.store, model, self._clock())
 
     def record_lost(self, member: messages.MemberStatus) -> None:

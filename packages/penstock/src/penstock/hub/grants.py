@@ -222,7 +222,7 @@ class GrantChecker:
             if epoch is None:
                 return "expired"
             if signed.nonce in epoch.nonces:
-                return "shown before"
+                return "already used"
             if sum(len(recent.nonces) for recent in self._epochs) >= _MAX_NONCES:
                 return "too many grants at once"
             epoch.nonces.add(signed.nonce)

@@ -1,8 +1,8 @@
 """The share of the hub's memory that each caller gets: members, tables of claims and decisions.
 
 `net.shares` decides whose entries are removed from a full hub. `failures` and `conversions` limit their own entries.
-Several hubs on one store count members together. A hub that has admitted enough members itself counts all members in
-the store once a heartbeat interval. Every other kind of entry is counted by the hub that received it.
+Several hubs on one store count members together. Once a hub has itself admitted enough members, it counts all members
+in the store at every heartbeat interval. Every other kind of entry is counted by the hub that received it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Limits:
         for name, weight in ((f"member/{member}", nbytes), *((name, _SYNC_BYTES) for name in syncs)):
             victims = self._members.enter(name, caller, weight, displaces_own=False)
             if victims is None:
-                raise SourceBusy("this token has registered as many members as the hub allows for it", hint=_BUSY_HINT)
+                raise SourceBusy("this token has already registered the maximum number of members", hint=_BUSY_HINT)
             self._remove(victims)
         return nbytes
 

@@ -54,8 +54,8 @@ class LocalEndpoint(HubEndpoint):
         self._members = members
         self._is_member = False
         self._hosting: _HostedHub | None = None
-        # Whether the socket's file does not prove that a hub is running, because no request has succeeded yet or the
-        # last one failed.
+        # Whether a hub may be dead although the socket's file exists, because no request has succeeded yet or the last
+        # request failed.
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None

@@ -382,7 +382,7 @@ def keys_of(store: Store, model: str) -> tuple[str, ...]:
 
 
 def status(store: Store, model: str | None, now: float) -> messages.Status:
-    """Return the members and their holdings. With a model, return only members that have or fetch it."""
+    """Return the members and their holdings. With a model, return only members that have or fetch the model."""
     holdings_of: dict[str, list[messages.HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:

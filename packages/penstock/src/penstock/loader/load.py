@@ -248,7 +248,7 @@ def stream(
 
 
 def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSettings:
-    """Return the settings from an argument. Raise ConfigError if they request an arena, which `verb` cannot make."""
+    """Return an argument's settings. Raise ConfigError if the settings request an arena, which `verb` cannot make."""
     settings = ReadSettings.of(settings)
     if settings.arena:
         raise ConfigError(f"{verb} cannot move tensors into an arena", hint="omit arena=True, or use load_into")
@@ -268,7 +268,7 @@ def open_stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Return a context manager that delays Ctrl-C until it would leave nothing behind.
+    """Return a context manager that delays Ctrl-C until an interrupt would leave nothing behind.
 
     With a group it does nothing, because the group's collectives do not check for a noted signal.
     """
@@ -276,7 +276,7 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
 
 
 def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) -> LoadSession:
-    """Open the weight set. In a group, a rank that fails reports this to the other ranks."""
+    """Open the weight set. In a group, a rank that fails reports its error to the other ranks."""
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
     if options.settings.cache and group is not None:
         # Hosts finish their downloads at different times, but a group waits only `stall_s` for a rank.

@@ -154,7 +154,7 @@ class Progress:
 
     @contextmanager
     def watching(self, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Show the count and total that `look` returns until the block ends, and then raise the function's error."""
+        """Show the count and total that `look` returns until the block ends. Then raise any error of the function."""
         if not self.enabled:
             yield
             return

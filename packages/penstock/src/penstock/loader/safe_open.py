@@ -505,7 +505,7 @@ def _device(device: str | int | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device {device} is invalid") from error
     if place.type == "meta":
-        raise ConfigError(f"device {device} is invalid", hint="a meta tensor has no bytes; `inspect` gives its shape")
+        raise ConfigError(f"device {device} is invalid", hint="use `inspect` for shapes. Meta tensors have no bytes")
     return place
 
 

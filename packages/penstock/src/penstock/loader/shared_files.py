@@ -198,7 +198,7 @@ class SharedFiles:
     def _begin_read(self, file: SharedFile) -> None:
         """Begin to read the files that were opened since the last shared read began, or all open files.
 
-        A program may drop files without closing them, so older files are read only if `file` is one of them.
+        A program may drop files without closing them, so older files are read only if `file` is an older file.
         """
         files = list(self._new if file in self._new else self._open)
         # Drop duplicate URIs. All files in a program's load have the same storage options.

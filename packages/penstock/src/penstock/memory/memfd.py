@@ -29,7 +29,7 @@ _shared: weakref.WeakValueDictionary[int, MappedMemfd] = weakref.WeakValueDictio
 
 
 class MappedMemfd(mmap.mmap):
-    """Writable mapping of a memfd of this process, created by `create_memfd`. Views keep it and the memfd alive.
+    """Writable mapping of a memfd of this process, created by `create_memfd`. Views keep the mapping and memfd alive.
 
     Attributes:
         fd: the memfd, which is open as long as the mapping exists.
