@@ -198,7 +198,7 @@ def test_receiver_serves_rows_of_its_version() -> None:
 def test_mismatched_table_and_meta_model_are_rejected() -> None:
     model = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))
     recording = record(model, table_of({"w": W}))
-    with pytest.raises(PlanError, match="another checkpoint"):
+    with pytest.raises(PlanError, match="different checkpoint"):
         wanted(model, recording, table_of({"w": W.double()}))
     with torch.device("meta"):
         empty = Holder((8, 6), each_tensor(lambda p, w: p.copy_(w)))

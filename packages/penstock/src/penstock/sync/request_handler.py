@@ -172,7 +172,7 @@ class SyncHandler:
                     break
                 if (left := deadline - time.monotonic()) <= 0:
                     raise NotFound(f"this member has not begun version {version} yet")
-                # The version status has a separate condition, so check it ten times a second.
+                # The version status has a separate condition variable, so check it ten times a second.
                 served.changed.wait(min(left, 0.1))
             # Hold the lock, so that no fence happens between the check above and reading the map.
             version_map = served.map()

@@ -53,7 +53,7 @@ INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# Numbers half-way between two E2M1 codes, and whether the number rounds up (ties to even).
+# Midpoints between neighbouring E2M1 codes, and whether each midpoint rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 _TORCH = {

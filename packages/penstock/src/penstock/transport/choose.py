@@ -55,12 +55,12 @@ class TransportKind:
     Attributes:
         name: name in descriptors, reports and `ConnectionSettings.transports`.
         open: opens the transport for this process and is called once. It raises ConfigError or MissingExtra if this
-            process cannot have the transport, with a message for the user.
+            process cannot use the transport, with a message for the user.
         reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
             boot of one kernel, for one user and one runtime directory. Two containers are one host if both mount this
             directory.
-        rank: the transport with the lowest rank that both processes have is used. Penstock's transports have loopback
-            0, cuda_ipc 10, shm 20, nixl 30 and http 40.
+        rank: of the transports that both processes have, the one with the lowest rank is used. Penstock's transports
+            have loopback 0, cuda_ipc 10, shm 20, nixl 30 and http 40.
         unless: returns the reason not to open the transport with this setup, or an empty string.
         unless_peer: returns the reason not to read this memory of a peer, given our handle and the peer's descriptor,
             or an empty string. If there is a reason, the next transport is tried. The function must be quick, since it

@@ -171,7 +171,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
                 if flags & socket.MSG_CTRUNC and len(fds) < _PER_MESSAGE:
                     _close_all(fds)
                     raise DestinationError("no file descriptor is left for the peer's memory", uri=uri, hint=_HINT)
-                # Without descriptors, the connection was closed early. Too many do not match the described memory.
+                # No descriptors mean an early close of the connection. Extra descriptors match no described memory.
                 if not fds or received > count:
                     _close_all(fds)
                     raise StaleDescriptor(f"the peer sent {received} of {count} file descriptors", uri=uri)

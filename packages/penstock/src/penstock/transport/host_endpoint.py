@@ -122,7 +122,7 @@ class GenerationTable:
         return self._mapped.readable()
 
     def take_slot(self) -> int:
-        """Reserve a slot until `give_slot`. Raises ConfigError if none is free."""
+        """Reserve a slot until `give_slot`. Raises ConfigError if no slot is free."""
         with self._changing:
             if not self._free:
                 hint = "put the tensors into one arena and register the arena"
@@ -152,7 +152,7 @@ class GenerationTable:
     def close(self) -> None:
         """Close the table, so that no registration is valid and readers find its owner dead. Idempotent."""
         if self.is_mine:
-            # Clear the page before the lock is released, so that a reader in between finds no generation.
+            # Clear the page before the lock is released, so that a reader that looks in between finds no generation.
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
             self.forget()
 
@@ -166,7 +166,7 @@ class GenerationTable:
 
 
 def _closed_with(owner: object, fd: int) -> Callable[[], object]:
-    """Return a function that closes a descriptor. The collection of its owner closes it too."""
+    """Return a function that closes a descriptor. Garbage collection of `owner` also closes it."""
     closer = weakref.finalize(owner, os.close, fd)
     # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
     closer.atexit = False

@@ -269,7 +269,7 @@ def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
     host, port = host_and_port(listen)
     if host in EVERYWHERE:
         message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
-        raise ConfigError(message, hint="listen at the address at which other hosts reach this one, such as 10.0.0.5:0")
+        raise ConfigError(message, hint="use the address at which other hosts reach this host, such as 10.0.0.5:0")
     bound = _bound((host, port), listen)
     return bound, RegionAddress(host=host, port=bound.getsockname()[1], is_tls=is_tls)
 
@@ -280,7 +280,7 @@ def data_port(encoded: bytes) -> RegionAddress:
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`. Raises ConfigError for anything else."""
+    """Split `host:port` or `[v6]:port`. Raises ConfigError for any other text."""
     host, _, port = listen.rpartition(":")
     if port.isascii() and port.isdigit() and int(port) > 65535:
         raise ConfigError(f"{listen!r} has an invalid port", hint="use a port from 0 to 65535")

@@ -1,7 +1,7 @@
 """Transport that reads a peer's memory with NIXL, over RDMA, NVLink, shared memory or TCP, as its back end (UCX)
 chooses.
 
-Each registration has a word in registered memory of the holder, with its generation and the checksum of its descriptor.
+Each registration has a word in the holder's registered memory, with the generation and the descriptor's checksum.
 A holder changes the word before it changes a byte. If a read sees the same word before its first and after its last
 byte, it saw one generation. NIXL's own descriptors are pickles, so ours are sent instead.
 
@@ -43,7 +43,7 @@ BUSY_POLL_S = 1e-4
 IDLE_POLL_S = 1e-2
 """Seconds between polls of the serving thread while no peer reads."""
 BUSY_S = 2.0
-"""Seconds for which a peer counts as reading after a notification. It sends one every half second (`nixl_reader`)."""
+"""Seconds for which a peer counts as reading after a notification. A reading peer sends one every half second."""
 NUM_SLOTS = 4096
 """Maximum number of open registrations."""
 

@@ -1,7 +1,7 @@
 """Protocol of a transport, which reads a peer's memory, and the types and helpers that transports share.
 
 The holder registers memory and sends the encoded descriptor by any channel. The reader registers its own memory, then
-calls `post_read` and `wait`. A descriptor travels as typed msgpack, never as a pickle, and is hostile until it is
+calls `post_read` and `wait`. A descriptor travels as typed msgpack, never as a pickle, and is untrusted until it is
 checked. An ability that only some transports, handles or reads have is a separate protocol, checked by `isinstance`.
 """
 
@@ -56,7 +56,7 @@ def encode(descriptor: Descriptor) -> bytes:
 
 
 def decode(raw: bytes) -> Descriptor:
-    """Return the descriptor that a peer sent. Raises FormatError for anything else."""
+    """Return the descriptor that a peer sent. Raises FormatError if the bytes are malformed."""
     # Check the length first, since the bytes come from another process and a decoder allocates what they claim.
     if len(raw) > MAX_DESCRIPTOR_BYTES:
         raise FormatError(f"a descriptor has {len(raw)} bytes, but at most {MAX_DESCRIPTOR_BYTES} are allowed")
@@ -189,7 +189,7 @@ class Transport(Protocol):
         """Request segments of a peer's memory and return. Nothing runs on the peer.
 
         An error ends the use of the peer, and no other transport is tried, since other reads may be in flight. A
-        transport that cannot read some peer says so earlier, with `TransportKind.unless_peer`.
+        transport that cannot read some peer reports this earlier, with `TransportKind.unless_peer`.
 
         Raises, without touching memory:
             PlanError: a segment is outside its memory.
@@ -200,7 +200,7 @@ class Transport(Protocol):
         """
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """Return when every byte has arrived. It may be called again. An error's `mutated` says whether any byte
+        """Return when every byte has arrived. Can be called repeatedly. An error's `mutated` says whether any byte
         was written.
 
         Raises:

@@ -156,7 +156,7 @@ def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
         if kinds[name] != kinds[other]:
             one, two = (f"{dtype} {list(shape)}" for dtype, shape in (kinds[name], kinds[other]))
             message = f"{name} and {other} fill one tied parameter, but are published as {one} and {two}"
-            raise PlanError(message, hint="publish one of them, or untie the parameter")
+            raise PlanError(message, hint="publish only one of these tensors, or untie the parameter")
     return recording.repeated
 
 

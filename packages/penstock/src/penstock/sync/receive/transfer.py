@@ -192,8 +192,8 @@ class Transfer:
         return report
 
     def note_exchange(self) -> None:
-        """Record that a flip exchanged the memory of `into` for the memory that the run before the last one filled."""
-        # That memory contains the version before the last one.
+        """Record that a flip swapped the memory of `into` with the memory that the second-last run filled."""
+        # The memory of `into` now contains the version before the last one.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 

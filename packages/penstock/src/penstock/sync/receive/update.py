@@ -116,7 +116,7 @@ class UpdateLoop:
         return None if self.buffers is None else self.buffers.layout
 
     def local_version(self) -> LocalVersion | None:
-        """Return the target's memory, or None if it is not served or before the first update."""
+        """Return the target's memory as a source. None if it is not served, and before the first update."""
         return None if self.buffers is None else self.buffers.local_version
 
     def serve(self) -> None:
@@ -192,7 +192,7 @@ class UpdateLoop:
             report(self.membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
-        """Return a planner's status when its version is above `after`, or after `wait_s`. None without a reply."""
+        """Return a planner's status when its version exceeds `after`, or after `wait_s`. None means no reply."""
         for planner in self._planners():
             # During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):

@@ -378,7 +378,7 @@ def wanted(
         DestinationError: there is not enough memory for the scratch.
     """
     if recording.layout != layout_digest(table):
-        raise PlanError("the model was recorded with another checkpoint", hint="record it again")
+        raise PlanError("the model was recorded with a different checkpoint", hint="record it again")
     if any(tensor.is_meta for tensor in live_tensors(model).values()):
         raise PlanError("the model is on the meta device", hint="materialise it first: module.to_empty(device=...)")
     run = load or own_loader(model)

@@ -214,7 +214,7 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     if _are_dense(whole.digits):
         return [whole]
     loops: set[int] = set()
-    # Removing a digit can leave a gap under another digit, so repeat until both ends are boxes.
+    # Removing a digit can leave a gap under another digit, so repeat until the source and the target are boxes.
     while True:
         gaps = _gaps(whole.digits, loops)
         if not gaps:
