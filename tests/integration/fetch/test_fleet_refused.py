@@ -113,7 +113,7 @@ def test_fetch_reports_draining_holder(hub, small_checkpoint, expected_tensors, 
     assert list(report.nbytes_by_path) == [f"storage {small_checkpoint}"]
 
 
-def test_members_with_same_token_share_leases(hub, small_checkpoint) -> None:
+def test_leases_are_divided_fairly_between_tokens(hub, small_checkpoint) -> None:
     with contextlib.ExitStack() as stack:
 
         def join(token: str, **options: int) -> ps.Fleet:

@@ -74,7 +74,7 @@ def peer(server: PeerServer, key: str, *, member: str = "reader", grant: bytes =
     return PeerClient(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
-def test_leased_reader_receives_map_table_and_log(server: PeerServer, holding: LocalWeights) -> None:
+def test_reader_with_lease_receives_map_table_and_log(server: PeerServer, holding: LocalWeights) -> None:
     mark_verified(holding, 2)
     with peer(server, holding.key) as reader:
         reader.lease()
@@ -86,7 +86,7 @@ def test_leased_reader_receives_map_table_and_log(server: PeerServer, holding: L
     assert server.num_readers(holding.key) == 0
 
 
-def test_leases_are_limited_and_reusable(server: PeerServer, holding: LocalWeights) -> None:
+def test_reader_limit_is_enforced_until_lease_is_released(server: PeerServer, holding: LocalWeights) -> None:
     first, second = peer(server, holding.key, member="a"), peer(server, holding.key, member="b")
     first.lease(), second.lease()
     with peer(server, holding.key, member="c") as third:
@@ -97,7 +97,7 @@ def test_leases_are_limited_and_reusable(server: PeerServer, holding: LocalWeigh
     second.close()
 
 
-def test_members_with_same_token_share_leases(server: PeerServer, holding: LocalWeights) -> None:
+def test_leases_are_divided_fairly_between_tokens(server: PeerServer, holding: LocalWeights) -> None:
     with ExitStack() as stack:
 
         def lease(member: str, token: bytes) -> PeerClient:
@@ -120,7 +120,7 @@ def test_members_with_same_token_share_leases(server: PeerServer, holding: Local
         assert server.num_readers(holding.key) == 2
 
 
-def test_same_token_does_not_displace_lease(server: PeerServer, holding: LocalWeights) -> None:
+def test_third_reader_with_same_token_is_rejected(server: PeerServer, holding: LocalWeights) -> None:
     readers = [peer(server, holding.key, member=name, grant=b"good-one") for name in "abc"]
     readers[0].lease(), readers[1].lease()
     with pytest.raises(SourceBusy, match="maximum number of readers"):
@@ -129,7 +129,7 @@ def test_same_token_does_not_displace_lease(server: PeerServer, holding: LocalWe
         reader.close()
 
 
-def test_displaced_silent_reader_loses_its_lease(
+def test_rejected_requests_do_not_extend_displaced_lease(
     server: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grants = {"a": b"good-1", "b": b"good-1", "c": b"good-2"}
@@ -157,7 +157,7 @@ def test_restarted_reader_reuses_its_lease(server: PeerServer, holding: LocalWei
         reader.close()
 
 
-def test_bad_grant_key_or_lease_is_refused(server: PeerServer, holding: LocalWeights) -> None:
+def test_invalid_grant_or_key_or_expired_lease_is_refused(server: PeerServer, holding: LocalWeights) -> None:
     with peer(server, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
     with peer(server, "0" * 32) as reader, pytest.raises(NotFound):
@@ -169,7 +169,7 @@ def test_bad_grant_key_or_lease_is_refused(server: PeerServer, holding: LocalWei
             reader.log(0, 0.0)
 
 
-def test_draining_rejects_new_leases_and_waits(server: PeerServer, holding: LocalWeights) -> None:
+def test_drain_waits_for_readers_and_rejects_new_leases(server: PeerServer, holding: LocalWeights) -> None:
     reader = peer(server, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.close).start()
@@ -189,7 +189,7 @@ def test_pending_request_can_be_interrupted(server: PeerServer, holding: LocalWe
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_lease_is_released_over_open_connection(
+def test_close_releases_lease_over_existing_connection(
     server: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ) -> None:
     opened: list[str] = []
@@ -261,7 +261,7 @@ def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeig
         ("GET", "//[x/", b"", 400),
     ],
 )
-def test_hostile_request_returns_http_status(tmp_path: Path, verb: str, path: str, body: bytes, code: int) -> None:
+def test_request_returns_expected_http_status(tmp_path: Path, verb: str, path: str, body: bytes, code: int) -> None:
     server = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     host, _, port = server.addresses[1].removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
@@ -293,7 +293,7 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 @pytest.mark.parametrize(
     "begun", [b"G", b"GET /v1/alive HTTP/1.1\r\nX", b"POST /v1/leases HTTP/1.1\r\nContent-Length: 500\r\n\r\n"]
 )
-def test_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+def test_connection_with_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
     path = member_socket(tmp_path)
     server = PeerServer.start(path, allow)
@@ -366,7 +366,7 @@ def test_closed_server_is_garbage_collected(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: LocalWeights) -> None:
+def test_connection_is_trusted_only_after_lease_is_granted(tmp_path: Path, holding: LocalWeights) -> None:
     server = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     server.show(holding)
     host, _, port = server.addresses[1].removeprefix("http://").rpartition(":")
@@ -428,7 +428,7 @@ def test_deeply_nested_body_is_rejected(server: PeerServer) -> None:
 
 
 @pytest.mark.parametrize("query", ["after=0&wait_ms=" + "9" * 400, "after=" + "9" * 400 + "&wait_ms=0"])
-def test_overlong_number_is_rejected(server: PeerServer, holding: LocalWeights, query: str) -> None:
+def test_overlong_number_in_query_is_rejected(server: PeerServer, holding: LocalWeights, query: str) -> None:
     with peer(server, holding.key) as reader:
         lease = reader.lease().lease
         request = f"GET /v1/leases/{lease}/log?{query} HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -9,7 +9,7 @@ import pytest
 from penstock.peer.member import until_stopped
 
 
-def test_signal_at_ready_stops_wait_gracefully() -> None:
+def test_signal_in_ready_callback_stops_wait() -> None:
     stopped = threading.Event()
     before = signal.getsignal(signal.SIGTERM)
     assert until_stopped(stopped, lambda: None, 30.0, ready=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -22,7 +22,7 @@ def test_ready_callback_runs_once_before_first_check() -> None:
     assert calls[0] == "ready" and calls.count("ready") == 1 and "check" in calls
 
 
-def test_ready_error_restores_signal_handlers() -> None:
+def test_ready_callback_error_restores_signal_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def ready() -> None:

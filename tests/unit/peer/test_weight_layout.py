@@ -31,12 +31,12 @@ def test_layout_lists_tied_tensors_once() -> None:
     assert layout.table.names == ("embed",) and len(rows) == 1
 
 
-def test_layout_lists_empty_tensors_without_bytes() -> None:
+def test_empty_tensors_are_listed_with_zero_bytes() -> None:
     layout, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
     assert layout.table.nbytes.tolist() == [0, 0, 8] and layout.chunks.num_chunks == 1
 
 
-def test_strided_tensor_error_names_tensor() -> None:
+def test_non_contiguous_tensor_error_names_tensor() -> None:
     with pytest.raises(PlanError) as caught:
         layout_of_tensors({"w": torch.ones(4, 4).t()[:2]})
     assert caught.value.tensor == "w"
@@ -53,7 +53,7 @@ def test_layout_round_trips_through_table_message() -> None:
     assert found.chunks.nbytes.tolist() == layout.chunks.nbytes.tolist()
 
 
-def test_table_from_older_release_has_default_stem() -> None:
+def test_table_from_older_release_uses_default_file_stem() -> None:
     message = to_message(WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem="adapter_model"))
     fields = msgspec.to_builtins(message)
     del fields["stem"]
@@ -61,7 +61,7 @@ def test_table_from_older_release_has_default_stem() -> None:
 
 
 @pytest.mark.parametrize("stem", ["имя", "a" * 101, ".x"])
-def test_invalid_file_stem_becomes_default(stem: str) -> None:
+def test_invalid_file_stem_is_replaced_with_default(stem: str) -> None:
     layout = WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem=stem)
     assert from_message(to_message(layout)).stem == "model"
 

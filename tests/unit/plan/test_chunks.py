@@ -39,7 +39,7 @@ def test_chunks_cover_every_byte_once_within_limits(rows: list[int], leaf: int, 
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_chunk_pieces_cover_exactly_their_leaves(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_pieces_cover_exactly_leaves_of_selected_chunks(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     some = [chunk for chunk in range(table.num_chunks) if chance.random() < 0.5]
     chunks = np.array(some, np.int64)
@@ -54,7 +54,7 @@ def test_chunk_pieces_cover_exactly_their_leaves(rows: list[int], leaf: int, mor
     assert all(a[-1][0] != b[0][0] or a[-1][1] + 1 != b[0][1] for a, b in itertools.pairwise(_bytes(pieces)))
 
 
-def test_chunk_is_filled_while_leaves_fit() -> None:
+def test_chunk_ends_before_leaf_that_does_not_fit() -> None:
     table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
     # The leaves are 4 4 2, 4 4 2 and 3, with at most 12 bytes in a chunk.
     assert table.nbytes.tolist() == [10, 10, 3]
@@ -62,7 +62,7 @@ def test_chunk_is_filled_while_leaves_fit() -> None:
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40))
-def test_every_chunk_is_filled_greedily(rows: list[int], leaf: int, more: int) -> None:
+def test_chunks_are_filled_greedily_with_leaves(rows: list[int], leaf: int, more: int) -> None:
     """Members that cut a model differently cannot read from each other."""
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     first_leaf, filled = [0], 0
@@ -87,7 +87,7 @@ def test_chunk_byte_ranges_cover_exactly_requested_chunks(chunks: set[int]) -> N
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_separate_pieces_never_span_chunks(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_pieces_apart_never_span_two_chunks(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     chunks = np.array([chunk for chunk in range(table.num_chunks) if chance.random() < 0.5], np.int64)
     pieces, owner = table.pieces_apart(chunks)

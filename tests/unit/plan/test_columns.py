@@ -31,7 +31,7 @@ print(len(found))
 
 
 @pytest.mark.parametrize(("module", "kind"), [("layout", "Layout"), ("sync", "ReceiverPlan")])
-def test_concurrent_first_decodes_of_type_succeed(module: str, kind: str) -> None:
+def test_concurrent_first_decodes_of_type_raise_format_error(module: str, kind: str) -> None:
     script = DECODES.format(module=module, kind=kind)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "16\n"), done.stderr[-1000:]

@@ -33,7 +33,7 @@ def groups(*values: list[int]) -> Groups:
 
 
 @given(st.sampled_from(SHAPES), st.randoms(use_true_random=False))
-def test_intersections_cover_held_bytes_once(shape: tuple[int, ...], chance: random.Random) -> None:
+def test_intersections_cover_wanted_and_held_elements_once(shape: tuple[int, ...], chance: random.Random) -> None:
     boxes = [some_box(shape, chance) for _ in range(chance.randint(1, 8))]
     boxes += [Box.full(shape)] * chance.randint(0, 1)
     forms = [Form(dtype=DType.U8, shape=shape, box=box) for box in boxes]
@@ -64,7 +64,7 @@ def test_intersections_cover_held_bytes_once(shape: tuple[int, ...], chance: ran
 
 
 @given(st.sampled_from([(5,), (3, 4), (4, 3, 2)]), st.randoms(use_true_random=False))
-def test_coverage_proof_matches_counting(shape: tuple[int, ...], chance: random.Random) -> None:
+def test_coverage_check_matches_element_counts(shape: tuple[int, ...], chance: random.Random) -> None:
     wants = [some_box(shape, chance) for _ in range(3)]
     of, boxes = [], []
     for q, want in enumerate(wants):
@@ -109,7 +109,7 @@ def test_coverage_proof_matches_counting(shape: tuple[int, ...], chance: random.
         ([], r"no piece covers \[0:4, 0:4\)"),
     ],
 )
-def test_coverage_error_names_first_hole(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:
+def test_coverage_error_names_first_wrong_range(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:
     boxes = Boxes.of([Box(start=a, stop=b) for a, b in [((0, 0), (1, 1)), *pieces]])
     wanted = Boxes.of([Box(start=(0, 0), stop=(1, 1)), Box(start=(0, 0), stop=(4, 4))])
     with pytest.raises(PlanError, match=r"wanted box 1 \[0:4, 0:4\): " + says):

@@ -30,7 +30,7 @@ def layout(**more) -> Layout:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6)), max_size=4))
-def test_region_runs_match_region_bytes(dims: list[tuple[int, int, int]]) -> None:
+def test_region_runs_contain_exactly_region_bytes(dims: list[tuple[int, int, int]]) -> None:
     shape = tuple(n for n, _, _ in dims)
     start = tuple(min(a, b, n) for n, a, b in dims)
     stop = tuple(min(max(a, b), n) for n, a, b in dims)
@@ -61,7 +61,7 @@ def test_shard_region_matches_rank_slice() -> None:
         shard_box((4,), 0, 0, 3)
 
 
-def test_forms_of_equal_memory_are_equal() -> None:
+def test_forms_with_same_memory_layout_are_equal() -> None:
     assert form((4, 8)) == form((4, 8), strides=(8, 1))
     assert form((1, 8)) == form((1, 8), strides=(77, 1))
     assert form((0, 8)) == form((0, 8), strides=(3, 3))
@@ -69,7 +69,7 @@ def test_forms_of_equal_memory_are_equal() -> None:
     assert form((4, 8), tag="fp8").spec == "BF16 [4, 8] fp8"
 
 
-def test_form_span_covers_first_to_last_byte() -> None:
+def test_form_span_extends_from_first_to_last_byte() -> None:
     assert form((4, 8), strides=(10, 1)).span_bytes == (3 * 10 + 8) * 2
     assert form((0, 8)).span_bytes == 0
     assert form(()).span_bytes == 2
@@ -97,7 +97,7 @@ def test_invalid_form_error_names_layout_and_reason(bad: Form, why: str) -> None
         layout(forms=(bad, form((0,)), form(()))).check()
 
 
-def test_valid_form_reports_no_fault() -> None:
+def test_valid_strided_form_is_accepted() -> None:
     assert form((4, 4), strides=(1, 4)).fault() is None
     assert form((2, 3, 4), Box(start=(0, 1, 0), stop=(2, 2, 4)), (9, 0, 2)).fault() is None
 
@@ -115,14 +115,14 @@ def test_valid_form_reports_no_fault() -> None:
         {"regions": ()},
     ],
 )
-def test_row_outside_memory_error_names_tensor(wrong: dict[str, object]) -> None:
+def test_error_for_row_outside_memory_names_tensor(wrong: dict[str, object]) -> None:
     layout().check()
     with pytest.raises(PlanError, match=r"m0: form -?\d+ at") as caught:
         layout(**wrong).check()
     assert caught.value.tensor in {"a", "c"}
 
 
-def test_mismatched_columns_are_refused() -> None:
+def test_invalid_layout_columns_are_refused() -> None:
     with pytest.raises(PlanError, match="3 names, 2 forms"):
         layout(form=np.array([0, 1])).check()
     with pytest.raises(PlanError, match="invalid region sizes"):
@@ -157,6 +157,6 @@ def test_encoded_layout_decodes_with_same_digest() -> None:
         encode(layout()).replace(b"BF16", b"BF17"),
     ],
 )
-def test_invalid_layout_bytes_raise(raw: bytes) -> None:
+def test_invalid_layout_bytes_raise_format_error(raw: bytes) -> None:
     with pytest.raises(FormatError, match="as Layout"):
         decode(raw, Layout)

@@ -35,14 +35,14 @@ def test_short_runs_contiguous_at_receiver_are_packed(row, is_packed: bool) -> N
     assert not packable(rectangles(row), 0).any()
 
 
-def test_single_runs_adjacent_at_reader_are_packed() -> None:
+def test_scattered_runs_adjacent_at_receiver_are_packed() -> None:
     apart = rectangles(*((4096 * i, 128 * i, 64, 1, 0, 0) for i in range(8)))
     assert not packable(apart, MIB).any()
     together = rectangles(*((4096 * i, 64 * i, 64, 1, 0, 0) for i in reversed(range(8))))
     assert packable(together, MIB).all()
 
 
-def test_small_buffer_packs_shorter_runs_only() -> None:
+def test_runs_too_long_for_small_buffer_are_not_packed() -> None:
     row = rectangles((0, 0, 2048, 1000, 16384, 2048))
     assert packable(row, 16384).any() and not packable(row, 4096).any()
 

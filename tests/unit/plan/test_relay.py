@@ -90,7 +90,7 @@ def test_upstreams_never_form_a_cycle(fleet) -> None:
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_serving_parent_is_returned_on_second_request(fleet) -> None:
+def test_rebuilt_relay_keeps_parents_that_still_serve(fleet) -> None:
     first = Relay(fleet).parents
     again = Relay([replace(one, parent=first.get(one.member, "")) for one in fleet])
     by_name = {one.member: one for one in fleet}
@@ -114,7 +114,7 @@ def test_node_order_does_not_change_relay(fleet, chance) -> None:
 
 
 @given(st.lists(st.sampled_from("ABCD"), min_size=2, max_size=12))
-def test_relay_without_holder_is_one_ring(hosts) -> None:
+def test_members_without_holder_form_one_ring(hosts) -> None:
     fleet = [node(f"m{i}", host=host, joined=i) for i, host in enumerate(hosts)]
     parents = Relay(fleet).parents
     at, seen = "m0", []
@@ -149,7 +149,7 @@ def test_newcomer_joins_ring_at_nearest_member() -> None:
     assert {name: relay.parents[name] for name in before} == before
 
 
-def test_newcomer_skips_idle_ring_members() -> None:
+def test_newcomer_skips_unsuitable_ring_members() -> None:
     full = node("a1", host="A", joined=1, num_readers=2, max_readers=2)
     poor = node("b1", host="B", joined=2, complainers=frozenset({"b2"}))
     relay = Relay([node("c1", host="C", joined=0), full, poor, node("d1", host="D", joined=3)])
@@ -160,7 +160,7 @@ def test_newcomer_skips_idle_ring_members() -> None:
     assert alone.append(node("z", host="Z", joined=6)) and alone.upstreams("z") == ("a1",)
 
 
-def test_only_ring_relay_appends_newcomers() -> None:
+def test_newcomer_is_appended_only_to_ring() -> None:
     empty = Relay([])
     assert empty.append(node("a")) and empty.upstreams("a") == ()
     assert empty.append(node("b")) and empty.upstreams("b") == ("a",)
@@ -178,7 +178,7 @@ def test_receivers_form_one_chain_below_holder() -> None:
     assert len(chain_up(relay.parents, "m4")) == 5
 
 
-def test_idle_holders_receive_children_before_receivers() -> None:
+def test_every_holder_is_used_before_receivers_relay() -> None:
     fleet = [node("w", CHUNKS), node("v", CHUNKS), *members(2)]
     assert set(Relay(fleet).parents.values()) == {"w", "v"}
 
@@ -194,7 +194,7 @@ def test_nearer_parent_is_preferred() -> None:
     assert Relay([one for one in fleet if one.member != "a"]).parents["b"] == "v"
 
 
-def test_device_holder_is_preferred_on_same_host() -> None:
+def test_holder_on_device_is_preferred_over_host_memory() -> None:
     fleet = [
         node("keeper", CHUNKS, host="A", device="cpu"),
         node("engine", CHUNKS, host="A", device="cuda:0", joined=1),
@@ -203,7 +203,7 @@ def test_device_holder_is_preferred_on_same_host() -> None:
     assert Relay(fleet).upstreams("new") == ("engine", "keeper")
 
 
-def test_member_serves_one_child_locally_and_remotely() -> None:
+def test_member_serves_one_local_and_one_remote_child() -> None:
     fleet = [
         node("w", CHUNKS, host="W"),
         node("r1", host="B", joined=1, parent="w"),
@@ -215,7 +215,7 @@ def test_member_serves_one_child_locally_and_remotely() -> None:
     assert (parents["r2"], parents["s2"]) == ("r1", "s1")
 
 
-def test_long_chain_adds_second_holder_child() -> None:
+def test_holder_serves_second_child_if_chain_exceeds_limit() -> None:
     fleet = [node("w", CHUNKS, joined=-1), *members(MAX_DEPTH + 2)]
     parents = Relay(fleet).parents
     assert sum(parent == "w" for parent in parents.values()) == 2
@@ -245,7 +245,7 @@ def far_children(fleet: list[Node], parents: dict[str, str]) -> tuple[Counter, C
     return Counter(far), Counter(host[parent] for parent in far)
 
 
-def test_many_hosts_receive_one_copy_per_member() -> None:
+def test_member_sends_at_most_one_remote_copy() -> None:
     fleet = many(256, 8)
     parents = Relay(fleet).parents
     by_member, _ = far_children(fleet, parents)
@@ -260,7 +260,7 @@ def test_host_sends_one_copy_per_link(num_links: int) -> None:
     assert max(by_host.values()) == num_links
 
 
-def test_later_members_keep_trees_shallow() -> None:
+def test_chains_stay_shallow_when_members_join_later() -> None:
     fleet, parents = sorted(many(128, 8), key=lambda one: (not one.whole, one.joined)), {}
     for count in range(64, len(fleet) + 1, 64):
         here = [replace(one, parent=parents.get(one.member, "")) for one in fleet[:count]]
@@ -278,7 +278,7 @@ def test_larger_models_allow_deeper_chains() -> None:
     assert Counter(Relay(fleet).parents.values())["m0"] > 1
 
 
-def test_max_readers_bounds_children() -> None:
+def test_max_readers_limits_number_of_children() -> None:
     fleet = [node("w", CHUNKS, max_readers=2), *(node(f"c{i}", 10 + i, parent="w") for i in range(4))]
     assert sum(parent == "w" for parent in Relay(fleet).parents.values()) == 2
     assert DEFAULT_CHILDREN > 2
@@ -308,19 +308,19 @@ def test_parent_far_behind_child_is_replaced() -> None:
     assert Relay(fleet).parents["fast"] == "w"
 
 
-def test_alternative_parents_spread_over_equal_holders() -> None:
+def test_alternative_parents_are_spread_over_holders() -> None:
     fleet = [*(node(f"w{i}", CHUNKS, joined=i) for i in range(8)), *(node(f"r{i}", joined=9 + i) for i in range(8))]
     relay = Relay(fleet)
     assert len({relay.upstreams(f"r{i}")[1] for i in range(8)}) > 3
 
 
-def test_unknown_member_receives_nearby_upstreams() -> None:
+def test_nearby_upstreams_are_suggested_to_unknown_member() -> None:
     relay = Relay([node("w", CHUNKS, host="A"), node("a", 5, host="B")])
     assert relay.upstreams("x") == ()
     assert relay.around(node("x", host="B"))[0] == "a"
 
 
-def test_newcomers_spread_over_incomplete_members() -> None:
+def test_second_upstreams_of_newcomers_are_spread_over_members() -> None:
     relay = Relay([node("w", CHUNKS), *(node(f"m{i}", 10, joined=i) for i in range(200))])
     second = Counter(relay.around(node(f"new-{i}"))[1] for i in range(200))
     assert len(second) > 30 and max(second.values()) < 20

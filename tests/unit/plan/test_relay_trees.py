@@ -150,7 +150,7 @@ def test_hosts_with_one_member_send_one_copy(count: int, holders: int, links: in
 
 @given(st.integers(2, 20), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_each_host_reads_once_per_link(count: int, per_host: int, links: int, named: bool) -> None:
+def test_each_host_reads_each_tree_once(count: int, per_host: int, links: int, named: bool) -> None:
     fleet = hosts(count, per_host, links=links, named=named)
     made = in_trees(fleet)
     node = {one.member: one for one in fleet}
@@ -165,7 +165,7 @@ def test_each_host_reads_once_per_link(count: int, per_host: int, links: int, na
 
 @given(st.integers(2, 60), st.data())
 @settings(max_examples=60, deadline=None)
-def test_parents_stay_unchanged_as_members_change(count: int, data: st.DataObject) -> None:
+def test_remaining_members_keep_parents_after_join_and_leave(count: int, data: st.DataObject) -> None:
     fleet = hosts(count)
     made = in_trees(fleet)
     gone = data.draw(st.sampled_from(fleet[1:])).member
@@ -181,7 +181,7 @@ def test_parents_stay_unchanged_as_members_change(count: int, data: st.DataObjec
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in after)
 
 
-def test_waves_of_members_attach_below_earlier_waves() -> None:
+def test_members_joining_in_waves_change_no_earlier_parent() -> None:
     fleet, made = sorted(hosts(512), key=lambda one: (not one.whole, one.joined)), None
     for count in range(32, len(fleet) + 1, 32):
         here = fleet[:count] if made is None else again(fleet[:count], made)
@@ -196,7 +196,7 @@ def test_waves_of_members_attach_below_earlier_waves() -> None:
     assert depth(made) <= math.log2(32) + 3 + 2 * 15
 
 
-def test_single_newcomers_extend_a_chain() -> None:
+def test_members_joining_one_by_one_form_chain() -> None:
     fleet, made = hosts(12), None
     for count in range(1, 13):
         made = in_trees(fleet[:count] if made is None else again(fleet[:count], made))
@@ -242,7 +242,7 @@ def test_many_single_link_hosts_form_two_trees() -> None:
         assert max(by_host.values()) == NUM_TREES
 
 
-def test_members_without_tree_support_force_chains() -> None:
+def test_one_member_without_tree_support_forces_chains() -> None:
     fleet = hosts(256)
     assert len(Relay([*fleet[:-1], replace(fleet[-1], follows_trees=False)]).trees) == 1
     late = [one if one.whole else replace(one, num_have=CHUNKS * 3 // 4) for one in fleet]
@@ -252,7 +252,7 @@ def test_members_without_tree_support_force_chains() -> None:
     assert Relay(again(late, made)).trees == made.trees
 
 
-def test_two_trees_remain_without_full_support() -> None:
+def test_two_trees_remain_when_member_without_support_joins() -> None:
     fleet = hosts(256)
     made = Relay(fleet)
     old = Node(member="old", host="old", joined=1e9, num_have=0, num_chunks=CHUNKS)
@@ -273,7 +273,7 @@ def test_each_named_link_carries_one_copy() -> None:
     assert max(by_link.values()) == 1 and max(by_host.values()) > 1
 
 
-def test_current_parent_is_first_even_when_full() -> None:
+def test_current_parent_stays_first_upstream_even_when_full() -> None:
     fleet = [replace(one, num_readers=3, max_readers=3) for one in hosts(64)]
     made = Relay(again(fleet, Relay(fleet)))
     for tree, parents in enumerate(made.trees):
@@ -325,7 +325,7 @@ def test_relay_build_time_grows_linearly(fleet: Callable[[int], list[Node]]) -> 
     assert work(fleet(800)) < 2.6 * work(fleet(400))
 
 
-def test_reader_limits_merge_parents_of_both_trees() -> None:
+def test_reader_limit_makes_trees_share_parents() -> None:
     made = in_trees(admitting(2, hosts(200, 8, links=1)))
     pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
     readers = Counter(up for _, up in pairs)
@@ -333,7 +333,7 @@ def test_reader_limits_merge_parents_of_both_trees() -> None:
     assert sum(max(0, count - 2) for count in readers.values()) <= 1
 
 
-def test_trees_are_built_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_are_built_only_when_faster_than_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_nodes: object) -> None:
         raise AssertionError("trees are built")
 

@@ -168,7 +168,7 @@ def test_slice_outside_tensor_raises_plan_error() -> None:
         plan_load(_empty(), file_nbytes=[], chunk_bytes=5, align_bytes=2)
 
 
-def test_shard_slice_is_even_or_raises() -> None:
+def test_invalid_shard_slice_raises_plan_error() -> None:
     assert shard_box((8, 6), -1, 1, 3) == Box(start=(0, 2), stop=(8, 4))
     for shape, dim, rank, world in (((8, 6), 2, 0, 2), ((8, 6), 1, 0, 4), ((8, 6), 0, 2, 2)):
         with pytest.raises(PlanError):

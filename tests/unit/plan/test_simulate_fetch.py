@@ -58,7 +58,7 @@ def test_single_receiver_prediction_equals_one_copy_time() -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 8])
-def test_chain_prediction_adds_hop_per_node(nodes: int) -> None:
+def test_chain_prediction_adds_one_hop_per_node(nodes: int) -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES), cluster(nodes), RATES)
     assert found.predicted_s == near(1.0 + first_s(RATES, 50) + (nodes - 2) * hop_s(RATES, 50))
     assert found.moved_bytes == (nodes - 1) * NBYTES
@@ -83,7 +83,7 @@ def test_shards_of_replica_are_sent_in_parallel() -> None:
     assert found.moved_bytes == 8 * NBYTES
 
 
-def test_simulated_storage_bytes_are_read_once() -> None:
+def test_simulated_fleet_without_holder_reads_storage_once() -> None:
     one = cluster(4, node_storage_gb_per_s=2.0)
     found = simulate_fetch(SimulatedFleet(nbytes=NBYTES, holders=0), one, RATES)
     storage = next(load for load in found.links if load.name == "storage of a node")
@@ -131,7 +131,7 @@ def test_equal_seeds_reproduce_fetch_prediction(given) -> None:
 
 @given(fleets, st.floats(1.1, 8.0))
 @settings(max_examples=25, deadline=None)
-def test_faster_links_are_never_slower(given, factor: float) -> None:
+def test_faster_links_never_increase_predicted_time(given, factor: float) -> None:
     nodes, gpus, seed, slow = given
     one = cluster(nodes, gpus, straggler_share=slow)
     fast = msgspec.structs.replace(
@@ -152,7 +152,7 @@ def test_thousand_nodes_are_simulated() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "nics"), [(1, 1), (8, 1), (8, 4)])
-def test_many_hosts_finish_near_copy_time(gpus: int, nics: int) -> None:
+def test_fetch_to_many_hosts_takes_about_one_copy_time(gpus: int, nics: int) -> None:
     found = simulate_fetch(SimulatedFleet(nbytes=2 * NBYTES), cluster(200, gpus, nics_per_node=nics), RATES)
     assert found.moved_bytes == 2 * NBYTES * (200 * gpus - 1)
     assert found.predicted_s < 1.2 * 2.0
@@ -168,17 +168,17 @@ def test_dead_members_in_two_trees_are_bypassed() -> None:
     assert found.moved_bytes == found.num_receivers * NBYTES
 
 
-def test_measured_fetch_matches_prediction() -> None:
+def test_prediction_matches_fetch_measured_on_h200() -> None:
     """Three receivers on four H200, from which no rate was taken. Source: results/h200x4_202611/fetch.md, payload."""
     host = msgspec.structs.replace(CLUSTERS["h200"][0], num_nodes=1, gpus_per_node=4)
     found = simulate_fetch(SimulatedFleet(nbytes=60 * GB), host, RATES)
     assert abs(found.off_by(measured_s=0.187)) < 0.1
 
 
-def test_relay_and_simulation_agree_on_hop_cost() -> None:
+def test_relay_hop_cost_matches_simulation() -> None:
     assert pytest.approx(hop_s(RATES, 50) / (CHUNK_BYTES / 50e9), abs=1) == CHUNKS_A_HOP
 
 
-def test_simulated_step_constants_match_fetch() -> None:
+def test_simulation_constants_match_fetch_constants() -> None:
     assert (module.READS_OF_ONE, module.STEP_S) == (assignment.READS_OF_ONE, upstream.STEP_S)
     assert (module.MAX_STEP_CHUNKS, module.PATIENCE_S) == (upstream.MAX_STEP_CHUNKS, upstream.PATIENCE_S)

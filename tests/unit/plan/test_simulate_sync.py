@@ -95,7 +95,7 @@ def test_simulated_ranks_on_node_use_nvlink() -> None:
     assert simulate_sync(plan(2, 2), one, FREE).predicted_s == near(NBYTES / 50e9)
 
 
-def test_transform_and_flip_add_their_serial_time() -> None:
+def test_transform_and_flip_time_is_added_to_prediction() -> None:
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=200.0, device_copy_gb_per_s=1.0)
     one = plan(1, 1)
     source = np.full((1, one.num_buckets), 2 * GB)  # One or two batches each.
@@ -109,7 +109,7 @@ def test_transform_and_flip_add_their_serial_time() -> None:
     assert exchanged.predicted_s == pytest.approx(found.predicted_s + NBYTES / rates.exchange_gb_per_s / 1e9)
 
 
-def test_reads_are_posted_one_by_one() -> None:
+def test_simulated_reads_are_posted_one_by_one() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5)
     one = plan(4, 2)
     reads = len(StageWork.of(one, rates).receiver) // 2
@@ -140,7 +140,7 @@ def columns(sources: int) -> SyncPlan:
     return plan_sync(held, wants)
 
 
-def test_copies_within_node_include_host_time() -> None:
+def test_prediction_within_node_includes_host_time_per_copy() -> None:
     one = plan(2, 1)  # A read of 512 MiB from each source has 16 copies.
     work = StageWork.of(one, FREE)
     assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
@@ -253,7 +253,7 @@ def test_short_runs_between_nodes_are_packed() -> None:
     assert posts.busy_s == pytest.approx(0.2 * 5 + 1e-3)
 
 
-def test_receivers_wait_for_source_buffers() -> None:
+def test_simulated_receivers_wait_for_free_source_buffers() -> None:
     one = narrow_columns(4096, 32)
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e9, answer_s=0.1)
     found = simulate_sync(one, CLUSTER, rates, staged=False)
@@ -316,7 +316,7 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
         ("llama", 1, True, 0.1037),
     ],
 )
-def test_measured_h200_sync_matches_prediction(kind: str, num_trainers: int, staged: bool, measured_s: float) -> None:
+def test_prediction_matches_sync_measured_on_h200(kind: str, num_trainers: int, staged: bool, measured_s: float) -> None:
     """Medians of `update`. Experts: median of three runs. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, num_trainers)
     cluster, rates = CLUSTERS["h200"]
@@ -332,7 +332,7 @@ PYTHON_ON_A_SLOW_HOST = 1802 / 872
     ("kind", "in_arenas", "measured_s"),
     [("llama", False, 0.0948), ("llama", True, 0.0955), ("moe", False, 0.0652), ("fp8", False, 0.0630)],
 )
-def test_slow_python_host_matches_prediction(kind: str, in_arenas: bool, measured_s: float) -> None:
+def test_prediction_matches_sync_measured_on_slow_host(kind: str, in_arenas: bool, measured_s: float) -> None:
     """Medians of `update` on a host of four H200. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, 2)
     one = plan_sync(held, wanted)
@@ -350,7 +350,7 @@ def test_slow_python_host_matches_prediction(kind: str, in_arenas: bool, measure
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.0914), (1, 0.0911), (2, 0.0950), (2, 0.0938)])
-def test_measured_exchanging_flip_matches_prediction(num_trainers: int, measured_s: float) -> None:
+def test_prediction_matches_measured_flip_by_exchange(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, in_arenas=True, one_node=True)
@@ -358,7 +358,7 @@ def test_measured_exchanging_flip_matches_prediction(num_trainers: int, measured
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.1087), (2, 0.1125)])
-def test_measured_overlapped_snapshot_matches_prediction(num_trainers: int, measured_s: float) -> None:
+def test_prediction_matches_measured_overlapping_snapshot(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     one = plan_sync(held, wanted)
     # Every row is copied before it is read, at the rate of copies within a device.
@@ -373,7 +373,7 @@ def test_measured_overlapped_snapshot_matches_prediction(num_trainers: int, meas
     assert abs(found.off_by(measured_s)) < 0.1
 
 
-def test_receivers_start_with_their_largest_source() -> None:
+def test_receivers_read_first_from_largest_source() -> None:
     # From FSDP over two to TP over two, an engine needs its rows from one trainer, and columns of the others from both.
     model = list(kimi_k2(num_layers=3, num_experts=8))
     held, wanted = trainer_layouts(model, 2, shards=2), receiver_layouts(model, 2, tp=2)
@@ -396,7 +396,7 @@ def test_receivers_start_with_distinct_sources() -> None:
     assert [one.part(receiver).first_source for receiver in range(2)] == [0, 2]
 
 
-def test_small_watermark_waits_for_each_response() -> None:
+def test_small_watermark_increases_predicted_time() -> None:
     rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
     some = np.ones((2, one.num_buckets), np.int64)  # Sources that transform get a request for digests before each read.
     wide, narrow = (
@@ -413,7 +413,7 @@ def test_bottleneck_names_slow_source_link() -> None:
     assert found.bottleneck.startswith("the busiest link: nic")
 
 
-def test_simulation_lists_receivers_of_dead_ranks() -> None:
+def test_simulation_reports_effects_of_failed_gpus() -> None:
     deadly = msgspec.structs.replace(CLUSTER, failures_per_gpu_hour=1e5)
     found = simulate_sync(plan(2, 2), deadly, FREE, seed=1)
     assert any("stay on the previous version" in line or "delays nobody" in line for line in found.failed)
@@ -438,7 +438,7 @@ def test_equal_seeds_reproduce_sync_prediction(given) -> None:
 
 @given(sides, st.floats(1.1, 8.0))
 @settings(max_examples=20, deadline=None)
-def test_faster_links_are_never_slower(given, factor: float) -> None:
+def test_faster_links_never_increase_predicted_time(given, factor: float) -> None:
     sources, receivers, seed, share = given
     slow = msgspec.structs.replace(CLUSTER, straggler_share=share)
     fast = msgspec.structs.replace(slow, nic_gb_per_s=50 * factor)
@@ -447,7 +447,7 @@ def test_faster_links_are_never_slower(given, factor: float) -> None:
     assert after <= before * 1.02
 
 
-def test_sync_picture_shows_lanes_and_links() -> None:
+def test_sync_diagram_shows_lanes_and_links() -> None:
     found = simulate_sync(plan(2, 2), CLUSTER, CLUSTERS["h200"][1])
     drawn = svg(found)
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
@@ -494,7 +494,7 @@ def test_simulated_steps_match_receiver_steps(receiver: int) -> None:
                 assert expected == [i for i in found if key == "cuda:0" or windows.steps[i].source == key]
 
 
-def test_simulated_models_match_parameter_counts() -> None:
+def test_simulated_model_has_expected_parameter_count() -> None:
     assert sum(np.prod(one.shape) for one in kimi_k2()) == pytest.approx(1.03e12, rel=0.01)
     model = list(kimi_k2(3, 8))
     assert {one.dim for one in model if one.name.endswith("down_proj.weight")} == {1}
@@ -509,7 +509,7 @@ def test_simulated_models_match_parameter_counts() -> None:
         assert twice.sum() == 2 * (tagged + dense)  # Two replicas hold the tensors outside experts.
 
 
-def test_sync_prediction_is_compared_with_measurement() -> None:
+def test_prediction_error_is_relative_to_measured_time() -> None:
     found = simulate_sync(plan_sync([layout("s0", NAMES)], [layout("r0", NAMES)]), CLUSTER, FREE)
     assert found.off_by(found.predicted_s / 2) == pytest.approx(1.0)
     assert found.off_by(found.predicted_s * 2) == pytest.approx(-0.5)

@@ -201,7 +201,7 @@ def test_replicas_send_equal_bytes_over_few_links(num_holders: int, num_takers: 
     assert (links > 0).sum() <= num_holders + num_takers - 1
 
 
-def test_source_of_unique_tensors_sends_fewer_shared_bytes() -> None:
+def test_source_with_unique_tensors_sends_fewer_shared_bytes() -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(64)]
     own = [whole(f"layers.{i}.own", (16,)) for i in range(32)]
     plan = plan_sync([layout("t0", rows + own), layout("t1", rows), layout("t2", rows)], [layout("e", rows + own)])
@@ -210,7 +210,7 @@ def test_source_of_unique_tensors_sends_fewer_shared_bytes() -> None:
     assert lone.link_bytes().tolist() == [[32 * 32, 64]]
 
 
-def test_bucket_holds_one_layer_if_it_fits() -> None:
+def test_bucket_contains_one_layer_when_layer_fits() -> None:
     rows = [whole("embed", (4,)), *(whole(f"m.{layer}.w{i}", (4,)) for layer in (1, 0, 2) for i in range(3))]
     rows.append(whole("m.10.w", (100,)))
     holdings, wants = [layout("t", rows)], [layout("e", rows[::-1])]
@@ -260,14 +260,14 @@ def test_plan_error_lists_mismatched_tensors() -> None:
         plan_sync([layout("t", [])], many)
 
 
-def test_tensor_is_planned_in_two_dtypes() -> None:
+def test_same_tensor_is_planned_in_two_dtypes() -> None:
     low, high = whole("w", (4, 4), dtype=DType.U8, tag="fp8"), whole("w", (4, 4), tag="")
     plan = plan_sync([layout("t", [high, low])], [layout("a", [low]), layout("b", [high])])
     assert [plan.part(r).nbytes for r in range(2)] == [16, 32]
     assert [plan.part(r).src.tolist() for r in range(2)] == [[32], [0]]
 
 
-def test_plan_error_lists_holes_by_tensor() -> None:
+def test_plan_error_lists_missing_elements_by_tensor() -> None:
     def holding(names: list[str], rank: int) -> Layout:
         return layout(f"t{rank}", [sharded(name, (8, 4), 0, rank, 4) for name in names])
 
@@ -284,7 +284,7 @@ def test_plan_error_lists_holes_by_tensor() -> None:
         plan_sync(apart, [layout("e", [whole(f"w{i}", (30,)) for i in range(30)])])
 
 
-def test_overlapping_holdings_are_sent_once() -> None:
+def test_overlapping_shards_are_sent_once() -> None:
     shape = (12, 4)
     holdings = [
         layout("t0", [("w", Form(dtype=DType.BF16, shape=shape, box=Box(start=(0, 0), stop=(8, 4))))]),
@@ -303,7 +303,7 @@ def test_duplicate_region_is_received_by_both_tensors() -> None:
     prove_by_bytes(plan, holdings, wants)
 
 
-def test_packed_elements_split_only_at_bytes() -> None:
+def test_sub_byte_tensor_is_split_only_at_byte_boundaries() -> None:
     holdings = [layout("t", [whole("w", (4, 8), dtype=DType.F4)])]
     plan = plan_sync(holdings, [layout("e", [sharded("w", (4, 8), 1, 1, 2, dtype=DType.F4)])])
     assert (plan.part(0).src.tolist(), plan.part(0).run_bytes.tolist()) == ([2], [2])
@@ -373,7 +373,7 @@ def test_empty_sync_plan_is_valid() -> None:
         {"sources": ("t0",)},
     ],
 )
-def test_receiver_plan_outside_memory_is_rejected(wrong: dict[str, object]) -> None:
+def test_invalid_receiver_plan_is_rejected(wrong: dict[str, object]) -> None:
     holdings = [layout(f"t{r}", [sharded("w", (4, 12), 0, r, 2)]) for r in range(2)]
     part = plan_sync(holdings, [layout("e", [sharded("w", (4, 12), 1, 0, 2)])]).part(0)
     sizes = {"src_nbytes": [48, 48], "dst_nbytes": 48}

@@ -68,7 +68,7 @@ def test_dotted_shard_names_form_one_model(tmp_path: Path) -> None:
     assert files_of(tmp_path) == [PLAIN, "model.vision.safetensors"]
 
 
-def test_several_variants_without_plain_file_raise(tmp_path: Path) -> None:
+def test_several_variants_without_plain_file_raise_config_error(tmp_path: Path) -> None:
     write(tmp_path, "unet.fp16.safetensors", "unet.bf16.safetensors")
     with pytest.raises(ConfigError, match=r"unet\.bf16\.safetensors, unet\.fp16\.safetensors") as caught:
         ps.inspect(tmp_path)
@@ -118,7 +118,7 @@ def test_index_selects_shard_for_duplicate_tensor(tmp_path: Path) -> None:
         manifest.unlink()
 
 
-def test_index_for_different_files_raises_with_hint(tmp_path: Path) -> None:
+def test_index_contradicting_files_raises_with_hint(tmp_path: Path) -> None:
     write(tmp_path, PLAIN)
     for weight_map, fault in (
         ({"w": PLAIN, "gone": PLAIN}, "does not hold it"),
@@ -147,7 +147,7 @@ def test_index_with_byte_order_mark_is_read(tmp_path: Path) -> None:
     assert files_of(tmp_path) == ["a.safetensors"]
 
 
-def test_repository_cache_path_error_suggests_snapshots(tmp_path: Path) -> None:
+def test_hub_cache_path_error_suggests_snapshot_path(tmp_path: Path) -> None:
     place = tmp_path / "models--org--some--name"
     (place / "snapshots" / "abc").mkdir(parents=True)
     with pytest.raises(NotFound) as caught:
@@ -172,5 +172,5 @@ def test_file_names_with_question_mark_are_opened(tmp_path: Path) -> None:
         ("a#b", "a#b"),
     ],
 )
-def test_uppercase_scheme_and_fragment_are_accepted(given: str, read: str) -> None:
+def test_scheme_is_lowercased_and_http_fragment_is_removed(given: str, read: str) -> None:
     assert text_of(given) == read

@@ -62,7 +62,7 @@ def test_aws_profile_settings_are_read(
     ) == found
 
 
-def test_malformed_aws_config_raises_for_named_profile(environ: dict[str, str], tmp_path: Path) -> None:
+def test_malformed_aws_config_raises_only_for_named_profile(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config").write_text("no section\n")
     assert read_profile(None, environ).region == ""
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -91,14 +91,14 @@ def test_partial_read_caches_complete_chunk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"uri": "s3://b/other"}, {"identity": '"new"'}, {"data": DATA[:-1]}], ids=["uri", "identity", "size"]
 )
-def test_changed_identity_misses_cache(tmp_path: Path, other: dict[str, object]) -> None:
+def test_changed_object_is_not_read_from_cache(tmp_path: Path, other: dict[str, object]) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     inner = CountingSource(**other)  # type: ignore[arg-type]
     read(cached(inner, tmp_path), 0, [inner.nbytes])
     assert len(inner.reads) == 10
 
 
-def test_source_without_cache_or_identity_bypasses_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_source_without_cache_directory_or_identity_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = CountingSource()
     assert open_cached(plain, settings=Settings()) is plain
     nameless = CountingSource(identity="")
@@ -237,7 +237,7 @@ def test_concurrent_processes_fetch_chunk_once(tmp_path: Path) -> None:
     assert (len(inner.reads), other.reads) == (1, [])
 
 
-def test_stopped_process_does_not_block_readers(tmp_path: Path) -> None:
+def test_stalled_reader_does_not_block_other_readers(tmp_path: Path) -> None:
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
     first, _ = in_a_thread(cached(inner, tmp_path))
@@ -251,7 +251,7 @@ def test_stopped_process_does_not_block_readers(tmp_path: Path) -> None:
     first.join()
 
 
-def test_read_of_many_chunks_waits_once(tmp_path, monkeypatch) -> None:
+def test_read_of_many_chunks_has_one_deadline(tmp_path, monkeypatch) -> None:
     until, claimed = list[float](), cache_directory._host_lock
 
     def noting(name: str, deadline: float) -> AbstractContextManager[None]:
@@ -263,7 +263,7 @@ def test_read_of_many_chunks_waits_once(tmp_path, monkeypatch) -> None:
     assert len(until) == 4 and len(set(until)) == 1
 
 
-def test_reader_of_unwritable_cache_never_waits(tmp_path: Path) -> None:
+def test_reader_without_writable_cache_never_waits_for_lock(tmp_path: Path) -> None:
     (tmp_path / "penstock-chunks").write_bytes(b"")
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
@@ -323,7 +323,7 @@ def test_cached_sources_share_scratch_memory(tmp_path: Path, monkeypatch: pytest
         source.close()
 
 
-def test_cached_chunks_are_listed_before_reading(tmp_path: Path) -> None:
+def test_cached_chunks_are_listed_after_partial_read(tmp_path: Path) -> None:
     source, again = cached(CountingSource(), tmp_path), cached(CountingSource(), tmp_path / "elsewhere")
     assert source.cached_chunks() == again.cached_chunks() == frozenset()
     read(source, 12_345, [10_000])
@@ -423,7 +423,7 @@ def test_read_only_cache_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("depth", ["cache_dir", "below"])
-def test_unusable_cache_directory_warns_once(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_cache_directory_logs_one_warning(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "penstock-chunks" if depth == "below" else tmp_path / "file"
     file.write_bytes(b"")
     source = cached(CountingSource(), tmp_path if depth == "below" else file)

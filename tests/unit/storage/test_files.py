@@ -96,7 +96,7 @@ def num_resident(path: str, offset: int, nbytes: int) -> int | None:
         (5 * MIB + 8, 100_000),
     ],
 )
-def test_reads_match_file_in_every_cache_state(
+def test_reads_match_file_in_every_page_cache_state(
     path: str, body: bytes, state: str, shift: int, offset: int, nbytes: int
 ) -> None:
     ranges = {
@@ -151,7 +151,7 @@ def test_uncached_read_uses_direct_io_without_caching(source: FileSource, path: 
     assert source.why == ""
 
 
-def test_reading_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
+def test_read_of_cached_start_does_not_cache_remainder(source: FileSource, path: str) -> None:
     needs_direct(path)
     evict(path)
     with open(path, "rb", buffering=0) as reader:
@@ -163,7 +163,7 @@ def test_reading_cached_head_does_not_cache_rest(source: FileSource, path: str) 
     source.readv(0, [aligned(8 * MIB)])
 
 
-def test_pages_evicted_before_read_are_reread(source: FileSource, path: str, body: bytes) -> None:
+def test_evicted_pages_are_read_again(source: FileSource, path: str, body: bytes) -> None:
     buffer = aligned(8 * MIB)
     assert source.readv(0, [buffer]) == "page-cache"
     evict(path)
@@ -185,7 +185,7 @@ def test_unaligned_buffers_use_buffered_reads(path: str, body: bytes) -> None:
     source.close()
 
 
-def test_direct_io_refused_at_open_is_reported(
+def test_buffered_read_is_used_if_open_refuses_direct_io(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evict(path)
@@ -203,7 +203,7 @@ def test_direct_io_refused_at_open_is_reported(
     assert "EINVAL" in source.why
 
 
-def test_direct_io_refused_at_read_is_reported(
+def test_buffered_read_is_used_if_read_refuses_direct_io(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_direct(path)
@@ -284,7 +284,7 @@ def test_tmpfs_file_is_read(body: bytes) -> None:
         source.close()
 
 
-def test_empty_file_and_empty_range_are_read(tmp_path: Path, source: FileSource) -> None:
+def test_read_of_empty_file_or_range_succeeds(tmp_path: Path, source: FileSource) -> None:
     (tmp_path / "empty").touch()
     empty = FileSource.open(str(tmp_path / "empty"))
     empty.readv(0, [])
@@ -321,7 +321,7 @@ def test_in_place_modification_raises_source_changed(source: FileSource, path: s
         source.check_unchanged()
 
 
-def test_replaced_open_file_is_read_but_reported_changed(source: FileSource, path: str, body: bytes) -> None:
+def test_replaced_file_is_read_but_check_raises_source_changed(source: FileSource, path: str, body: bytes) -> None:
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
     buffer = aligned(MIB)
@@ -345,7 +345,7 @@ def test_removed_open_file_raises_source_changed(source: FileSource, path: str) 
         source.check_unchanged()
 
 
-def test_file_identity_describes_opened_file(source: FileSource, path: str) -> None:
+def test_file_identity_contains_inode_mtime_and_size(source: FileSource, path: str) -> None:
     found = os.stat(path)
     assert source.identity == f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
     assert (source.uri, source.nbytes) == (path, NBYTES)
@@ -400,7 +400,7 @@ def test_unreadable_file_raises_permission_denied(tmp_path: Path) -> None:
             os.seteuid(0)
 
 
-def test_kernel_read_error_raises_typed_error() -> None:
+def test_kernel_read_error_raises_source_unavailable() -> None:
     try:
         source = FileSource.open("/proc/self/mem")  # This regular file returns EIO at address 0.
     except PermissionDenied as error:
@@ -432,7 +432,7 @@ def test_closed_source_refuses_reads(source: FileSource) -> None:
         source.readv(0, [aligned(1)])
 
 
-def test_dropped_source_frees_descriptors(path: str) -> None:
+def test_garbage_collected_source_closes_descriptors(path: str) -> None:
     evict(path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

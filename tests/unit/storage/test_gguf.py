@@ -80,7 +80,7 @@ def test_gguf_metadata_text_summarises_long_values(tmp_path: Path) -> None:
     }
 
 
-def test_gguf_shape_is_computed_from_type(tmp_path: Path) -> None:
+def test_gguf_block_shapes_match_gguf_package(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     with open_weights(path, settings=Settings.read()) as weights:
         blocks = blocks_of(weights.manifest)
@@ -108,7 +108,7 @@ def test_gguf_version_2_is_parsed(tmp_path: Path) -> None:
     assert older.tensors.offset.tolist() == newer.tensors.offset.tolist() and older.digest != newer.digest
 
 
-def test_large_gguf_header_takes_few_reads(tmp_path: Path) -> None:
+def test_large_gguf_header_is_read_in_two_requests(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=150_000)
     source = Counted(path.read_bytes())
     header = read_header(source)
@@ -121,7 +121,7 @@ def test_large_gguf_header_takes_few_reads(tmp_path: Path) -> None:
     assert len(source.reads) == 1
 
 
-def test_metadata_only_file_has_no_tensors(tmp_path: Path) -> None:
+def test_gguf_file_with_metadata_only_has_no_tensors(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -137,7 +137,7 @@ def test_trailing_gguf_bytes_are_ignored(tmp_path: Path) -> None:
     assert header_of(data + bytes(100)).tensors.offset.tolist() == header_of(data).tensors.offset.tolist()
 
 
-def test_gguf_name_without_magic_raises_format_error() -> None:
+def test_gguf_file_without_magic_raises_format_error() -> None:
     with pytest.raises(FormatError, match="does not begin with 'GGUF'"):
         read_header(MemorySource(b"\x02\0\0\0\0\0\0\0{}", uri="memory:x.gguf"))
     with pytest.raises(FormatError, match="does not begin with 'GGUF'"):

@@ -142,7 +142,7 @@ def test_dropped_view_frees_private_writes(path: str) -> None:
     assert kept.nbytes == 100
 
 
-def test_views_outlive_closed_file_without_descriptors(path: str, body: bytes) -> None:
+def test_views_stay_readable_after_file_is_closed(path: str, body: bytes) -> None:
     before = len(os.listdir("/proc/self/fd"))
     file = MappedFile.open(path)
     views = [file.view(i * PAGE, PAGE) for i in range(500)]
@@ -175,7 +175,7 @@ def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> 
     assert num_populated_bytes(path) >= left.nbytes + right.nbytes
 
 
-def test_prefetch_without_populate_keeps_bytes_correct(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_without_madvise_populate_keeps_bytes_correct(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile.open(path)
@@ -184,7 +184,7 @@ def test_prefetch_without_populate_keeps_bytes_correct(path: str, body: bytes, m
     assert view == body
 
 
-def test_prefetch_beyond_file_end_is_clipped(path: str, body: bytes) -> None:
+def test_prefetch_range_beyond_file_end_is_clipped(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     view = file.view(NBYTES - 10, 10)
     file.prefetch(NBYTES, 1)
@@ -194,7 +194,7 @@ def test_prefetch_beyond_file_end_is_clipped(path: str, body: bytes) -> None:
     assert view == body[-10:]
 
 
-def test_concurrent_prefetch_and_view_changes_are_safe(path: str, body: bytes) -> None:
+def test_concurrent_views_and_prefetches_return_correct_bytes(path: str, body: bytes) -> None:
     evict(path)
     file = MappedFile.open(path)
 
@@ -217,7 +217,7 @@ def test_range_outside_file_raises_source_truncated(path: str, offset: int, nbyt
 
 
 @pytest.mark.parametrize("populate", [True, False])
-def test_prefetch_of_truncated_file_raises_without_crash(
+def test_prefetch_of_truncated_file_raises_source_truncated(
     path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not populate:
@@ -248,14 +248,14 @@ def test_changed_or_removed_file_raises_source_changed(path: str) -> None:
         file.check_unchanged()
 
 
-def test_mapping_missing_file_or_directory_raises(tmp_path: Path) -> None:
+def test_mapped_open_rejects_directory_and_missing_file(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         MappedFile.open(str(tmp_path / "absent"))
     with pytest.raises(SourceUnavailable, match="directory"):
         MappedFile.open(str(tmp_path))
 
 
-def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_mapping_limit_raises_destination_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -264,7 +264,7 @@ def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pyte
         MappedFile.open(path).view(0, 1)
 
 
-def test_view_is_mapped_if_mapping_whole_file_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_is_mapped_separately_if_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mapped.Mapping.map
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
@@ -292,7 +292,7 @@ def test_exhausted_address_space_raises_destination_error(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
+def test_forked_child_writes_do_not_reach_parent(path: str, body: bytes) -> None:
     file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     view[:3] = b"mum"
@@ -308,7 +308,7 @@ def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
     assert view[3:] == body[3:]
 
 
-def test_file_reports_ready_only_when_cached(path: str, tmp_path: Path) -> None:
+def test_mapped_file_is_ready_only_when_cached(path: str, tmp_path: Path) -> None:
     file = MappedFile.open(path)
     with open(path, "rb") as reader:
         cached = local.resident_pages(reader.fileno(), 0, NBYTES)

@@ -44,7 +44,7 @@ def pieces(files: OutputFiles) -> list[tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 8192, 100])
-def test_two_writers_produce_valid_files(tmp_path, shard_bytes):
+def test_interleaved_writers_produce_valid_files(tmp_path, shard_bytes):
     files = laid_out(shard_bytes)
     first, second = make_output(tmp_path / "growing", files), make_output(tmp_path / "growing", files)
     first.create()
@@ -72,7 +72,7 @@ def test_two_writers_produce_valid_files(tmp_path, shard_bytes):
         assert said["metadata"]["total_size"] == sum(array.nbytes for array in TENSORS.values())
 
 
-def test_output_region_contains_one_file():
+def test_two_writers_fill_one_output_region():
     files, fd = laid_out(1 << 20), os.memfd_create("region")
     nbytes = int(files.table.nbytes.sum())
     os.ftruncate(fd, nbytes)
@@ -97,7 +97,7 @@ def test_output_region_contains_one_file():
         first.open()
 
 
-def test_second_output_create_keeps_written_bytes(tmp_path):
+def test_creating_output_again_keeps_written_bytes(tmp_path):
     files = laid_out()
     out = make_output(tmp_path / "growing", files)
     out.create()
@@ -136,7 +136,7 @@ def test_publish_onto_empty_directory_succeeds(tmp_path):
     assert sorted(path.name for path in (tmp_path / "done").glob("*.safetensors")) == out.names
 
 
-def test_full_disk_is_reported_before_writing(tmp_path, monkeypatch):
+def test_full_disk_raises_before_first_write(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     with pytest.raises(DiskFull) as caught:
         make_output(tmp_path / "growing", laid_out()).create()
@@ -144,7 +144,7 @@ def test_full_disk_is_reported_before_writing(tmp_path, monkeypatch):
     assert not (tmp_path / "growing").exists()
 
 
-def test_unsupported_fallocate_only_sets_file_length(tmp_path, monkeypatch):
+def test_file_length_is_set_if_fallocate_is_unsupported(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     out = make_output(tmp_path / "growing", laid_out())
     out.create()
@@ -157,7 +157,7 @@ def test_unsupported_fallocate_only_sets_file_length(tmp_path, monkeypatch):
     os.close(fd)
 
 
-def test_disk_reservation_continues_until_cancelled(tmp_path, monkeypatch):
+def test_disk_reservation_stops_when_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_RESERVED_BYTES", 4096)
     turns = iter([False, False, True])
     with open(tmp_path / "file", "wb") as file:

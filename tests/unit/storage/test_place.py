@@ -119,7 +119,7 @@ def test_replace_removes_all_files_of_earlier_conversion(source: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "source"]
 
 
-def test_destination_symlink_to_empty_directory_is_filled(source: Path, tmp_path: Path) -> None:
+def test_symlink_to_empty_directory_is_filled_and_kept(source: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     convert(source, tmp_path / "link")
@@ -145,7 +145,7 @@ def test_conversion_into_working_directory_keeps_inode(
     convert(source, to or str(here))
 
 
-def test_interrupted_publish_is_rolled_back_and_retried(tmp_path: Path) -> None:
+def test_failed_publish_moves_files_back(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -164,7 +164,7 @@ def test_interrupted_publish_is_rolled_back_and_retried(tmp_path: Path) -> None:
     assert sorted(path.name for path in staging.iterdir()) == ["a", "b", "c"]
 
 
-def test_killed_publish_is_rolled_back_by_next(tmp_path: Path) -> None:
+def test_next_writer_rolls_back_killed_publish(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -230,7 +230,7 @@ def test_forked_child_inherits_no_destination_lock(tmp_path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_concurrent_conversions_to_destination_never_mix(source: Path, tmp_path: Path) -> None:
+def test_second_conversion_to_same_destination_is_refused(source: Path, tmp_path: Path) -> None:
     refused: list[Exception] = []
 
     def again(done: int, total: int) -> None:
@@ -298,7 +298,7 @@ def test_new_file_replaces_symlink_and_keeps_target(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
-def test_clear_and_unlock_remove_lock(tmp_path: Path) -> None:
+def test_clear_and_unlock_leave_empty_staging_directory(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
     with DestinationClaim.open(place.path, place.staging("1")) as claim:
         (claim.staging / "sub").mkdir()
@@ -323,7 +323,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.parametrize(
     "name", ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200], ids=["nul", "surrogate", "256", "utf8"]
 )
-def test_impossible_destination_name_raises_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_invalid_destination_name_raises_and_writes_nothing(source: Path, tmp_path: Path, name: str, writer: str) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises((ConfigError, DestinationError)):
         _WRITERS[writer](source, f"{tmp_path}/{name}")
@@ -353,7 +353,7 @@ def test_conversion_to_undecodable_name_is_refused(source: Path, tmp_path: Path)
     assert initialize(str(source), tmp_path / "bytes\udcff").num_files == 3
 
 
-def test_full_inode_table_leaves_disk_unchanged(source: Path, tmp_path: Path) -> None:
+def test_exhausted_inodes_raise_disk_full_and_leave_no_files(source: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)

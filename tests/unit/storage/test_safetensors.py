@@ -116,7 +116,7 @@ def test_random_valid_files_match_safetensors_library(
     assert header_of(data).metadata == (metadata or {})
 
 
-def test_empty_tensors_share_offset_with_neighbours() -> None:
+def test_empty_tensors_at_neighbour_offsets_are_parsed() -> None:
     header = {
         "full": entry("U8", [2], 0, 2),
         "between": entry("F32", [0, 7], 2, 2),
@@ -158,7 +158,7 @@ def test_brace_in_metadata_string_is_parsed(value: str) -> None:
     assert header_of(data).metadata == {"format": value, "k": "v"}
 
 
-def test_null_metadata_returns_empty_dict() -> None:
+def test_null_metadata_is_read_as_empty_dict() -> None:
     assert header_of(file_of({"__metadata__": None})).metadata == {}
     assert header_of(file_of(b'{"__meta\\u0064ata__":null}')).metadata == {}
 
@@ -168,7 +168,7 @@ def test_unknown_header_fields_are_ignored() -> None:
     assert rows_of(data) == library_rows(data)
 
 
-def test_tensors_named_like_fields_are_parsed() -> None:
+def test_tensors_named_like_header_fields_are_parsed() -> None:
     header = {name: entry("U8", [1], i, i + 1) for i, name in enumerate(["dtype", "shape", "data_offsets", "U8", ""])}
     data = file_of(header, b"abcde")
     assert rows_of(data) == library_rows(data)
@@ -254,7 +254,7 @@ def test_invalid_file_raises_format_error_with_hint(tmp_path: Path, data: bytes,
     assert hint in str(caught.value.hint) and "secret" not in str(caught.value)
 
 
-def test_truncated_file_error_suggests_new_copy(tmp_path: Path) -> None:
+def test_truncated_file_error_suggests_copying_again(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_file(path, {"a": (DType.U8, (100,), bytes(100))})
     whole = path.stat().st_size
@@ -275,12 +275,12 @@ def test_index_with_escaped_names_is_parsed() -> None:
     assert parse_index(b'{"weight_map":{"a\\"b":"\\u0078.safetensors"}}', uri="i") == {'a"b': "x.safetensors"}
 
 
-def test_header_strings_with_escapes_are_counted() -> None:
+def test_strings_with_json_escapes_are_counted_correctly() -> None:
     for value in ({}, {"a": "b"}, {'"': "\\"}, {"\\": '\\"'}, {"\\\\": "\n"}, {'\\"\\': '"\\"'}):
         assert num_strings(json.dumps(value).encode()) == 2 * len(value)
 
 
-def test_uris_are_classified_local_or_remote() -> None:
+def test_uris_are_classified_as_local_or_remote() -> None:
     assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "gs://b", "az://c")] == [True] * 4
     assert [is_remote(u) for u in ("/a/b", "rel", "file:///a", "C:thing")] == [False] * 4
     assert local_path("file:///a%20b") == "/a b" and local_path("/a%20b") == "/a%20b"
@@ -291,7 +291,7 @@ def test_uris_are_classified_local_or_remote() -> None:
 @pytest.mark.parametrize(
     "names", [["__metadata__"], ["w", "__metadata__"], ["a\ud800"], ["w", "w"]], ids=["key", "second", "utf8", "twice"]
 )
-def test_header_with_unencodable_names_is_rejected(names: list[str]) -> None:
+def test_header_with_invalid_tensor_name_is_rejected(names: list[str]) -> None:
     entries = [(name, DType.U8, (2,), 2 * row, 2 * row + 2) for row, name in enumerate(names)]
     for metadata in (None, {"format": "pt"}):
         with pytest.raises(PlanError) as caught:

@@ -138,7 +138,7 @@ def test_single_weight_file_is_opened(tmp_path: Path) -> None:
     assert list(open_all([tmp_path / "x.bin"])[1]) == ["a"]
 
 
-def test_single_file_uses_manifest_of_directory(tmp_path: Path, monkeypatch) -> None:
+def test_single_file_uses_manifest_in_its_directory(tmp_path: Path, monkeypatch) -> None:
     """Engines pass the file of a model with one file, or a list of it."""
     file = tmp_path / "model.safetensors"
     write_file(file, {"a": tensor(3)})
@@ -165,7 +165,7 @@ def test_relative_paths_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(open_all(index.name)[1]) == ALL
 
 
-def test_directory_ignores_subdirectories(tmp_path: Path) -> None:
+def test_weights_in_subdirectories_are_ignored(tmp_path: Path) -> None:
     shards_of(tmp_path)
     (tmp_path / "original").mkdir()
     write_file(tmp_path / "original" / "other.safetensors", {"q": tensor(1)})
@@ -192,7 +192,7 @@ def test_index_can_name_files_in_subdirectories(tmp_path: Path) -> None:
     assert weights.manifest.files[0].name == "sub/a.safetensors"
 
 
-def test_files_with_same_name_stay_separate(tmp_path: Path) -> None:
+def test_files_with_same_name_are_distinguished_by_directory(tmp_path: Path) -> None:
     for name in ("unet", "vae"):
         (tmp_path / name).mkdir()
         write_file(tmp_path / name / "model.safetensors", {name: tensor(1)})
@@ -379,7 +379,7 @@ def test_manifest_build_stops_when_source_fails(tmp_path: Path) -> None:
             build(weights, leaf_bytes=0)
 
 
-def test_manifest_without_tensors_is_verified(tmp_path: Path) -> None:
+def test_manifest_of_empty_tensors_is_verified(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"e": tensor(0)})
     made = write_sidecar(tmp_path / "x.safetensors")
     assert made.leaves is not None and made.leaves.size == 0
@@ -487,7 +487,7 @@ def test_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_manifest_without_digests_is_reported(tmp_path: Path) -> None:
+def test_manifest_without_digests_is_reported_as_unverified(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         raw = encode(weights.manifest)
@@ -629,7 +629,7 @@ def test_deeply_nested_manifest_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ["leaves", "body", "revision", "leaf_bytes"])
-def test_changed_manifest_fails_revision_check(field: str, built_manifest: manifest_file.Manifest) -> None:
+def test_changed_manifest_raises_integrity_error(field: str, built_manifest: manifest_file.Manifest) -> None:
     sidecar = msgspec.msgpack.decode(encode(built_manifest)[len(manifest_file.MAGIC) :])
     changed = {
         "leaves": lambda v: bytes([v[0] ^ 1]) + v[1:],
@@ -748,7 +748,7 @@ def test_object_store_prefix_is_opened(uri: str, tmp_path: Path, monkeypatch: py
     assert list(bodies) == ALL and weights.why_unverified is None
 
 
-def test_object_with_any_name_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_without_weight_suffix_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "x", {"a": tensor(1)})
     Bucket(monkeypatch, {"s3://b/blobs/0123": (tmp_path / "x").read_bytes()})
     assert list(open_all("s3://b/blobs/0123")[1]) == ["a"]
@@ -758,7 +758,7 @@ def test_object_with_any_name_is_opened(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("uri", ["s3://b/m", "https://host/m"])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_unlistable_location_is_opened_by_index(
+def test_location_without_list_permission_is_opened(
     uri: str, with_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if with_index:
@@ -774,7 +774,7 @@ def test_unlistable_location_is_opened_by_index(
     assert weights.why_unverified == f"no manifest at {uri}/penstock.manifest"
 
 
-def test_secrets_in_urls_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_in_urls_are_removed_from_reported_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "x", {"a": tensor(1)})
     url = "https://user:secret@host/x.safetensors?sig=secret"
     Bucket(monkeypatch, {url: (tmp_path / "x").read_bytes()})
@@ -799,7 +799,7 @@ def test_unreadable_sidecar_raises_permission_denied(tmp_path: Path, monkeypatch
         open_weights(tmp_path / "x.safetensors", settings=SETTINGS)
 
 
-def test_manifest_of_changed_source_raises(tmp_path: Path) -> None:
+def test_manifest_build_raises_if_source_changes(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(100)})
     with open_weights(tmp_path / "x.safetensors", settings=SETTINGS) as weights:
         write_file(tmp_path / "y.safetensors", {"a": tensor(101)})
@@ -836,7 +836,7 @@ def test_small_file_above_size_limit_raises(tmp_path: Path, monkeypatch: pytest.
         storage.read_small(str(path), settings=SETTINGS)
 
 
-def test_file_entries_record_size_and_identity(tmp_path: Path) -> None:
+def test_manifest_file_entry_contains_size_and_identity(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(1)})
     weights, _ = open_all(tmp_path / "x.safetensors")
     nbytes = (tmp_path / "x.safetensors").stat().st_size

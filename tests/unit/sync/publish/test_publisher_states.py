@@ -113,13 +113,13 @@ def test_transition_table_includes_every_state() -> None:
     assert not NEXT[S.CLOSED]
 
 
-def test_opened_publisher_owns_sync_name(hub: Hub) -> None:
+def test_opened_publisher_is_listed_as_idle(hub: Hub) -> None:
     publisher = Rank(hub).open()
     assert publisher.state is S.IDLE
     assert listed(publisher, hub) == (-1, "idle")
 
 
-def test_second_publisher_next_to_live_publisher_raises(hub: Hub) -> None:
+def test_second_publisher_raises_while_first_is_alive(hub: Hub) -> None:
     first = Rank(hub).open()
     rank = Rank(hub, "p1")
     first_beats = iter(range(100))
@@ -129,14 +129,14 @@ def test_second_publisher_next_to_live_publisher_raises(hub: Hub) -> None:
     assert first.state is S.IDLE
 
 
-def test_opening_after_dead_publisher_succeeds(hub: Hub) -> None:
+def test_publisher_opens_after_previous_publisher_died(hub: Hub) -> None:
     first = Rank(hub)
     first.open()
     first.member.die()
     assert Rank(hub, "p1").open().state is S.IDLE
 
 
-def test_second_publisher_next_to_silent_publisher_stalls(hub: Hub) -> None:
+def test_second_publisher_raises_source_stalled_if_first_is_silent(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
@@ -146,12 +146,12 @@ def test_second_publisher_next_to_silent_publisher_stalls(hub: Hub) -> None:
     assert publisher.state is S.OPENING
 
 
-def test_opening_without_rank_0_stalls(hub: Hub) -> None:
+def test_opening_without_rank_0_raises_source_stalled(hub: Hub) -> None:
     with pytest.raises(SourceStalled, match="no rank 0"):
         Rank(hub, "p1", rank=1, world_size=2, stall_s=0.1).open()
 
 
-def test_opening_with_lost_rank_0_raises(hub: Hub) -> None:
+def test_rank_1_cannot_open_after_rank_0_died(hub: Hub) -> None:
     first = Rank(hub, world_size=2, stall_s=0.2)
     first.open()
     first.member.die()
@@ -187,7 +187,7 @@ def test_failed_snapshot_copy_is_not_served(hub: Hub) -> None:
     assert publisher.state is S.SERVING
 
 
-def test_moving_parameters_withdraws_previous_version(hub: Hub) -> None:
+def test_publish_of_moved_parameters_withdraws_previous_version(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -198,7 +198,7 @@ def test_moving_parameters_withdraws_previous_version(hub: Hub) -> None:
     assert seen[0] is S.IDLE and publisher.state is S.SERVING
 
 
-def test_changed_shape_after_serving_raises(hub: Hub) -> None:
+def test_publish_raises_if_parameter_shape_changed(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -218,7 +218,7 @@ def test_live_publish_waits_for_subscriber(hub: Hub, pool: ThreadPoolExecutor) -
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_dead_subscriber_in_live_mode_is_reported(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_dead_subscriber_in_live_mode_is_reported_as_failed(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=60.0).open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1)
     wait_for(publisher, S.WAITING)
@@ -227,7 +227,7 @@ def test_dead_subscriber_in_live_mode_is_reported(hub: Hub, pool: ThreadPoolExec
     assert publisher.state is S.IDLE
 
 
-def test_stalled_subscriber_in_live_mode_is_reported_late(hub: Hub) -> None:
+def test_stalled_subscriber_in_live_mode_is_reported_as_late(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, mode="live", stall_s=0.1).open(), MemorySubscriber(hub, "s0")
     assert publisher.publish(1).late == (subscriber.member.id,)
     assert publisher.state is S.IDLE
@@ -242,7 +242,7 @@ def test_failed_live_version_is_not_readable(hub: Hub) -> None:
     assert publisher.state is S.IDLE and listed(publisher, hub) == (1, "idle")
 
 
-def test_losing_hub_during_announcement_aborts_version(hub: Hub) -> None:
+def test_hub_loss_during_announcement_aborts_version(hub: Hub) -> None:
     rank = Rank(hub, mode="live")
     publisher = rank.open()
 
@@ -309,7 +309,7 @@ def test_version_is_withdrawn_after_subscriber_dies(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_withdrawal_at_hub_overrides_commit(hub: Hub) -> None:
+def test_withdrawal_recorded_at_hub_overrides_commit(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all")
     decision = FleetDecision(epoch=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
@@ -389,7 +389,7 @@ def test_second_rank_applies_rank_0_decision(hub: Hub, pool: ThreadPoolExecutor)
     assert second.state is S.WITHDRAWN
 
 
-def test_losing_rank_0_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_rank_0_loss_while_waiting_aborts_version(hub: Hub, pool: ThreadPoolExecutor) -> None:
     zero, first, _, second = two_ranks(hub, "live", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     publishing(pool, first, 1)
@@ -414,7 +414,7 @@ def test_snapshot_survives_loss_of_rank_0_while_deciding(hub: Hub) -> None:
     first.close()
 
 
-def test_losing_rank_0_between_versions_raises_stall_error(hub: Hub) -> None:
+def test_rank_0_loss_between_versions_raises_source_stalled(hub: Hub) -> None:
     zero, _, _, second = two_ranks(hub, "snapshot", stall_s=0.2)
     second.publish(1)
     zero.member.leave()
@@ -423,7 +423,7 @@ def test_losing_rank_0_between_versions_raises_stall_error(hub: Hub) -> None:
     assert second.state is S.SERVING and second.version == 1
 
 
-def test_rank_0_not_publishing_stalls_other_ranks(hub: Hub) -> None:
+def test_rank_1_raises_if_rank_0_does_not_publish(hub: Hub) -> None:
     _, _, _, second = two_ranks(hub, "live", stall_s=0.2)
     with pytest.raises(SourceStalled, match="did not begin version 1"):
         second.publish(1)
@@ -447,7 +447,7 @@ def test_close_before_open_is_idempotent(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("state", [S.IDLE, S.SERVING, S.WITHDRAWN])
-def test_closing_publisher_leaves_fleet(hub: Hub, state: PublisherState) -> None:
+def test_closed_publisher_is_removed_from_fleet(hub: Hub, state: PublisherState) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     if state is S.SERVING:
@@ -497,7 +497,7 @@ def test_close_while_awaiting_subscribers_raises_cancelled(hub: Hub, pool: Threa
     assert publisher.state is S.CLOSED
 
 
-def test_closing_publisher_before_decision_withdraws_version(hub: Hub) -> None:
+def test_close_before_decision_withdraws_version(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all", timeout_s=60.0)
     publisher.close()
@@ -509,7 +509,7 @@ def test_closing_publisher_before_decision_withdraws_version(hub: Hub) -> None:
     assert standing is not None and "closed before" in standing.why
 
 
-def test_wait_decision_without_two_phases_raises(hub: Hub) -> None:
+def test_wait_decision_raises_without_two_phase_commit(hub: Hub) -> None:
     publisher = Rank(hub).open()
     publisher.publish(1)
     with pytest.raises(ConfigError, match="no decision"):
