@@ -67,14 +67,14 @@ ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
         True,
     ),
     "entry is null": (file_of({"a": None}), "a", "null", True),
-    "entry is a number": (file_of({"b": t([0], [0, 0]), "a": 1}), "a", "bad entry", True),
-    "entry is an array": (file_of({"a": ["U8", [1], [0, 1]]}, b"x"), "a", "bad entry", False),
+    "entry is a number": (file_of({"b": t([0], [0, 0]), "a": 1}), "a", "invalid entry", True),
+    "entry is an array": (file_of({"a": ["U8", [1], [0, 1]]}, b"x"), "a", "invalid entry", False),
     "dtype missing": (file_of({"a": {"shape": [1], "data_offsets": [0, 1]}}, b"x"), "a", "dtype", True),
     "shape missing": (file_of({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"x"), "a", "shape", True),
     "offsets missing": (file_of({"a": {"dtype": "U8", "shape": [1]}}, b"x"), "a", "data_offsets", True),
     "dtype unknown": (one(dtype=b'"F12"'), "a", "F12", True),
     "dtype of other case": (one(dtype=b'"u8"'), "a", "u8", True),
-    "dtype is a number": (one(dtype=b"8"), "a", "bad entry", True),
+    "dtype is a number": (one(dtype=b"8"), "a", "invalid entry", True),
     "negative dim": (one(shape=b"[-1]"), "a", "out of range", True),
     "two negative dims": (one(shape=b"[-1,-1]"), "a", "out of range", True),
     "float dim": (one(shape=b"[1.0]"), "a", "float", True),
@@ -83,7 +83,7 @@ ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
     "string dim": (one(shape=b'["1"]'), "a", "str", True),
     "NaN dim": (one(shape=b"[NaN]"), None, "malformed", True),
     "dim of 2**63": (one(shape=b"[9223372036854775808]"), "a", "out of range", True),
-    "dim of 5,000 digits": (one(shape=b"[" + b"9" * 5000 + b"]"), "a", "bad entry", True),
+    "dim of 5,000 digits": (one(shape=b"[" + b"9" * 5000 + b"]"), "a", "invalid entry", True),
     "product overflows": (one(shape=b"[4294967296,4294967296]"), "a", "overflows", True),
     "bits overflow": (one(shape=b"[2305843009213693952]"), "a", "overflows", True),
     "product overflows before a zero": (one(shape=b"[4294967296,4294967296,0]"), "a", "overflows", True),
@@ -248,7 +248,7 @@ def test_header_length_is_checked_before_reading() -> None:
 def test_header_too_long_to_scan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_WALK_LIMIT_BYTES", 10)
     data = file_of({"a": t([1], [0, 1]) | {"unknown": 1}}, b"x")
-    with pytest.raises(FormatError, match="unknown fields in"):
+    with pytest.raises(FormatError, match="nulls or unknown fields"):
         read_header(MemorySource(data))
 
 
@@ -273,15 +273,15 @@ INDEX_ATTACKS: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (b'{"weight_map":{"a":"\xff"}}', "UTF-8"),
     "deep": (b'{"metadata":' + DEEP + b',"weight_map":{}}', "too deep"),
     "somewhat deep": (b'{"metadata":' + b"[" * 990 + b"]" * 990 + b',"weight_map":{}}', "too deep"),
-    "upwards": (b'{"weight_map":{"a":"../x.safetensors"}}', "not a file below"),
-    "upwards inside": (b'{"weight_map":{"a":"sub/../../x.safetensors"}}', "not a file below"),
-    "absolute": (b'{"weight_map":{"a":"/etc/passwd"}}', "not a file below"),
-    "a URI": (b'{"weight_map":{"a":"s3://b/x.safetensors"}}', "not a file below"),
-    "a drive": (b'{"weight_map":{"a":"C:x.safetensors"}}', "not a file below"),
-    "backslashes": (b'{"weight_map":{"a":"..\\\\x.safetensors"}}', "not a file below"),
-    "NUL": (b'{"weight_map":{"a":"x\\u0000.safetensors"}}', "not a file below"),
-    "empty": (b'{"weight_map":{"a":""}}', "not a file below"),
-    "itself": (b'{"weight_map":{"a":"."}}', "not a file below"),
+    "upwards": (b'{"weight_map":{"a":"../x.safetensors"}}', "outside the index's directory"),
+    "upwards inside": (b'{"weight_map":{"a":"sub/../../x.safetensors"}}', "outside the index's directory"),
+    "absolute": (b'{"weight_map":{"a":"/etc/passwd"}}', "outside the index's directory"),
+    "a URI": (b'{"weight_map":{"a":"s3://b/x.safetensors"}}', "outside the index's directory"),
+    "a drive": (b'{"weight_map":{"a":"C:x.safetensors"}}', "outside the index's directory"),
+    "backslashes": (b'{"weight_map":{"a":"..\\\\x.safetensors"}}', "outside the index's directory"),
+    "NUL": (b'{"weight_map":{"a":"x\\u0000.safetensors"}}', "outside the index's directory"),
+    "empty": (b'{"weight_map":{"a":""}}', "outside the index's directory"),
+    "itself": (b'{"weight_map":{"a":"."}}', "outside the index's directory"),
 }
 
 

@@ -272,7 +272,7 @@ def test_missing_hub_falls_back_to_storage(homes: Homes, caplog: pytest.LogCaptu
 def test_saving_bundle_to_hugging_face_hub_raises(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
-    with pytest.raises(ps.ConfigError, match="hf:// is not an object store for writing"):
+    with pytest.raises(ps.ConfigError, match="cannot write to hf://"):
         penstock_compile_cache.save("hf://org/llama", restored.key, private_key=homes.private)
 
 

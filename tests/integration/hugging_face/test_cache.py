@@ -157,7 +157,7 @@ def test_content_without_digest_check_is_not_cached(hub: HuggingFaceServer, monk
     hub.commit("org/tiny", {"model.safetensors": content})
     hub.storage.replace(sha256_of(content), b"damaged" + content[7:])
     hub.storage.faults = Faults(ranges_with="bytes=0-8", slow_bytes_per_s=5 * MIB)
-    with pytest.raises(IntegrityError, match="later than stall_s"):
+    with pytest.raises(IntegrityError, match="after the stall deadline"):
         fill("org/tiny", settings=Settings(stall_s=0.5), storage_options={"endpoint": hub.url})
     with pytest.raises(LocalEntryNotFoundError):
         offline("org/tiny")

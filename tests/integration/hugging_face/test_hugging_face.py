@@ -219,7 +219,7 @@ def test_expired_signed_urls_are_renewed(hub: HuggingFaceServer) -> None:
 
 def test_unrenewable_link_raises_permission_denied(hub: HuggingFaceServer) -> None:
     hub.signed_s = -1.0
-    with pytest.raises(PermissionDenied, match="refuses this file") as caught:
+    with pytest.raises(PermissionDenied, match="refuses to send this file") as caught:
         load(hub, "hf://org/tiny")
     assert not caught.value.mutated and "model.safetensors" in str(caught.value.uri)
 

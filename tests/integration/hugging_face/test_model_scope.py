@@ -158,7 +158,7 @@ def test_private_or_gated_repository_requires_token(hub: ModelScopeServer, monke
 
 def test_unrenewable_signed_url_is_refused(hub: ModelScopeServer) -> None:
     hub.signed_s = -1.0
-    with pytest.raises(PermissionDenied, match="refuses this file") as caught:
+    with pytest.raises(PermissionDenied, match="refuses to send this file") as caught:
         ps.load("ms://org/tiny")
     assert "model.safetensors" in str(caught.value.uri)
 

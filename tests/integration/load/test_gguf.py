@@ -80,7 +80,7 @@ def test_any_part_of_split_gguf_loads_model(tmp_path: Path) -> None:
 
 def test_ambiguous_gguf_directory_error_lists_models(model: Path) -> None:
     gguf_file.write(model.parent / "tiny-BF16.gguf", seed=1)
-    with pytest.raises(ConfigError, match=r"there are 2 GGUF models: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*name one of"):
+    with pytest.raises(ConfigError, match=r"there are 2 GGUF models: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*pass the path"):
         ps.load(model.parent)
     assert_same(ps.load(model), gguf_file.expected_tensors(model))
 
@@ -148,7 +148,7 @@ def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Pat
     # Without padding every byte is read and compared with the hub's SHA-256.
     report = ps.load("hf://org/many/m-F32.gguf", settings=ps.ReadSettings(storage_options=options)).report
     assert report.verified and "SHA-256" in report.why
-    with pytest.raises(ConfigError, match="name one of these files"):
+    with pytest.raises(ConfigError, match="pass the path of one of these files"):
         ps.load("hf://org/many", settings=ps.ReadSettings(storage_options=options))
     parts = sorted(tmp_path.glob("split-*.gguf"))
     for uri in ("hf://org/split", f"hf://org/split/{parts[2].name}"):

@@ -87,7 +87,7 @@ def test_subscriber_fills_tensors_from_allocate_function() -> None:
         publisher.publish(0)
         subscriber.update()
     assert all(torch.equal(seen[name], tensor) for name, tensor in whole(0).items())
-    with pytest.raises(ps.ConfigError, match="into an arena"):
+    with pytest.raises(ps.ConfigError, match="to an arena"):
         ps.subscriber("policy", allocate, settings=ps.sync.SubscriberSettings(arena=True))
     with pytest.raises(ps.ConfigError, match="target"):
         ps.subscriber("policy", 3)  # type: ignore[arg-type]

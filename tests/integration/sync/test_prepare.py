@@ -151,7 +151,7 @@ def test_failed_prepare_keeps_staged_version(host: Host) -> None:
             subscriber.stage()
         # The restarted trainer's checkpoint needs different memory from the staged version.
         with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
-            with pytest.raises(ConfigError, match="version 1 of 'p' is staged"):
+            with pytest.raises(ConfigError, match="version 1 of 'p' is already staged"):
                 subscriber.prepare()
             assert subscriber.commit().version == 1
         assert torch.equal(live["w"], torch.ones(64))

@@ -293,7 +293,9 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 @pytest.mark.parametrize(
     "begun", [b"G", b"GET /v1/alive HTTP/1.1\r\nX", b"POST /v1/leases HTTP/1.1\r\nContent-Length: 500\r\n\r\n"]
 )
-def test_connection_with_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+def test_connection_with_trickling_request_is_closed_at_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
     path = member_socket(tmp_path)
     server = PeerServer.start(path, allow)

@@ -109,7 +109,9 @@ def test_coverage_check_matches_element_counts(shape: tuple[int, ...], chance: r
         ([], r"no piece covers \[0:4, 0:4\)"),
     ],
 )
-def test_coverage_error_names_first_wrong_range(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str) -> None:
+def test_coverage_error_names_first_wrong_range(
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...]]], says: str
+) -> None:
     boxes = Boxes.of([Box(start=a, stop=b) for a, b in [((0, 0), (1, 1)), *pieces]])
     wanted = Boxes.of([Box(start=(0, 0), stop=(1, 1)), Box(start=(0, 0), stop=(4, 4))])
     with pytest.raises(PlanError, match=r"wanted box 1 \[0:4, 0:4\): " + says):

@@ -316,7 +316,9 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
         ("llama", 1, True, 0.1037),
     ],
 )
-def test_prediction_matches_sync_measured_on_h200(kind: str, num_trainers: int, staged: bool, measured_s: float) -> None:
+def test_prediction_matches_sync_measured_on_h200(
+    kind: str, num_trainers: int, staged: bool, measured_s: float
+) -> None:
     """Medians of `update`. Experts: median of three runs. Source: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, num_trainers)
     cluster, rates = CLUSTERS["h200"]

@@ -98,7 +98,9 @@ def test_changed_object_is_not_read_from_cache(tmp_path: Path, other: dict[str, 
     assert len(inner.reads) == 10
 
 
-def test_source_without_cache_directory_or_identity_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_source_without_cache_directory_or_identity_is_not_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = CountingSource()
     assert open_cached(plain, settings=Settings()) is plain
     nameless = CountingSource(identity="")
@@ -423,7 +425,9 @@ def test_read_only_cache_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("depth", ["cache_dir", "below"])
-def test_unusable_cache_directory_logs_one_warning(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_cache_directory_logs_one_warning(
+    tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "penstock-chunks" if depth == "below" else tmp_path / "file"
     file.write_bytes(b"")
     source = cached(CountingSource(), tmp_path if depth == "below" else file)

@@ -175,7 +175,9 @@ def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> 
     assert num_populated_bytes(path) >= left.nbytes + right.nbytes
 
 
-def test_prefetch_without_madvise_populate_keeps_bytes_correct(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_without_madvise_populate_keeps_bytes_correct(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile.open(path)
@@ -264,7 +266,9 @@ def test_exhausted_mapping_limit_raises_destination_error(path: str, monkeypatch
         MappedFile.open(path).view(0, 1)
 
 
-def test_view_is_mapped_separately_if_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_is_mapped_separately_if_whole_file_mapping_fails(
+    path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = mapped.Mapping.map
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:

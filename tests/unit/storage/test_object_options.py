@@ -26,7 +26,7 @@ from penstock.storage.object_stores import locate_object
         ({"aws_session_token": "t\x00"}, "line break at their end"),
         ({"region": "a b"}, "write it as us-east-1"),
         ({"aws_region": ""}, "write it as us-east-1"),
-        ({"endpoint": "http://x", "endpoint_url": "http://x"}, "leave one of them out"),
+        ({"endpoint": "http://x", "endpoint_url": "http://x"}, "pass only one of the two names"),
     ],
 )
 def test_unknown_storage_option_error_suggests_name(options: dict[Any, Any], hint: str) -> None:

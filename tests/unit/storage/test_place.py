@@ -76,7 +76,7 @@ def test_destination_overlapping_source_is_refused(source: Path, tmp_path: Path,
 def test_destination_inside_source_is_never_replaced(source: Path) -> None:
     convert(source, source / "out")
     before = contents(source)
-    with pytest.raises(ConfigError, match="the destination is in the source"):
+    with pytest.raises(ConfigError, match="the destination is inside the source"):
         convert(source, source / "out", replace=True, to="cast:BF16")
     assert contents(source) == before
 
@@ -323,7 +323,9 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.parametrize(
     "name", ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200], ids=["nul", "surrogate", "256", "utf8"]
 )
-def test_invalid_destination_name_raises_and_writes_nothing(source: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_invalid_destination_name_raises_and_writes_nothing(
+    source: Path, tmp_path: Path, name: str, writer: str
+) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises((ConfigError, DestinationError)):
         _WRITERS[writer](source, f"{tmp_path}/{name}")

@@ -242,7 +242,7 @@ def test_writer_refuses_header_above_format_limit(tmp_path: Path) -> None:
             "Git LFS pointer .* not the weights",
             "git lfs pull",
         ),
-        (b"#!/bin/sh\necho secret", "not a safetensors file: it begins with b'#!/bin/s' ", "give a safetensors file"),
+        (b"#!/bin/sh\necho secret", "not a safetensors file: it begins with b'#!/bin/s' ", "pass a safetensors file"),
         ((100).to_bytes(8, "little") + b"{", "header of 100 bytes in a file of 9", "copy it again"),
     ],
 )
@@ -261,7 +261,7 @@ def test_truncated_file_error_suggests_copying_again(tmp_path: Path) -> None:
     os.truncate(path, whole - 10)
     with pytest.raises(SourceTruncated, match=f"has {whole - 10} bytes, but its header describes {whole}") as caught:
         penstock.load(path)
-    assert caught.value.hint == "the copy is not complete: copy it again"
+    assert caught.value.hint == "the file is incomplete, so copy it again"
 
 
 def test_index_maps_tensors_to_shards() -> None:

@@ -73,7 +73,7 @@ def test_version_map_without_size_is_rejected(rank: LocalVersion) -> None:
     rank.ready()
     fields = msgspec.to_builtins(rank.map())
     fields["sizes"] = fields["sizes"][:1]
-    with pytest.raises(msgspec.ValidationError, match="2 regions have 1 sizes"):
+    with pytest.raises(msgspec.ValidationError, match="2 regions, but 1 sizes"):
         msgspec.convert(fields, VersionMap)
 
 

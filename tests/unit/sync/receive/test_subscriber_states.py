@@ -186,7 +186,7 @@ def test_staged_update_passes_documented_states(sync: MemorySync, holder: Memory
         assert (state(subscriber), sync.value) == (S.STAGED, -1.0)
         subscriber.commit()
         assert seen == [S.RECEIVING, S.STAGED, S.LIVE]
-        with pytest.raises(ConfigError, match="nothing is staged"):
+        with pytest.raises(ConfigError, match="no version is staged"):
             subscriber.commit()
 
 
@@ -240,7 +240,7 @@ def test_withdrawn_prepared_version_is_discarded(sync: MemorySync, holder: Memor
             subscriber.update()
         assert subscriber.prepared == -1
         assert_live(sync, subscriber, 1)
-        with pytest.raises(ConfigError, match="nothing is staged"):
+        with pytest.raises(ConfigError, match="no version is staged"):
             subscriber.commit()
 
 
@@ -546,7 +546,7 @@ def test_failed_copy_marks_target_dirty(sync: MemorySync, holder: MemoryHolder, 
             with pytest.raises(type(error)):
                 subscriber.commit()
             assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.DIRTY, 1, False)
-            with pytest.raises(ConfigError, match="nothing is staged"):
+            with pytest.raises(ConfigError, match="no version is staged"):
                 subscriber.commit()
         subscriber.update()
         assert_live(sync, subscriber, 2)
@@ -700,7 +700,7 @@ def test_release_drops_staged_version(sync: MemorySync, holder: MemoryHolder) ->
     with sync.subscriber() as subscriber:
         subscriber.stage()
         subscriber.release(free=False)
-        with pytest.raises(ConfigError, match="nothing is staged"):
+        with pytest.raises(ConfigError, match="no version is staged"):
             subscriber.commit()
         subscriber.restore()
         assert_live(sync, subscriber, 1)

@@ -258,7 +258,7 @@ def _header(path: str, settings: Settings, options: dict[str, str] | None) -> He
 
 
 _WORDS = (
-    (r"header of \d+ bytes; the format allows \d+|a Git LFS pointer", "the header's size exceeds limit"),
+    (r"the header has \d+ bytes, but the format allows \d+|a Git LFS pointer", "the header's size exceeds limit"),
     (r"malformed JSON|header does not begin with", "the header is not valid JSON"),
     (r"Invalid enum value (?P<dtype>'[^']*')", "Unsupported dtype {dtype}"),
     (

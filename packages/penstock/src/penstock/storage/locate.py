@@ -75,15 +75,15 @@ _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf",
 
 log = log_named("penstock.storage")
 
-# Mistral publishes the weights for transformers and again as `consolidated` files for its own code. Source:
+# Mistral publishes its weights twice, as files for transformers and as `consolidated` files for its own code. Source:
 # mistralai/Mistral-7B-Instruct-v0.3 and later.
 _MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors", re.IGNORECASE)
 _CONSOLIDATED = re.compile(r"consolidated([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE)
-# Adapters of PEFT and diffusers.
+# Adapter files from PEFT and diffusers.
 _ADAPTER = re.compile(
     r"(adapter_model|adapter|pytorch_lora_weights)([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE
 )
-# The same weights in other precisions or before averaging, from transformers and diffusers.
+# Variants of the same weights from transformers and diffusers: another precision, or with or without averaging (EMA).
 _VARIANT = re.compile(
     r"(?P<stem>.+?)(?P<part>-\d+-of-\d+)?\.(?P<variant>fp16|bf16|fp32|fp8|float16|bfloat16|float32|float8|half|int8|non_ema|ema)"
     r"(?P<later>-\d+-of-\d+)?\.safetensors(?P<index>\.index\.json)?",
@@ -117,10 +117,10 @@ class Location:
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set, without reading them.
 
-    A directory's files are the shards listed in `model.safetensors.index.json` or its only other index. Without an
-    index, they are all its `*.safetensors` except adapters, variants, duplicates and hidden files, see `_weight_files`.
-    Subdirectories are ignored. A directory without safetensors may have one GGUF model. Any part of a split GGUF model
-    stands for all its parts.
+    In a directory, the files are the shards that `model.safetensors.index.json` or a different only index lists.
+    Without an index, the files are all `*.safetensors` except adapters, variants, duplicates and hidden files, see
+    `_weight_files`. Subdirectories are ignored. A directory without safetensors files may contain one GGUF model. The
+    URI of one part of a split GGUF model selects all parts.
 
     Raises:
         NotFound: the URI does not exist, or has no weight files.
@@ -132,7 +132,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     named = texts_of(uri)
     with _explains_name(uri):
         texts = [pinned(text, settings=settings, storage_options=storage_options) for text in named]
-    # A list of one file is treated like the file.
+    # Treat a list with one file like the file itself.
     if len(texts) != 1:
         return _locate_list(texts)
     place = texts[0]
@@ -140,11 +140,11 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
     if prefix is not None and place.endswith(INDEX_SUFFIX):
         raw = read_small(place, settings=settings, storage_options=storage_options)
         if raw is None:
-            raise NotFound("no such index", uri=display(place))
+            raise NotFound("the index file does not exist", uri=display(place))
         return _locate_index(place, place, raw, prefix)
     if _is_file(place):
         return _locate_files(place, _parts(place), _sidecar_of_only_file(place) or _sidecar_of(place))
-    # Local files are checked by content when they are opened.
+    # A local file's content is checked when the file is opened.
     if is_remote(place) and not _is_glob(place) and is_pickled_name(place):
         raise pickle_refusal([place], display(place))
     if prefix is None or _is_glob(place):
@@ -166,7 +166,7 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
 
 @contextlib.contextmanager
 def _explains_name(uri: Uris) -> Iterator[None]:
-    """Add to an error that the name was read as a repository, because it may be a mistyped path."""
+    """Add a hint to an error if a name was read as a repository, because the name may be a mistyped path."""
     try:
         yield
     except PenstockError as error:
@@ -293,12 +293,12 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
 
 def directory_prefix(uri: str) -> str:
-    """Return the URI with one slash at its end."""
+    """Return the URI with exactly one trailing slash."""
     return f"{uri.rstrip('/')}/"
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Return the URI of a manifest, in the directory or next to the single file. Raises ConfigError if impossible."""
+    """Return the URI of the manifest in a directory or next to a file. Raises ConfigError if none is possible."""
     place = _text(uri)
     prefix = _prefix_of(place)
     where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
@@ -308,12 +308,12 @@ def sidecar_uri(uri: Uri) -> str:
 
 
 def signature_uri(uri: Uri) -> str:
-    """Return the URI of the detached signature of the manifest of `uri`."""
+    """Return the URI of the manifest's detached signature."""
     return f"{sidecar_uri(uri)}.sig"
 
 
 def display(uri: str) -> str:
-    """Return `uri` without the user and query of a URL, which may hold secrets."""
+    """Return `uri` without credentials and query, which may contain secrets."""
     if not _is_http(uri):
         return uri
     # Import HTTP only here, because local files do not need it.
@@ -332,7 +332,7 @@ def _text(uri: object) -> str:
     text = text_of(uri)
     if is_remote(text):
         return text
-    # An existing directory `models` makes `models/llama` a mistyped path. A name with a weight suffix is also a path.
+    # If a directory `models` exists, `models/llama` is a mistyped path. A name with a weight suffix is also a path.
     is_name = _REPOSITORY.fullmatch(text) and not text.endswith((*_FILES, INDEX_SUFFIX))
     if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
@@ -340,14 +340,14 @@ def _text(uri: object) -> str:
 
 
 def model_name(uri: str) -> str:
-    """Return the default name of a weight set, the last part of its path. Raises ConfigError for a glob."""
+    """Return the last segment of a path as the default name of a weight set. Raises ConfigError for a glob."""
     last = PurePosixPath(urlsplit(uri).path or uri).name
     if (part := _PART.fullmatch(last)) is not None:
         last = part["model"]
     for ending in (INDEX_SUFFIX.removeprefix(SUFFIX), *_FILES):
         last = last.removesuffix(ending)
     if not last or any(letter in last for letter in "*?["):
-        raise ConfigError(f"{uri!r} does not contain a name for the model", hint="give --model NAME")
+        raise ConfigError(f"{uri!r} does not contain a name for the model", hint="pass --model NAME")
     return last
 
 
@@ -356,8 +356,8 @@ def _is_http(uri: str) -> bool:
 
 
 def _is_glob(uri: str) -> bool:
-    """Return whether `uri` is a glob. A URL is not, because `?` begins a query, nor is a local path that exists."""
-    # Globs do not match directories, which a trailing slash denotes.
+    """Return whether `uri` is a glob. URLs, in which `?` begins a query, and existing local paths are not globs."""
+    # A trailing slash denotes a directory, and globs do not match directories.
     if _is_http(uri) or not glob.has_magic(uri) or (is_remote(uri) and uri.endswith("/")):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
@@ -367,13 +367,13 @@ def _is_file(uri: str) -> bool:
     if _is_glob(uri):
         return False
     if not is_remote(uri):
-        # An absent path with a weight suffix counts too, for a better error.
+        # A missing path with a weight suffix also counts as a file, for a better error.
         return os.path.isfile(local_path(uri)) or (uri.endswith(_FILES) and not os.path.isdir(local_path(uri)))
     return uri.partition("?")[0].endswith(_FILES) if _is_http(uri) else uri.endswith(_FILES)
 
 
 def _prefix_of(uri: str) -> str | None:
-    """Return the common prefix of the files, empty or up to a slash. None for a glob over directories."""
+    """Return the files' common prefix, which is empty or ends in a slash, or None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix.rstrip("/")) else prefix
@@ -409,7 +409,7 @@ def _sidecar_of_only_file(file: str) -> str | None:
     try:
         only = [f"{prefix}{name}" for name in _weights(os.listdir(prefix or "."), file, "")]
     except (PermissionError, ConfigError):
-        # The manifest may cover other files too.
+        # The manifest may also cover other files.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
@@ -437,7 +437,7 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
     if prefix is not None and len(models) > 1:
         names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
         message = f"there are {len(models)} GGUF models: {names}{', ...' if len(models) > 8 else ''}"
-        raise ConfigError(message, uri=display(place), hint="name one of these files")
+        raise ConfigError(message, uri=display(place), hint="pass the path of one of these files")
     # List all parts of a split model, so that a missing part raises an error.
     return [part for model in sorted(models) for part in model]
 
@@ -482,11 +482,11 @@ def _locate_files(place: str, uris: Sequence[str], sidecar: str | None) -> Locat
 
 def _locate_list(uris: Sequence[str]) -> Location:
     if not uris:
-        raise ConfigError("an empty list of files")
+        raise ConfigError("the list of files is empty")
     seen: set[str] = set()
     for uri in uris:
         if uri in seen:
-            raise ConfigError("the list names a file twice", uri=display(uri))
+            raise ConfigError("the list contains this file twice", uri=display(uri))
         seen.add(uri)
     # Files from several directories have no common manifest.
     prefixes = {uri[: uri.rfind("/") + 1] for uri in uris}
@@ -505,7 +505,7 @@ def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -> list[str]:
-    """Return the weight files or indexes that belong together, and log the rest. `also` lists more names."""
+    """Return the weight files or indexes that belong together, and log the other files. `also` lists more names."""
     kept = _without(list(files), _HIDDEN, lambda name: name.startswith("."), uri)
     names = [_last_segment(file) for file in (*kept, *also)]
     if any(not _ADAPTER.fullmatch(name) and not name.startswith(".") for name in names):
@@ -527,7 +527,7 @@ def _weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) -
         if len(found) > 1:
             message = f"{stem!r} exists in {len(found)} variants: {', '.join(sorted(found.values()))}"
             suffix = f"*.{min(found)}*.safetensors"
-            raise ConfigError(message, uri=uri, hint=f"name one of these files, or give a glob such as {suffix}")
+            raise ConfigError(message, uri=uri, hint=f"pass one of these files, or a glob such as {suffix}")
     return kept
 
 

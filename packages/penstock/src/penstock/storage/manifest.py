@@ -21,7 +21,7 @@ MAGIC = b"penstock manifest 1\n"
 # names.
 _NUM_BLOCKS = 6
 _DTYPES = {dtype.value.encode(): dtype for dtype in DType}
-# Revision of a manifest without digests, which covers only the headers.
+# A manifest without digests has this form of revision, which covers only the headers.
 _HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
@@ -75,32 +75,32 @@ def encode(manifest: Manifest) -> bytes:
 def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
     """Decode a manifest, and check its types, leaf size and revision, but not its rows. Raises like `decode`."""
     if not raw.startswith(MAGIC):
-        raise FormatError("the file is not a penstock manifest", uri=uri)
+        raise FormatError("the file is not a Penstock manifest", uri=uri)
     try:
         # Use a view, because a slice would copy a manifest of a gigabyte.
         sidecar = _SIDECAR.decode(memoryview(raw)[len(MAGIC) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"malformed manifest: {error}", uri=uri) from error
     except RecursionError as error:
-        raise FormatError("the manifest is nested too deep", uri=uri) from error
-    # Each reader allocates memory for one leaf.
+        raise FormatError("the manifest is nested too deeply", uri=uri) from error
+    # Limit the leaf size, because each reader allocates memory for one leaf.
     if not 1 <= sidecar.leaf_bytes <= GIB:
-        raise FormatError(f"the manifest has leaves of {sidecar.leaf_bytes} bytes", uri=uri)
+        raise FormatError(f"the manifest has leaves of {sidecar.leaf_bytes} bytes, not of 1 byte to 1 GiB", uri=uri)
     if sidecar.leaves is None:
         if not _HEADERS_REVISION.fullmatch(sidecar.revision):
-            raise FormatError("the manifest has no leaves and no h1- revision", uri=uri)
+            raise FormatError("the manifest has no leaves, but its revision does not begin with h1-", uri=uri)
         return sidecar
     if len(sidecar.leaves) % 8:
-        raise FormatError(f"the leaves have {len(sidecar.leaves)} bytes, not a multiple of 8", uri=uri)
+        raise FormatError(f"the leaf digests have {len(sidecar.leaves)} bytes, not a multiple of 8", uri=uri)
     # The revision is the root of the leaves, so this check detects any changed leaf.
     revision = leaf.root(sidecar.body, sidecar.leaf_bytes, np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64))
     if revision != sidecar.revision:
-        raise IntegrityError(f"the manifest says {sidecar.revision[:70]!r}, but its content is {revision}", uri=uri)
+        raise IntegrityError(f"the revision is {sidecar.revision[:70]!r}, but the content has {revision}", uri=uri)
     return sidecar
 
 
 def decode(raw: bytes, *, uri: str) -> Manifest:
-    """Decode and check a manifest, sorted by name. Raises FormatError, or IntegrityError for a wrong revision."""
+    """Decode and check a manifest, sorted by name. Raises FormatError, or IntegrityError if the revision differs."""
     return unpack(read_sidecar(raw, uri=uri), uri=uri)
 
 
@@ -110,12 +110,12 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     # Sizes follow from dtype and shape, so a manifest cannot state false sizes.
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:
-        raise FormatError("the manifest has an impossible shape", uri=uri, tensor=names[int(nbytes.argmin())][:200])
+        raise FormatError("the manifest has an invalid shape", uri=uri, tensor=names[int(nbytes.argmin())][:200])
     file_index = _column(sidecar.file_index, len(names), "file_index", uri)
     offset = _column(sidecar.offset, len(names), "offset", uri)
     if any(file.nbytes < 0 for file in sidecar.files):
         raise FormatError("the manifest has a file of negative size", uri=uri)
-    # msgpack has integers up to 2^64.
+    # msgpack integers can exceed int64.
     sizes = np.array([min(file.nbytes, 2**63 - 1) for file in sidecar.files] or [0], np.int64)
     wrong = (file_index < 0) | (file_index >= len(sidecar.files))
     # Subtract, because offset + nbytes could overflow in a hostile manifest.
@@ -126,7 +126,7 @@ def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
     leaves = None
     if sidecar.leaves is not None:
         leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
-        # Hostile sizes could overflow int64, and real counts are far below 2^53.
+        # Sum as floats, because hostile sizes could overflow int64 and real counts are far below 2^53.
         expected = leaf.num_leaves(nbytes, sidecar.leaf_bytes).sum(dtype=np.float64)
         if expected != leaves.size:
             raise FormatError(f"the manifest has {leaves.size} leaves, but its tensors have {expected:.0f}", uri=uri)
@@ -160,8 +160,8 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
     if set(codes) != set(range(len(dtypes))) or any(a >= b for a, b in pairwise(in_use)):
         raise FormatError("the dtypes of the manifest must be the sorted set of its rows' dtypes", uri=uri)
     if len(dims) != 8 * sum(ranks):
-        raise FormatError("the ranks and dims of the manifest differ", uri=uri)
-    # Lengths of a manifest in memory cannot overflow int64.
+        raise FormatError("the dims of the manifest do not match its ranks", uri=uri)
+    # The lengths of names that fit into memory cannot overflow int64.
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(lengths, "<u4"), dtype=np.int64)))
     if int(ends[-1]) != len(text):
         raise FormatError("the names of the manifest do not match their lengths", uri=uri)
@@ -177,7 +177,7 @@ def _parse_body(body: bytes, uri: str) -> tuple[tuple[str, ...], tuple[DType, ..
     flat: list[int] = np.frombuffer(dims, "<i8").tolist()
     stops = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.frombuffer(ranks, np.uint8), dtype=np.int64)))
     shapes = tuple(tuple(flat[a:b]) for a, b in pairwise(stops.tolist()))
-    return names, tuple(dtypes[code] for code in codes), shapes  # type: ignore[misc]  # None was refused
+    return names, tuple(dtypes[code] for code in codes), shapes  # type: ignore[misc]  # None was rejected above
 
 
 def _split_blocks(body: bytes, uri: str) -> list[bytes]:
@@ -201,7 +201,7 @@ def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
 
 
 def sign(raw: bytes, private_key_pem: bytes) -> bytes:
-    """Return the detached Ed25519 signature (64 bytes) of a manifest. Raises ConfigError for a wrong key."""
+    """Return the detached Ed25519 signature (64 bytes) of a manifest. Raises ConfigError for an invalid key."""
     try:
         key = load_pem_private_key(private_key_pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -214,7 +214,7 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
 
 
 def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
-    """Raise IntegrityError unless the signature matches the manifest and the key, and ConfigError for a wrong key."""
+    """Raise IntegrityError unless the signature matches the manifest and the key, or ConfigError for an invalid key."""
     hint = "export the public key with: openssl pkey -in KEY -pubout"
     try:
         key = load_pem_public_key(public_key_pem)

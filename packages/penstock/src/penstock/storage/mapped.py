@@ -1,7 +1,7 @@
 """Local files mapped into memory, for zero-copy use on the CPU.
 
-A `Mapping` is a range of the address space, and a `MappedRange` is the memory of one view in it. Finalizers free both,
-in C code wherever a signal could otherwise be lost.
+A `Mapping` is a range of the address space, and a `MappedRange` is the memory of one view in it. Finalizers free both.
+They run in C code if a signal handler's exception would be lost in a Python finalizer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.storage.local import PAGE_BYTES, FileState, LocalFile, num_pages, 
 from penstock.types import MIB
 
 _LINUX = sys.platform == "linux"
-# On x86-64, and on aarch64 with 4 KiB pages.
+# Size of a huge page on x86-64, and on aarch64 with 4 KiB pages.
 _HUGE_PAGE_BYTES = 2 * MIB
-# Since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
+# Available since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
 _MADV_POPULATE_READ = 22
 # Flags that Python 3.11's mmap lacks. MAP_NORESERVE allows files larger than memory. Source:
 # include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
@@ -44,13 +44,13 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class MappedFile(LocalFile):
     """A local file whose ranges are mapped instead of read, for zero-copy use on the CPU.
 
-    The mappings outlive `close`. They are private, so the caller's writes never reach the file. Bytes changed in
-    place are visible in pages that the caller has not written. Touching a page that a truncation removed kills the
-    process with SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
+    The private mappings outlive `close`, and the caller's writes never reach the file. If another process changes the
+    file in place, pages that the caller did not write show the change. Touching a page that a truncation removed kills
+    the process with SIGBUS (`prefetch` and `check_unchanged` raise instead). Replacing the file by rename is safe.
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: see `LocalFile`.
-        SourceChanged: the file is not the one with the given `state`, or was written to.
+        SourceChanged: the file was replaced after the given `state` was recorded, or was written to.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
@@ -67,7 +67,7 @@ class MappedFile(LocalFile):
 
     @classmethod
     def open(cls, path: str, *, state: FileState | None = None) -> Self:
-        """See `LocalFile.open`. Raises SourceChanged unless the file is still in `state`, if given."""
+        """See `LocalFile.open`. Raises SourceChanged if the file no longer matches a given `state`."""
         file = super().open(path)
         if state is not None and not state.same_content(file.state):
             file.close()
@@ -77,21 +77,21 @@ class MappedFile(LocalFile):
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable, private view of `[offset, offset + nbytes)`, with format "B".
 
-        Its pages are freed once the memoryview and all objects made from it are gone. A second view of the same bytes
+        The pages are freed once the memoryview and all objects made from it are gone. A second view of the same bytes
         gets a separate mapping.
 
-        A view takes about 10 us. Each gap left by a dropped view, and each second view, takes one to three of the
-        process's vm.max_map_count mappings (65,530 by default).
+        A view takes about 10 us. Each gap left by a dropped view, and each further view of the same bytes, uses one to
+        three of the process's vm.max_map_count mappings (65,530 by default).
 
         Raises:
             SourceTruncated: the range is outside the file.
             SourceChanged: the file was written to after it was opened.
-            DestinationError: no mapping or address space is left.
+            DestinationError: the process has no mappings or address space left.
             SourceUnavailable: this file system cannot map files.
         """
         stop = offset + nbytes
         if offset < 0 or nbytes < 0 or stop > self.nbytes:
-            raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+            raise SourceTruncated(f"range outside the {self.nbytes}-byte file", uri=self.uri, byte_range=(offset, stop))
         if not nbytes:
             # mmap(2) rejects a length of 0.
             return memoryview(bytearray())
@@ -121,7 +121,7 @@ class MappedFile(LocalFile):
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
             return
-        # Once cold, stay cold, because pages count as cached before readahead has filled them.
+        # A cold file stays cold, because pages count as cached before readahead has filled them.
         cold = self._cold = self._cold or not self._is_cached(offset, stop)
         parts = self._live(offset, stop)
         if cold and not parts:
@@ -159,7 +159,7 @@ class MappedFile(LocalFile):
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise DestinationError(
-                    "no mapping or address space is left",
+                    "the process has no mappings or address space left",
                     uri=self.uri,
                     hint="raise vm.max_map_count, or load with copy=True",
                 ) from error
@@ -175,7 +175,7 @@ class MappedFile(LocalFile):
                 # There may be enough address space for the view alone.
                 return None
             self._whole = weakref.ref(whole)
-            # Views keep their mapping alive, so no view remains.
+            # Every view keeps its mapping alive, so the old mapping has no views.
             self._starts, self._stops, self._views = [], [], []
         index = bisect.bisect_left(self._starts, stop)
         return None if index and self._stops[index - 1] > offset else (whole, index)
@@ -184,12 +184,12 @@ class MappedFile(LocalFile):
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
             parts = [(self._views[i](), self._starts[i]) for i in range(first, last)]
-        # Entries of dropped views stay, because their addresses must not be used again.
+        # Keep the entries of dropped views, because their addresses must not be used again.
         return [(part, base) for part, base in parts if part is not None]
 
 
 class Mapping:
-    """A private, writable mapping of a file's range. It is unmapped with its last reference."""
+    """A private, writable mapping of a file's range. Dropping the last reference unmaps it."""
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
@@ -207,7 +207,7 @@ class Mapping:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
         start = int(np.frombuffer(reserved, np.uint8).ctypes.data)
-        # Align like the file, so that its huge pages match those of the address space.
+        # Give address and file offset the same alignment, which huge pages require.
         address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
@@ -229,7 +229,7 @@ class _FreeOnDrop(weakref.ref["MappedRange"]):
 
 
 class MappedRange:
-    """Bytes of a mapping with one owner. Their pages are freed with the last reference.
+    """Bytes of a mapping that belong to one view. Dropping the last reference frees their pages.
 
     An array or memoryview of this object keeps it alive.
     """
@@ -242,8 +242,8 @@ class MappedRange:
         self.nbytes = nbytes
         first, length = mapping.pages(start, nbytes)
         if length:
-            # The callback is mmap(2) itself, which ignores its seventh argument, the reference. A signal handler could
-            # interrupt a Python finalizer, and Python would drop its exception. The addresses stay reserved.
+            # The callback is mmap(2) itself, which ignores the reference as its seventh argument. In a Python
+            # finalizer, the exception of a signal handler would be lost. The addresses stay reserved.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
             self._free_on_drop = _FreeOnDrop(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
 
@@ -253,11 +253,11 @@ class MappedRange:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
 
     def bytes(self) -> memoryview:
-        """Return a writable memoryview with format "B". It keeps this object alive."""
+        """Return a writable memoryview with format "B", which keeps this object alive."""
         return memoryview(np.asarray(self).data)
 
     def populate(self, start: int, nbytes: int) -> bool:
-        """Read a range and map its pages. Return False without effect before Linux 5.14. Raises OSError."""
+        """Read a range and map its pages. Before Linux 5.14, do nothing and return False. Raises OSError."""
         if not _LINUX:
             return False
         # madvise(2) needs an aligned address.

@@ -1,8 +1,8 @@
 """The ModelScope hub as storage: `ms://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
 Tokens, endpoints and the cache are those of the modelscope library. The library does not return the commit of a branch,
-so a pinned revision is the branch and a digest of its listing, `master~3f2a...`. The listing has each file's SHA-256.
-A changed listing raises SourceChanged.
+so a pinned revision is the branch and a digest of its listing, as in `master~3f2a...`. The listing contains the SHA-256
+of each file. A changed listing raises SourceChanged.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ logger = log_named(__name__)
 _DEFAULT_REVISION = "master"
 _NO_ANSWER = "check the network and MODELSCOPE_ENDPOINT"
 _SIGN_IN = "MODELSCOPE_API_TOKEN, or `modelscope login`"
-# git does not allow this character in names of branches and tags. Source: git-check-ref-format(1).
+# Separates branch and digest. git does not allow this character in branches and tags. Source: git-check-ref-format(1).
 _MARK = "~"
-# Hexadecimal digits of the digest in a pinned revision.
+# Number of hexadecimal digits of the digest in a pinned revision.
 _DIGEST_LETTERS = 16
 
 
 class ModelScopeStorage(RepositoryStorage):
-    """The storage for ms://; see `RepositoryStorage`."""
+    """The storage for ms:// URIs, see `RepositoryStorage`."""
 
     scheme = "ms"
     sign_in = _SIGN_IN
@@ -146,8 +146,8 @@ class _Answer(msgspec.Struct):
     Data: _FileList | list[_ListedFile] | None = None
 
 
-# Maximum number of files of a model in one response, which does not say that it is incomplete. Source: modelscope_hub,
-# `REPO_FILES_TRUNCATION_LIMIT`.
+# Maximum number of a model's files in one response. The response does not say whether it is incomplete. Source:
+# modelscope_hub, `REPO_FILES_TRUNCATION_LIMIT`.
 _MAX_FILES = 3000
 # Number of a data set's files in one response. Source: modelscope_hub, `list_dataset_files_paginated`.
 _PAGE = 200
@@ -156,7 +156,7 @@ _MAX_REQUESTS = 1000
 
 
 class _Listing:
-    """Requests that list one revision. The library's own requests would send the token to any port of the host."""
+    """The requests that list one revision. The library's own requests would send the token to any port on the host."""
 
     def __init__(self, endpoint: str, token: str, where: RepositoryAddress, revision: str, settings: Settings) -> None:
         listing = "tree" if where.kind == "dataset" else "files"
@@ -176,7 +176,7 @@ class _Listing:
         while True:
             page = self._ask(Recursive="True", PageNumber=str(len(found) // _PAGE + 1), PageSize=str(_PAGE))
             found += page
-            # A page longer than requested also ends the loop, which might otherwise never end.
+            # Also stop at a page that is longer than requested, because a faulty hub might send such pages forever.
             if len(page) != _PAGE:
                 return found
 
@@ -232,7 +232,7 @@ def _library() -> Any:
     return modelscope_hub
 
 
-# Clients with their connections, by endpoint and token.
+# Clients by endpoint and token. Each client keeps its connections.
 _hubs: dict[tuple[str, str], Any] = {}
 
 
@@ -241,7 +241,7 @@ def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
     # The environment may have changed since the last call.
     config = library.HubConfig(endpoint=options.get("endpoint"), token=options.get("token"))
     hub = library.HubApi(config=config)
-    # The hub has two sites.
+    # The hub has two sites, and a repository may be on either site.
     endpoint = hub.resolve_endpoint_for_read(where.name, repo_type=where.kind)
     key = (endpoint, hub.legacy.token or "")
     if key not in _hubs:

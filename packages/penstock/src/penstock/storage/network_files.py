@@ -36,7 +36,7 @@ _MAGIC = {
     0xBACBACBC: "VMware shared folder",
 }
 
-# Default read_ahead_kb of NFS and FUSE mounts. One posix_fadvise(WILLNEED) starts no more than this. Source:
+# Default read_ahead_kb of NFS and FUSE mounts. One posix_fadvise(WILLNEED) reads at most this many bytes. Source:
 # force_page_cache_ra, mm/readahead.c.
 _WILLNEED_BYTES = 128 << 10
 
@@ -44,8 +44,8 @@ _WILLNEED_BYTES = 128 << 10
 def network_file_system(path: str) -> str:
     """Return the name of the network file system that holds `path`, or "" if it is local or unknown.
 
-    FUSE counts as a network, because a page fault costs a round trip to another process. The call blocks if the server
-    of the mount does not respond.
+    FUSE counts as a network file system, because a page fault costs a round trip to another process. The call blocks if
+    the mount's server does not respond.
     """
     return _MAGIC.get(file_system_type(path), "")
 
@@ -56,7 +56,7 @@ class NetworkFile(LocalFile):
     received_bytes = 0
 
     def is_cached(self) -> bool:
-        """Return whether the whole file is in the page cache. False if unknown."""
+        """Return whether the whole file is in the page cache, or False if unknown."""
         return not self.nbytes or resident_pages(self._fd, 0, self.nbytes) == num_pages(0, self.nbytes)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
@@ -72,7 +72,7 @@ class NetworkFile(LocalFile):
             while left:
                 nbytes = os.preadv(self._fd, left[:MAX_BUFFERS], start)
                 if not nbytes:
-                    raise SourceTruncated("the file ended early", uri=self.uri, byte_range=(start, stop))
+                    raise SourceTruncated("the file ends inside the range", uri=self.uri, byte_range=(start, stop))
                 self.received_bytes += nbytes
                 start += nbytes
                 take(left, nbytes)

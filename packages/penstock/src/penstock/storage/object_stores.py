@@ -1,4 +1,4 @@
-"""Obstore stores for s3://, gs:// and az:// URIs, with each cloud's usual credentials, and their errors.
+"""Create obstore stores for s3://, gs:// and az:// URIs with each cloud's usual credentials, and map their errors.
 
 Stores are cached by all of their options, so the objects of a bucket share connections and credentials.
 """
@@ -46,11 +46,11 @@ Store = S3Store | GCSStore | AzureStore
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 _STORES = 32
-# Instance metadata is the last source of credentials. An error with such an address means that there are none.
+# Addresses of instance metadata, the last source of credentials. Errors with such an address mean "no credentials".
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
 # Error text of a failed TLS handshake. Source: rustls, `Error::InvalidCertificate`.
 _CERTIFICATE = "InvalidCertificate("
-# Deadline of a whole short response, as a multiple of `stall_s`.
+# Deadline for a whole short response, as a multiple of `stall_s`.
 _WHOLE_ANSWER = 2
 _MAIN_OPTIONS = {
     "s3": "access_key_id, secret_access_key, session_token, endpoint, region, profile, skip_signature",
@@ -65,7 +65,7 @@ _CREDENTIAL_HINTS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_KEY), or storage_options "
     "(account_name...); az://container@account.blob.core.windows.net/ names the account too",
 }
-# Seconds that obstore keeps an idle connection. Its default is 90.
+# Seconds that obstore keeps an idle connection. The default of obstore is 90.
 _IDLE_S = 15.0
 # Source: `HttpErrorKind` of the object_store crate.
 _KINDS = {
@@ -101,11 +101,11 @@ _GIVES_CREDENTIALS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsProfile:
-    """A profile from the AWS configuration files. Empty fields are not set.
+    """A profile from the AWS configuration files. A field is empty if the profile does not set it.
 
     Attributes:
         is_named: whether the caller or the environment names the profile.
-        gives_credentials: whether the files say how to obtain its credentials.
+        gives_credentials: whether the files specify how to obtain credentials for the profile.
     """
 
     name: str
@@ -118,7 +118,7 @@ class AwsProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Settings of obstore's HTTP client. `proxy` is an address and a list of exclusions."""
+    """Settings for obstore's HTTP client. `proxy` is an address and a list of exclusions."""
 
     trusted: tuple[Bundle, ...]
     stall_s: float
@@ -128,7 +128,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectKey:
-    """A key in a store. `root` followed by a key is the URI of that key."""
+    """A key in a store. `root` followed by any key of the store is the URI of that key."""
 
     uri: str
     store: Store
@@ -157,8 +157,8 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     prefix = _SCHEMES.get(scheme)
     bucket, _, key = rest.partition("/")
     if prefix is None:
-        hint = f"name one of {', '.join(f'{name}://' for name in _SCHEMES)}, or a local path"
-        raise ConfigError(f"{scheme}:// is not an object store for writing", uri=uri, hint=hint)
+        hint = f"use {', '.join(f'{name}://' for name in _SCHEMES)}, or a local path"
+        raise ConfigError(f"cannot write to {scheme}://, which is not a supported object store", uri=uri, hint=hint)
     if not bucket:
         raise ConfigError("the URI names no bucket", uri=uri, hint="write it as s3://bucket/key")
     if key.startswith("/") or "//" in key:
@@ -198,7 +198,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     except (exceptions.BaseError, ValueError, TypeError) as error:
         if (duplicate := re.match(r"Duplicate key (\w+) provided", fault := _brief(error))) is not None:
             fault = f"storage_options has {duplicate[1]} under two names"
-            raise ConfigError(fault, uri=uri, hint="leave one of them out") from error
+            raise ConfigError(fault, uri=uri, hint="pass only one of the two names") from error
         raise ConfigError(fault, uri=uri, hint=_CREDENTIAL_HINTS[scheme]) from error
     names = " ".join(name.lower() for name in (*options, *environ)) if prefix == "AWS_" else ""
     word = next((word for word in ("request_payer", "sse_customer_key", "s3_express") if word in names), None)
@@ -209,7 +209,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         streaming=partial(_store, *arguments, is_streaming=True),
         root=root,
         key=key,
-        # obstore reads these values as true.
+        # obstore accepts these values as true.
         anonymous=str(skip).lower() in {"1", "true", "yes", "on"},
         unsignable=None if word is None else f"{word} needs signed headers",
         trusted=trusted,
@@ -217,7 +217,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
 
 
 def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
-    """Return a store that signs with fake credentials. Without the query, its URLs allow anonymous reads."""
+    """Return a store that signs URLs with fake credentials. Without its query, a URL allows anonymous reads."""
     environ = ecosystem("AWS_")
     options = _with_profile(read_profile(options.get("profile"), environ), options, environ)
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
@@ -275,8 +275,8 @@ def _store(
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        # A large object may take hours, and `read_timeout` limits only pauses. That limit alone would let a page of
-        # a listing arrive byte by byte.
+        # A large object may take hours. `read_timeout` limits only pauses, so a short response also needs a deadline,
+        # or it could arrive byte by byte.
         "timeout": timedelta(days=1) if is_streaming else timedelta(seconds=_WHOLE_ANSWER * stall_s),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
@@ -323,7 +323,7 @@ def _uses_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], envir
         return False
     if profile.is_named:
         return True
-    # boto3 tries a web identity before the profile files. obstore uses a web identity without a profile.
+    # boto3 tries a web identity before the profile files. obstore supports a web identity itself, without a profile.
     return profile.gives_credentials and "web_identity_token_file" not in given
 
 
@@ -352,7 +352,7 @@ def _proxy(prefix: str, bucket: str, options: Mapping[str, str], environ: Mappin
     endpoint = next((named[name] for name in endpoints if name in named), f"https://{host}")
     if (proxy := proxy_of(urlsplit(endpoint))) is not None:
         return proxy.url, exclusions()
-    # Without a proxy option, obstore would read the environment, and its rules differ from ours.
+    # Without a proxy option, obstore would read the environment, and its rules for proxies differ from Penstock's.
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
 
 
@@ -390,7 +390,7 @@ def check_process() -> None:
     elif _first_pid != os.getpid():
         raise ConfigError(
             "object stores were used before this process was forked",
-            hint="start workers with 'spawn', or open object stores first in the children",
+            hint="start workers with 'spawn', or open object stores only in the children",
         )
 
 
@@ -404,7 +404,7 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
         raise
     except FileNotFoundError as error:
         hint = "check the bucket, the key, and endpoint and region in storage_options"
-        raise NotFound("there is no such object or bucket", uri=uri, byte_range=byte_range, hint=hint) from error
+        raise NotFound("the object or bucket does not exist", uri=uri, byte_range=byte_range, hint=hint) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionDenied(_brief(error), uri=uri, hint="check the credentials and their permissions") from error
     except exceptions.PreconditionError as error:
@@ -448,7 +448,7 @@ def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -
 
 
 def _brief(error: Exception) -> str:
-    """Return an error as one line, without queries, which contain signatures."""
+    """Return an error as one line, without the queries of URLs, which contain signatures."""
     text = str(error)
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:
@@ -461,7 +461,7 @@ def _brief(error: Exception) -> str:
 
 
 def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
-    """Read a profile, by default that of the environment. A missing file counts as empty. Raises ConfigError."""
+    """Read a profile, by default the profile in the environment. A missing file counts as empty. Raises ConfigError."""
     named = name or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     profile = named or "default"
     config = _sections(environ.get("AWS_CONFIG_FILE", "~/.aws/config"), must_parse=named is not None)

@@ -1,7 +1,7 @@
 """Objects in S3, Google Cloud Storage and Azure: open, list, read and write them.
 
-Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. If URLs cannot be signed,
-obstore reads with one extra copy. `object_stores` handles credentials and options.
+Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. If URLs cannot be signed, reads go
+through obstore with one extra copy. `object_stores` handles credentials and options.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ A request waits 20-200 ms for its first byte, and one connection to S3 carries 8
 guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
-# Minimum size of obstore's pieces, because each piece acquires the GIL.
+# Minimum size of the pieces that obstore returns, because each piece acquires the GIL.
 _PIECE_BYTES = MIB
 
 MAX_SEEN_KEYS = 10_000_000
@@ -54,9 +54,9 @@ MAX_SEEN_KEYS = 10_000_000
 MAX_LISTED_KEYS = 1_000_000
 """Maximum number of keys that a listing returns. The largest checkpoints have a few thousand files."""
 MAX_LISTED_BYTES = 256 * MIB
-"""Maximum total length of these keys. An S3 key has at most 1,024 bytes."""
+"""Maximum total length of the returned keys. An S3 key has at most 1,024 bytes."""
 
-# Deadline for listing one directory, as a multiple of `stall_s`. obstore returns all of its pages at once.
+# Deadline for listing one directory, as a multiple of `stall_s`. obstore returns all pages of the listing at once.
 _LISTING = 20
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ T = TypeVar("T")
 # Seconds that a signed URL is valid. It is renewed after half of that time.
 _SIGNED_S = 3600
 
-# Part size of an upload. S3 allows 10,000 parts, hence 160 GB. Source: AWS, "Multipart upload limits".
+# Part size of an upload. S3 allows 10,000 parts, that is 160 GB. Source: AWS, "Multipart upload limits".
 _PART_BYTES = 16 * MIB
 _PARTS = 8
 
@@ -78,7 +78,7 @@ class SignedOrigin:
 
     def url(self) -> SplitResult:
         """See `Origin.url`."""
-        # Store URL and time in one attribute, because another thread may renew them.
+        # Store the URL and its time in one attribute, because another thread may renew the URL.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
             signed = _signed(self._place.uri, self._place.store, self._place.key)
@@ -94,7 +94,7 @@ class SignedOrigin:
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`. The credentials may have been replaced."""
+        """See `Origin.renew`. A new signature may succeed, because the credentials may have been replaced."""
         current = self._current
         if current is not None and current[0] == url:
             self._current = None
@@ -133,7 +133,7 @@ class AnonymousOrigin:
 
 
 class StoreSource:
-    """A `Source` that reads through obstore with one extra copy. `why` says why URLs cannot be signed."""
+    """A `Source` that reads through obstore with one extra copy. `why` gives the reason why URLs cannot be signed."""
 
     def __init__(self, place: ObjectKey, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
         self.uri = place.uri
@@ -163,8 +163,8 @@ class StoreSource:
                             at += buffer.nbytes
                 patience.progress()
             except (SourceUnavailable, SourceStalled) as error:
-                # obstore has already retried. A response that ends inside a large piece loses the bytes of that piece.
-                # With small pieces, every byte that arrives counts as progress.
+                # obstore has already retried. If a response ends inside a large piece, the bytes of that piece are
+                # lost, so continue with small pieces, in which every byte counts as progress.
                 piece_bytes = 1
                 if offset > before:
                     patience.progress()
@@ -189,7 +189,7 @@ class StoreSource:
             for piece in stream:
                 yield memoryview(piece)
         finally:
-            # A traceback would keep the response and its connection open.
+            # A traceback would keep the response alive and its connection open.
             del result, stream
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
-    """Return the origin of signed or plain URLs and "", or None and the reason."""
+    """Return the origin for reads by URL and "", or None and the reason why URLs cannot be used."""
     if place.unsignable:
         return None, place.unsignable
     if place.anonymous:
@@ -226,7 +226,7 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
     origin = SignedOrigin(place)
     if place.root.startswith("s3"):
         return origin, ""
-    # Other stores can sign only with a key, not with a token or an instance's role.
+    # Stores other than S3 can sign only with a key, not with a token or an instance's role.
     try:
         waits.in_helper(partial(obstore.sign, place.store, "GET", place.key, timedelta(seconds=_SIGNED_S)))
     except BaseError as error:
@@ -235,7 +235,7 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
 
 
 def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the sorted objects that `uri` names: one object, all directly under a prefix, or all matches of a glob.
+    """Return the sorted objects that `uri` names: one object, all objects directly under a prefix, or a glob's matches.
 
     In a glob, `*`, `?` and `[...]` match within a segment, and `**` across segments. Raises NotFound if no object
     matches, and FormatError if the listing exceeds a limit, such as `MAX_LISTED_KEYS`.
@@ -252,7 +252,7 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     pattern = glob_pattern(key) if glob else None
-    # List all keys below the prefix only if the glob needs them, because a bucket may have millions.
+    # List all keys below the prefix only if the glob needs them, because a bucket may have millions of keys.
     pages = _pages_below(place, prefix) if nested else [_directly_below(place, prefix, _LISTING * settings.stall_s)]
     keys: list[str] = []
     num_seen = nbytes = 0
@@ -263,13 +263,13 @@ def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, 
         keys += found
         nbytes += sum(map(len, found))
         for number, limit, what in (
-            (num_seen, MAX_SEEN_KEYS, "keys are inspected"),
-            (len(keys), MAX_LISTED_KEYS, "keys are returned"),
-            (nbytes, MAX_LISTED_BYTES, "characters of keys are returned"),
+            (num_seen, MAX_SEEN_KEYS, "keys to inspect"),
+            (len(keys), MAX_LISTED_KEYS, "keys"),
+            (nbytes, MAX_LISTED_BYTES, "characters in its keys"),
         ):
             if number > limit:
-                hint = "name a longer prefix, or a glob with fewer matches"
-                raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
+                hint = "use a longer prefix, or a glob with fewer matches"
+                raise FormatError(f"the listing is too long: it has more than {limit:,} {what}", uri=uri, hint=hint)
     if not keys:
         raise NotFound("no object or prefix matches", uri=uri)
     return sorted(place.root + name for name in keys)
@@ -283,7 +283,7 @@ def _pages_below(place: ObjectKey, prefix: str) -> Iterator[list[str]]:
 
 def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
     async def ask() -> list[str]:
-        # The synchronous call cannot be interrupted, and an endless listing would fill the memory.
+        # Set a deadline, because the synchronous call cannot be interrupted and an endless listing would fill memory.
         listing = obstore.list_with_delimiter_async(place.store, prefix or None)
         try:
             found = await asyncio.wait_for(listing, wait_s)
@@ -297,7 +297,7 @@ def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
     """Return a small object, or None if it does not exist.
 
-    An absent object raises PermissionDenied if the user may read but not list the bucket.
+    If the user may read but not list the bucket, a missing object raises PermissionDenied.
     """
     try:
         source = open_object(uri, settings=settings, storage_options=storage_options)
@@ -309,7 +309,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
     """Write a small object (a manifest, a signature) atomically. Raises the same errors as `open_object`."""
     place = locate_object(uri, settings=settings, options=storage_options or {})
-    # A single PUT is atomic. An interrupted multipart upload leaves parts that cost money but are not listed.
+    # A single PUT is atomic. An interrupted multipart upload would leave parts that cost money but are not listed.
     _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
 
 

@@ -1,4 +1,4 @@
-"""Writers of weight sets, whose tensors arrive in any order. A set is published as a whole or not at all."""
+"""Writers of weight sets, whose tensors arrive in any order. A weight set is published completely or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Content = bytes | Callable[[], bytes]
 GGUF_FILE = "model.gguf"
 """File name of a result in GGUF format."""
 
-# A symlink in place of an output file would redirect its bytes.
+# Do not follow symlinks, because a symlink in place of an output file would redirect the written bytes.
 _OWN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 DISK_WRITE_BYTES = 1 << 20
@@ -63,17 +63,17 @@ _READ_BACK_HINT = "nothing was replaced: check the disk, and write the file agai
 
 
 class OutputSet:
-    """A hidden directory of files with a fixed layout, in which bytes arrive in any order. `publish` makes it visible.
+    """A hidden directory of files with a fixed layout, written in any order. `publish` makes the directory visible.
 
-    Several processes may open the set. Each may write its bytes more than once.
+    Several processes may open the set. Each process may write its bytes more than once.
 
     Args:
         directory: the staging directory, made by `create`.
-        table: `file_index` and `offset` locate each tensor. Offsets count from the file's first body.
+        table: `file_index` and `offset` locate each tensor. Offsets are relative to the file's first body.
         body_nbytes: size of the bodies in each file.
-        groups: group of each file, if the output holds several sets. `table` then prefixes names with group and slash.
-        gguf_header: header of the only file, which is then GGUF. None writes safetensors.
-        stem: first part of the file names, before their number.
+        groups: group of each file, if the output contains several sets. Names in `table` then begin with the group.
+        gguf_header: header of the only file, if it is a GGUF file. None writes safetensors.
+        stem: first part of the file names, before the shard number.
 
     Attributes:
         names: the file names.
@@ -119,7 +119,7 @@ class OutputSet:
         return [header + body for header, body in zip(self.data_offset, self._body_nbytes, strict=True)]
 
     def create(self) -> None:
-        """Make the directory and files, with headers and space for bodies. Existing files stay. Raises DiskFull."""
+        """Make the directory and files, write headers and reserve space. Keep existing files. Raises DiskFull."""
         # An existing directory holds bytes that a resumed job needs.
         is_new = not self.directory.exists()
         try:
@@ -136,7 +136,7 @@ class OutputSet:
             self.directory.mkdir(parents=True, exist_ok=True)
             for name, header in zip(self.names, self._headers, strict=True):
                 (self.directory / name).parent.mkdir(exist_ok=True)
-                # No O_TRUNC, because a resumed job needs the bytes that it wrote before.
+                # Do not use O_TRUNC, because a resumed job needs the bytes that it wrote before.
                 fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | _OWN_FILE, 0o666)
                 try:
                     os.pwrite(fd, header, 0)
@@ -144,16 +144,16 @@ class OutputSet:
                     os.close(fd)
 
     def allocate(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Reserve space for all bodies in the files of `make`, until `is_over` returns True. Raises DiskFull.
+        """Reserve space for all bodies in the files from `make`. Stop if `is_over` returns True. Raises DiskFull.
 
-        tmpfs takes 0.3 s for each GB of a file, because it allocates pages. Files are processed in parallel.
+        On tmpfs this takes 0.3 s for each GB of a file, because pages are allocated. Files are processed in parallel.
         """
         # A container may have fewer cores than `cpu_count` returns.
         with self._typed(), Threads(len(os.sched_getaffinity(0)), "penstock-allocate") as pool:
             needed = 0
             for name, nbytes in zip(self.names, self.file_nbytes, strict=True):
                 entry = (self.directory / name).stat()
-                # A resumed file may have reserved space or holes, so compare blocks.
+                # A resumed file may have reserved space or holes, so count its allocated blocks.
                 if entry.st_size < nbytes:
                     needed += max(0, nbytes - entry.st_blocks * 512)
             require_space(self.directory, needed)
@@ -184,13 +184,13 @@ class OutputSet:
         """Write bytes at an offset from the file's first body. Thread-safe. Raises DiskFull or DestinationError."""
         at = self.data_offset[file] + offset
         with self._typed(self.directory / self.names[file]):
-            # Linux writes at most 2 GiB at once, and less on a full disk.
+            # One call writes at most 2 GiB on Linux, and less on a full disk.
             while data.nbytes:
                 done = os.pwrite(self._fds[file], data[: self._write_bytes], at)
                 at, data = at + done, data[done:]
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Read bytes back from an offset, counted as in `write`. Raises DestinationError if the file is too short."""
+        """Read bytes back from an offset, relative as in `write`. Raises DestinationError if the file is too short."""
         at = self.data_offset[file] + offset
         with typed(self.directory / self.names[file]):
             while into.nbytes:
@@ -201,12 +201,12 @@ class OutputSet:
                 at, into = at + done, into[done:]
 
     def name_of(self, row: int) -> str:
-        """Return a tensor's name in its file."""
+        """Return the name under which a file stores the tensor."""
         group = self.groups[int(self.table.file_index[row])]
         return self.table.names[row][len(group) + 1 if group else 0 :]
 
     def index(self) -> dict[str, bytes]:
-        """Return the index files by name. A single file, or a name with a star, has no index."""
+        """Return the index files by name. A group with one file, or with a star in its name, has no index."""
         indexes = {}
         for group in dict.fromkeys(self.groups):
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
@@ -228,7 +228,7 @@ class OutputSet:
                 os.fsync(fd)
 
     def read_back(self, small: Mapping[str, Content]) -> None:
-        """Read headers and the `small` manifests and weights back. Raises DestinationError for a difference."""
+        """Read headers and the `small` manifests and weights back. Raises DestinationError if content differs."""
         rows: list[dict[str, _Entry]] = [{} for _ in self.names]
         table = self.table
         for row, (file, at, nbytes) in enumerate(
@@ -245,14 +245,14 @@ class OutputSet:
                 raise DestinationError(message, uri=str(path), hint=_READ_BACK_HINT)
             columns = (found.names, found.dtypes, found.shapes, found.offset.tolist(), found.nbytes.tolist())
             actual = {entry[0]: entry for entry in zip(*columns, strict=True)}
-            # The table contains no GGUF types to compare with.
+            # The headers of GGUF files cannot be compared, because the table contains no GGUF types.
             if file_name != GGUF_FILE and actual != wanted:
                 name = next(name for name in (*wanted, *actual) if actual.get(name) != wanted.get(name))
                 message = "the header on disk differs from the header written"
                 raise DestinationError(message, uri=str(path), tensor=name, hint=_READ_BACK_HINT)
         for name, content in small.items():
             path = self.directory / name
-            # Functions return copies of a source's files, which are neither weights nor manifests.
+            # A function returns a copy of a source's file, which is neither weights nor a manifest.
             if isinstance(content, bytes):
                 with _readable(path):
                     if path.name == SIDECAR:
@@ -264,8 +264,8 @@ class OutputSet:
     def publish(self, into: Path, small: Mapping[str, Content], *, replace: bool = False) -> None:
         """Sync all files, add the `small` files (content by name), and publish the set at `into` atomically.
 
-        With `replace`, a weight set at `into` is replaced and then removed. Raises ConfigError if other files are at
-        `into`. After DiskFull or DestinationError nothing was published or removed.
+        With `replace`, an old weight set at `into` is replaced and then removed. Raises ConfigError if `into` contains
+        other files. If DiskFull or DestinationError is raised, nothing was published or removed.
         """
         # Sync bytes before names, so that after a crash no name refers to an incomplete file.
         self.sync()
@@ -304,7 +304,7 @@ class OutputSet:
                     os.rename(self.directory, place.path)
                 # The rename is durable only after the parent directory is synced.
                 _sync_directory(place.path.parent)
-            # After a replacement, `directory` is the old set. Otherwise it no longer exists. Keep files added since.
+            # After a replacement, `directory` contains the old set. Otherwise it is gone. Keep files added by others.
             if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
                 kept = place.path.with_name(f"{short_name(place.path)}.replaced-{secrets.token_hex(4)}")
                 os.rename(self.directory, kept)
@@ -316,7 +316,7 @@ class OutputSet:
             exchange(self.directory, into)
             return
         except OSError as error:
-            # NFS and kernels before 3.15 lack this call.
+            # NFS and kernels before 3.15 do not support this call.
             if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
                 raise
             why = error.strerror
@@ -351,10 +351,10 @@ def publish_remote(
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
 ) -> None:
-    """Upload a set, its index and manifest last, and remove the local files.
+    """Upload a set, with the index and manifest last, and remove the local files.
 
-    `small` holds small files by name, including the manifest. Raises ConfigError if a weight set or other files are
-    already under the prefix. After another error the set has no manifest, and the next upload may overwrite its files.
+    `small` contains small files by name, including the manifest. Raises ConfigError if the prefix contains a weight set
+    or other files. After any other error the set has no manifest, and the next upload may overwrite its files.
     """
     from penstock.storage.objects import remove_object, upload_file, write_small
 
@@ -372,7 +372,7 @@ def publish_remote(
     with Threads(_UPLOADS, thread_name_prefix="penstock-upload") as pool:
         for done in [pool.submit(upload, name) for name in out.names]:
             done.result()
-    # Readers that find index and manifest must also find all files.
+    # Upload index and manifest last, because readers that find them must also find all other files.
     last: dict[str, Content] = {**out.index(), SIDECAR: small[SIDECAR]}
     for name, content in [*((n, d) for n, d in small.items() if n not in last), *last.items()]:
         data = content if isinstance(content, bytes) else content()
@@ -380,13 +380,13 @@ def publish_remote(
     try:
         remove_object(f"{prefix}/{UPLOADING}", settings=settings, storage_options=storage_options)
     except SourceError as error:
-        # The set is complete. Some users may write objects but not remove them.
+        # The set is complete, and some users have permission to write objects but not to remove them.
         log.warning("%s/%s stays, because it cannot be removed: %s", prefix, UPLOADING, error.message)
     out.remove()
 
 
 def _rank(name: str) -> int:
-    """Return the rank at which a file is moved into a directory that must stay, see `place.fill`."""
+    """Return a number that orders the moves of files into an existing directory, see `place.fill`."""
     if name == SIDECAR or name.endswith(INDEX_SUFFIX):
         return 0
     # The stamp moves last, because it marks the result as complete.
@@ -394,7 +394,7 @@ def _rank(name: str) -> int:
 
 
 def require_free_remote(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """Raise ConfigError if a weight set is under the prefix, or files that Penstock did not upload."""
+    """Raise ConfigError if the prefix contains a weight set, or files that Penstock did not upload."""
     from penstock.storage.objects import list_objects
 
     prefix = uri.rstrip("/")
@@ -405,11 +405,11 @@ def require_free_remote(uri: str, *, settings: Settings, storage_options: Mappin
     there = {name.rpartition("/")[2] for name in listed}
     hint = "remove it, or write to another prefix"
     if SIDECAR in there:
-        raise ConfigError("the prefix already has a weight set", uri=prefix, hint=hint)
+        raise ConfigError("the prefix already contains a weight set", uri=prefix, hint=hint)
     # Files of an interrupted upload may be overwritten.
     others = sorted(name for name in there if name.endswith((SUFFIX, GGUF_SUFFIX, ".json")))
     if others and UPLOADING not in there:
-        message = f"the prefix already has files that Penstock did not write: {', '.join(others[:5])}"
+        message = f"the prefix already contains files that Penstock did not write: {', '.join(others[:5])}"
         raise ConfigError(message, uri=prefix, hint=hint)
 
 

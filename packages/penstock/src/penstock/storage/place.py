@@ -39,7 +39,7 @@ _LOST_AND_FOUND = "lost+found"
 _LOCK = ".penstock-lock"
 # File that lists the names of the files that `fill` is moving.
 _MOVING = ".penstock-moving"
-# Longest wait in seconds for another process that checks or publishes in the directory.
+# Maximum seconds to wait for another process that checks or publishes in the directory.
 _WAIT_S = 10.0
 _POLL_S = 0.01
 _MAX_NAMES = 5
@@ -48,7 +48,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlace:
-    """A local directory at which a weight set is published."""
+    """A local directory to which a weight set is published."""
 
     path: Path
     """Absolute path. A symlink to an empty directory was resolved."""
@@ -58,28 +58,28 @@ class OutputPlace:
 
     @classmethod
     def at(cls, destination: str | os.PathLike[str]) -> OutputPlace:
-        """Return the place of a path or file:// URI. Raises ConfigError or DestinationError."""
+        """Return the output place for a path or file:// URI. Raises ConfigError or DestinationError."""
         path = Path(local_path(text_of(destination)))
-        # `.`, `..` and `/` have no name for a staging directory next to them.
+        # `.`, `..` and `/` have no name from which to derive the name of a staging directory.
         path = Path(os.path.realpath(path)) if path.name in {"", ".."} else path.absolute()
         with typed(path):
-            # A symlink to a weight set is itself replaced.
+            # Resolve only a symlink to an empty directory. A symlink to a weight set is replaced itself.
             if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
                 path = Path(os.path.realpath(path))
-            # lstat raises for names that are too long and for loops of symlinks. `lexists` would report such names as
-            # absent.
+            # lstat raises for names that are too long and for symlink loops. `lexists` would report such paths as
+            # missing.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.lstat(path)
             keeps_directory = False
             if path.is_dir() and not path.is_symlink():
-                # A directory with only the files of an interrupted write must stay too.
+                # A directory that contains only the files of an interrupted write must also stay.
                 keeps_directory = bool(_reason_to_stay(path)) or (any(_staging_in(path, path)) and not _entries(path))
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
         """Raise ConfigError unless the place is free, or contains only a weight set and `replace` is true.
 
-        No local path in `sources` may lie in the place.
+        No local path in `sources` may be inside the place.
         """
         with typed(self.path):
             require_apart(sources, self.path, replace=replace)
@@ -120,7 +120,7 @@ def _is_mount(path: Path) -> bool:
 
 
 def _entries(path: Path) -> list[str]:
-    """Return the names in a directory, except `lost+found` of a volume and staging directories of this place."""
+    """Return the names in a directory, except a volume's `lost+found` and this place's staging directories."""
     ignored = _LOST_AND_FOUND if _is_mount(path) else ""
     return [name for name in os.listdir(path) if name != ignored and not _is_staging(path, name)]
 
@@ -139,17 +139,17 @@ def _staging_in(where: Path, path: Path) -> Iterator[Path]:
 
 
 def require_free(into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError if a path exists, except an empty directory, or with `replace` a weight set from Penstock."""
+    """Raise ConfigError if a path exists. Allow an empty directory and, with `replace`, Penstock's weight sets."""
     if not os.path.lexists(into) or (into.is_dir() and not _entries(into)):
         return
     if not replace:
-        hint = "replace it with --force (replace=True), remove it, or write elsewhere"
+        hint = "replace it with --force (replace=True), remove it, or write to another path"
         raise ConfigError("the destination already exists", uri=str(into), hint=hint)
     names = os.listdir(into) if into.is_dir() else []
     if not any(name == SIDECAR or name.endswith((SUFFIX, GGUF_SUFFIX)) for name in names):
         message = "the destination exists and has no weight set, and only weight sets are replaced"
-        raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
-    # Only the symlink itself is replaced, and its target stays.
+        raise ConfigError(message, uri=str(into), hint="remove the destination, or write to another path")
+    # A symlink can always be replaced, because its target stays.
     if into.is_symlink():
         return
     if why := _reason_to_stay(into):
@@ -160,8 +160,8 @@ def require_free(into: Path, *, replace: bool = False) -> None:
         named = ", ".join(others[:_MAX_NAMES]) + (
             f" and {len(others) - _MAX_NAMES} more" if len(others) > _MAX_NAMES else ""
         )
-        message = f"only files that Penstock wrote are replaced, and this directory has others: {named}"
-        raise ConfigError(message, uri=str(into), hint="move them away, or write elsewhere")
+        message = f"only files that Penstock wrote are replaced, but this directory has other files: {named}"
+        raise ConfigError(message, uri=str(into), hint="move the other files away, or write to another path")
 
 
 class _StampedFiles(msgspec.Struct):
@@ -171,7 +171,7 @@ class _StampedFiles(msgspec.Struct):
 def foreign(directory: Path) -> list[str]:
     """Return relative paths of all files and directories in a weight set's directory that Penstock did not write.
 
-    The manifest names the weight files, and `STAMP` names the others. Without a manifest every file counts as foreign.
+    The manifest names weight files, and `STAMP` names other files. Without a manifest, every file counts as foreign.
     """
     written = {*_written(directory), *(name for name in os.listdir(directory) if _is_staging(directory, name))}
     found = []
@@ -204,9 +204,9 @@ def _written(directory: Path) -> frozenset[str]:
 
 
 def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError if a local source is in the destination, or if `replace` would remove files of a source.
+    """Raise ConfigError if the destination contains a local source, or if `replace` would remove a source's files.
 
-    Symlinks are followed. Two mounts of a directory count as the same directory.
+    Symlinks are followed. Different mounts of a directory count as the same directory.
     """
     try:
         target = os.stat(into)
@@ -227,13 +227,13 @@ def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) 
             real = Path(os.path.realpath(one))
             if any(is_target(level) for level in (real, *real.parents)):
                 message = f"the destination {'is' if is_target(real) else 'contains'} the source {real}"
-                hint = "write to another place, then replace the source yourself if you want to"
+                hint = "write to another path, and then replace the source yourself if necessary"
                 raise ConfigError(message, uri=str(into), hint=hint)
-        # Files of the destination may belong to the source, because an index can name shards in it.
+        # Files in the destination may belong to the source, because the source's index can name shards there.
         real = Path(os.path.realpath(path))
         if replace and real_target.is_relative_to(real):
-            hint = "write to a place outside the source"
-            raise ConfigError(f"the destination is in the source {real}", uri=str(into), hint=hint)
+            hint = "write to a path outside the source"
+            raise ConfigError(f"the destination is inside the source {real}", uri=str(into), hint=hint)
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -249,12 +249,12 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 class DestinationClaim(Closeable):
-    """A writer's locked staging directory. Closing it or exiting the process releases the lock."""
+    """A writer's locked staging directory. Closing the claim or exiting the process releases the lock."""
 
     def __init__(self, staging: Path, fd: int, new: list[Path]) -> None:
         self.staging = staging
         self._new = new
-        # A dropped claim closes the descriptor. At exit the kernel closes it.
+        # Dropping the claim closes the descriptor. At exit, the kernel closes it.
         self._release = weakref.finalize(self, os.close, fd)
         self._release.atexit = False
         _claims.add(self)
@@ -264,8 +264,8 @@ class DestinationClaim(Closeable):
         """Make the directory and lock it. Raises DestinationError.
 
         Args:
-            staging: the directory from `place.staging`, or any directory for results that are uploaded.
-            is_shared: allow concurrent writers of the place. The last one to publish wins.
+            staging: the directory from `place.staging`, or any directory if the result is uploaded.
+            is_shared: whether to allow concurrent writers. The writer that publishes last wins.
         """
         where = staging.parent
         with typed(place):
@@ -285,7 +285,7 @@ class DestinationClaim(Closeable):
                 raise
 
     def close(self) -> None:
-        """Release the lock, and remove new directories that are empty. Idempotent."""
+        """Release the lock, and remove the empty directories that this claim created. Idempotent."""
         self._release()
         new, self._new = self._new, []
         remove_empty(new)
@@ -354,7 +354,7 @@ def _is_locked(staging: Path) -> bool:
 
 
 def remove_dead(place: OutputPlace, kind: str) -> None:
-    """Remove staging directories whose token begins with `kind` and whose writer has exited."""
+    """Remove the staging directories whose token begins with `kind` and whose writer has exited."""
     staging = place.staging(kind)
     with typed(place.path):
         for other in list(_staging_in(staging.parent, place.path)):
@@ -364,7 +364,7 @@ def remove_dead(place: OutputPlace, kind: str) -> None:
 
 
 def lock_within(fd: int, wait_s: float) -> None:
-    """Lock an open file until its descriptor is closed. Raises BlockingIOError after `wait_s`, or OSError."""
+    """Lock an open file until its descriptor is closed. Raises OSError, which is BlockingIOError after `wait_s`."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -386,7 +386,7 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise _busy(directory) from error
         except OSError:
-            # NFS cannot lock directories. Two writers that start at the same moment may then reject each other.
+            # NFS cannot lock directories. Two writers that start at the same moment on NFS may reject each other.
             pass
         yield
     finally:
@@ -394,7 +394,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def clear(staging: Path) -> None:
-    """Remove all files that an earlier writer left in a staging directory. The caller holds its lock."""
+    """Remove all files that an earlier writer left in a staging directory. The caller holds the directory's lock."""
     for path in list(staging.iterdir()):
         if path.name == _LOCK:
             continue
@@ -410,13 +410,13 @@ def unlock(staging: Path) -> None:
 
 
 def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
-    """Move all files of a complete staging directory into a place that must stay, and remove the directory.
+    """Move all files from a complete staging directory into an existing directory, and remove the staging directory.
 
-    If the process is killed midway, the next call uses the staging directory's list to move the files back.
+    If the process is killed midway, the next writer uses the list in the staging directory to move the files back.
 
     Args:
-        order: returns the rank of a name. Low ranks move first. Manifest and index move first, so that a reader detects
-            missing files.
+        order: returns the rank of a file name. Files with low ranks move first. These are manifest and index, so that a
+            reader detects missing files.
     """
     names = sorted((name for name in os.listdir(staging) if name != _LOCK), key=lambda name: (order(name), name))
     with open(staging / _MOVING, "xb") as file:

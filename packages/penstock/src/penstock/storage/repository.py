@@ -1,7 +1,7 @@
-"""The common code of model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
+"""Common code for model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
 
-A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. A pinned file is opened from the local cache of the hub's
-library, or streamed over HTTP without writing to disk. Manifests of repositories are stored next to that cache.
+A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. A pinned file is opened in the local cache of the hub's library,
+or streamed over HTTP without being written to disk. Manifests of repositories are stored next to that cache.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _URI = re.compile(
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A revision that never moves."""
-# %2F is a slash in a revision, except in the hub's references to pull requests and conversions.
+# A slash in a revision is written as %2F, except in the hub's references to pull requests and conversions.
 _REVISION = re.compile(r"(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+)(?:/(?P<path>.*))?")
 # Number of cached listings, each with a few hundred bytes per file.
 _LISTINGS = 64
-# Files that are written to the user's cache instead of the hub.
+# Files that are stored in the user's cache and not on the hub.
 _KEPT_LOCALLY = ("penstock.manifest", "penstock.manifest.sig")
 
 
@@ -55,7 +55,7 @@ class RepositoryFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryAddress:
-    """The parts of a repository's URI."""
+    """The components of a repository's URI."""
 
     scheme: str
     kind: str
@@ -93,20 +93,20 @@ class Contents:
 
 
 def parse(uri: str, scheme: str) -> RepositoryAddress:
-    """Return the parts of a repository's URI. Raises ConfigError if it is malformed."""
+    """Split a repository's URI into its components. Raises ConfigError if the URI is malformed."""
     hint = f"write it as {scheme}://[datasets/]org/name[@revision][/file]"
     match = _URI.fullmatch(uri)
     if match is None or match["scheme"] != scheme:
-        raise ConfigError("this is not the URI of a repository", uri=uri, hint=hint)
+        raise ConfigError("the URI does not name a repository", uri=uri, hint=hint)
     revision, path = None, match["path"] or ""
     if match["rest"]:
         at = _REVISION.fullmatch(match["rest"])
         if at is None:
-            raise ConfigError("this is not the URI of a repository", uri=uri, hint=hint)
+            raise ConfigError("the URI does not name a repository", uri=uri, hint=hint)
         revision, path = unquote(at["revision"]), at["path"] or ""
     kind = (match["kind"] or "models").removesuffix("s")
     if ".." in path.split("/") or path.startswith("/"):
-        raise ConfigError("a file of a repository cannot have this name", uri=uri)
+        raise ConfigError("a file in a repository cannot have this name", uri=uri)
     return RepositoryAddress(scheme=scheme, kind=kind, name=match["name"], revision=revision, path=path.rstrip("/"))
 
 
@@ -121,7 +121,7 @@ def ask_hub(
 ) -> tuple[int, Mapping[str, str], A | None]:
     """Send a request to a hub. Return status, headers, and the response, which is None after a refusal.
 
-    Token and cookie go only to the host of `url`. Raises like `http.ask`, and FormatError for a malformed response.
+    Token and cookie go only to the host in `url`. Raises the errors of `http.ask`, or FormatError for bad data.
     """
     origin = PlainOrigin(url, {"bearer_token": token} if token else {}, cookie=cookie)
     status, headers, raw = ask(uri, origin, limit=MAX_LISTING_BYTES, settings=settings)
@@ -130,7 +130,7 @@ def ask_hub(
     try:
         return status, headers, msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
-        raise FormatError(f"the hub's answer about a repository is malformed: {error}"[:300], uri=uri) from error
+        raise FormatError(f"the hub's response about a repository is malformed: {error}"[:300], uri=uri) from error
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:
@@ -148,7 +148,7 @@ def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, u
 
 
 def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
-    """Return the names of the files that a URI names. `below` includes files in subdirectories."""
+    """Return the names of the files at an address. `below` includes files in subdirectories."""
     # A file or directory with this exact name takes precedence over a glob.
     if where.path in files:
         return [where.path]
@@ -158,10 +158,10 @@ def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, b
 
 
 class RepositoryStorage(ABC):
-    """The storage of a model hub. It is read-only, but stores manifests of repositories in the user's cache.
+    """A model hub as storage. It is read-only, but stores manifests of repositories in the user's cache.
 
-    `storage_options` are `token` and `endpoint`, which replace the values from the environment. An empty token disables
-    tokens.
+    The options `token` and `endpoint` in `storage_options` replace the values from the environment. With an empty
+    token, no token is sent.
     """
 
     scheme: str
@@ -180,7 +180,7 @@ class RepositoryStorage(ABC):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """Return a fixed revision and its files, with at most one request. Raises SourceError or MissingExtra.
 
-        If offline, `is_new` rereads the local cache, because another process may have filled it.
+        If the hub is offline, `is_new` rereads the local cache, because another process may have filled it.
         """
 
     @abstractmethod
@@ -195,11 +195,11 @@ class RepositoryStorage(ABC):
 
     @abstractmethod
     def home(self) -> Path:
-        """Return the user's directory of the hub's library."""
+        """Return the user's directory that belongs to the hub's library."""
 
     @abstractmethod
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Raise NotFound if the listing of a directory may lack files of a model."""
+        """Raise NotFound if a directory's listing may be incomplete."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
         """See `PinningStorage.pin`. Raises the same errors as `list_revision`."""
@@ -208,7 +208,7 @@ class RepositoryStorage(ABC):
         return where.at(revision, where.path)
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
-        """See `Storage.open`. A file in the local cache is opened there."""
+        """See `Storage.open`. A cached file is opened in the local cache."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         file = files.get(where.path)
@@ -229,7 +229,7 @@ class RepositoryStorage(ABC):
         except PermissionDenied as error:
             hint = f"accept its conditions at {page}, and " if has_token else "it may be gated or private: "
             hint += f"use a token that may read it ({self.sign_in})"
-            raise PermissionDenied(f"the hub refuses this file: {error.message}", uri=uri, hint=hint) from error
+            raise PermissionDenied(f"the hub refuses to send this file: {error.message}", uri=uri, hint=hint) from error
         except NotFound as error:
             raise NotFound("the hub lists this file but does not serve it", uri=uri) from error
         if file.nbytes >= 0 and source.nbytes != file.nbytes:
@@ -238,7 +238,7 @@ class RepositoryStorage(ABC):
         return source
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
-        """Return the files that a URI names now, including subdirectories. `default` replaces a missing revision."""
+        """Return the files that a URI names now, also in subdirectories. `default` replaces a missing revision."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options, is_new=True)
         named = {path: files[path] for path in paths_of(where, files, below=True)}
@@ -271,7 +271,7 @@ class RepositoryStorage(ABC):
         return [where.at(revision, path) for path in sorted(paths)]
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """See `Storage.read_small`. If the repository has no manifest, read the user's cache."""
+        """See `Storage.read_small`. If the repository has no manifest, read it from the user's cache."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         if where.path in files:
@@ -292,7 +292,7 @@ class RepositoryStorage(ABC):
         return raw
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """Store a manifest or its signature in the user's cache, by revision. Raises ConfigError for other files."""
+        """Store a manifest or signature in the user's cache for its revision. Raises ConfigError for other files."""
         where = parse(uri, self.scheme)
         if not where.path.endswith(_KEPT_LOCALLY):
             raise ConfigError("a repository on the hub is read-only", uri=uri, hint="write to a local path")
@@ -309,7 +309,7 @@ class RepositoryStorage(ABC):
             return self._listings.get(key)
 
     def keep(self, *key: str, files: Mapping[str, RepositoryFile]) -> None:
-        """Cache a listing, and drop the oldest."""
+        """Cache a listing, and drop the oldest listing if the cache is full."""
         with self._lock:
             self._listings[key] = files
             while len(self._listings) > _LISTINGS:
@@ -321,7 +321,7 @@ class RepositoryStorage(ABC):
         unknown = set(options) - {"token", "endpoint"}
         if unknown:
             message = f"storage_options {sorted(unknown)} are unknown for {self.scheme}://"
-            raise ConfigError(message, hint="use token and endpoint")
+            raise ConfigError(message, hint="use the options token and endpoint")
         return self.list_revision(where, settings, options, is_new=is_new)
 
     def _own_path(self, where: RepositoryAddress, revision: str) -> Path:
@@ -340,7 +340,7 @@ class ComparedFile(FileSource):
 
 
 class HubSource(HashedReads, HttpSource):
-    """A streamed file from a hub. After `check_whole`, its SHA-256 is checked while it is read."""
+    """A file streamed from a hub. After `check_whole`, its SHA-256 is checked during the read."""
 
     def __init__(
         self, file: RepositoryFile, origin: PlainOrigin, seen: Validators, *, uri: str, settings: Settings
@@ -353,7 +353,7 @@ class HubSource(HashedReads, HttpSource):
             self._digest = FileDigest(file.sha256, self.nbytes, uri, settings.stall_s)
 
     def take_digest(self) -> FileDigest | None:
-        """Return the digest for a reader that checks it itself. This source then checks nothing."""
+        """Return the digest for a reader that checks the digest itself. This source then checks nothing."""
         digest, self._digest = self._digest, None
         return digest
 

@@ -45,7 +45,7 @@ tensors, a shard of a dense model. With 1 MiB, 1,000 members would read 42 GB fo
 
 _INT64_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-# A shorter header cannot exceed the limits by much, so it is decoded without counting.
+# A header below this size cannot exceed the limits by much, so its entries are not counted before decoding.
 _LARGE_BYTES = 16 * MIB
 
 
@@ -65,13 +65,13 @@ class Header:
     """Bytes that were read from the source for this header."""
 
 
-# A header may have 60,000 of these structs, and they form no cycles.
+# Exclude these structs from garbage collection. A header may have 60,000 of them, and they form no cycles.
 class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
 
 
-# Unknown fields are accepted, as in other readers. They change the number of strings, so the header is walked.
+# Accept unknown fields, as other readers do. They change the number of strings, so the header is then walked.
 class _TensorEntry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ _METADATA_ONLY = msgspec.json.Decoder(_MetadataOnly)
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 _INDEX = msgspec.json.Decoder(_Index)
 
-_COPY_AGAIN = "the copy is not complete: copy it again"
+_COPY_AGAIN = "the file is incomplete, so copy it again"
 _SIGNATURE_BYTES = 32
 
 # Writers usually put a small `__metadata__` without escapes first. Finding it saves a pass over the header.
@@ -136,17 +136,17 @@ def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatErro
         hint = "get the file itself: run `git lfs pull` in its repository, or download it"
         message = f"this is a Git LFS pointer ({source.nbytes} bytes), not the weights"
         return FormatError(message, uri=source.uri, hint=hint)
-    would_be = f"header of {header_bytes} bytes; the format allows {MAX_HEADER_BYTES}"
+    would_be = f"the header has {header_bytes} bytes, but the format allows {MAX_HEADER_BYTES}"
     message = f"not a safetensors file: it begins with {first[:8]!r} ({would_be})"
-    return FormatError(message, uri=source.uri, hint="give a safetensors file; GGUF files end in .gguf")
+    return FormatError(message, uri=source.uri, hint="pass a safetensors file, or a GGUF file named *.gguf")
 
 
 def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
     """Check a header's JSON, without the length field, against the file size. Raises FormatError or SourceTruncated."""
     if len(raw) > MAX_HEADER_BYTES:
-        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
+        raise FormatError(f"the header has {len(raw)} bytes, but the format allows {MAX_HEADER_BYTES}", uri=uri)
     if not raw.startswith(b"{"):
-        raise FormatError("header does not begin with '{'", uri=uri)
+        raise FormatError("the header does not begin with '{'", uri=uri)
     _check_utf8(raw, uri=uri)
     metadata, rest = _split_metadata(raw, uri)
     entries = _decode_entries(rest, uri)
@@ -158,11 +158,11 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     leading = _LEADING_METADATA.match(raw)
-    # With an odd number of quotes, the closing brace is inside a string.
+    # If the number of quotes is odd, the matched closing brace is inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
         value, rest = leading[1], raw[: leading.start(1)] + b"null" + raw[leading.end(1) :]
     else:
-        # The key may be escaped (`\u005f`), so only a header without backslashes certainly lacks it.
+        # The key may be escaped (`\u005f`), so search for it only in a header without backslashes.
         if b"__metadata__" not in raw and b"\\" not in raw:
             return {}, raw
         raw_value = _decode(_METADATA_ONLY, raw, uri=uri).value
@@ -176,7 +176,7 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     except msgspec.DecodeError as error:
         raise FormatError(f"{_METADATA} is not an object of strings: {error}", uri=uri) from error
     if num_strings(value) != 2 * len(metadata):
-        raise FormatError(f"duplicate key in {_METADATA}", uri=uri)
+        raise FormatError(f"{_METADATA} has a duplicate key", uri=uri)
     return metadata, rest
 
 
@@ -185,13 +185,13 @@ def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
         # Python objects for all entries of a hostile header would take gigabytes.
         objects = _count_byte(rest, b"{")
         if objects > MAX_TENSORS + 1:
-            raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
+            raise FormatError(f"the header has {objects} objects, but may list at most {MAX_TENSORS} tensors", uri=uri)
         if _count_byte(rest, b",") > (objects + 1) * (MAX_RANK + 4):
             raise FormatError(f"the header has lists that are too long for tensors of rank {MAX_RANK}", uri=uri)
     try:
         entries = _ENTRIES.decode(rest)
     except RecursionError as error:
-        raise FormatError("JSON nested too deep", uri=uri) from error
+        raise FormatError("the JSON is nested too deeply", uri=uri) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec does not say which key failed, so decode a bad header again, entry by entry.
         _raise_for_entry(rest, error, uri)
@@ -209,8 +209,8 @@ def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
         try:
             _ENTRY.decode(raw)
         except msgspec.DecodeError as fault:
-            raise FormatError(f"bad entry: {fault}", uri=uri, tensor=clip(name)) from fault
-    raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
+            raise FormatError(f"invalid entry: {fault}", uri=uri, tensor=clip(name)) from fault
+    raise FormatError(f"invalid entry with a duplicate key: {error}", uri=uri) from error
 
 
 class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
@@ -228,14 +228,14 @@ def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
         return f"shape {clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
         return f"shape {clip(list(shape))} of {dtype} does not fill whole bytes"
-    # Readers store two F4 values as one element along the last dimension.
+    # Readers pack two F4 values along the last dimension into one element.
     if dtype is DType.F4 and shape[-1] % 2:
         return f"shape {clip(list(shape))} of {dtype}: the last dimension is not divisible by 2"
     return None
 
 
 def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> I64:
-    """Return the size of each tensor in bytes. -1 marks a dtype and shape that no tensor can have."""
+    """Return the size of each tensor in bytes, or -1 if no tensor can have its dtype and shape."""
     kinds = _NbytesByKind()
     return np.fromiter(map(kinds.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(dtypes))
 
@@ -248,7 +248,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
     except AttributeError:
         # A null entry has no dtype. Catching the error avoids searching valid headers.
         name = next(name for name, entry in entries.items() if entry is None)
-        raise FormatError("entry is null", uri=uri, tensor=clip(name)) from None
+        raise FormatError("the entry is null", uri=uri, tensor=clip(name)) from None
     shapes = [entry.shape for entry in entries.values()]
     nbytes = table_nbytes(dtypes, shapes)
     if nbytes.size and nbytes.min() < 0:
@@ -258,7 +258,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
-        # A stop before its start also has a wrong number of bytes.
+        # This also detects a stop before its start.
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
         fault = f"data_offsets are {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
@@ -270,7 +270,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
         offset=start,
         nbytes=nbytes,
     )
-    # All known writers leave the entries in file order.
+    # All known writers write the entries in file order, so sorting is rarely needed.
     if bool(np.any(start[1:] < start[:-1])) or bool(np.any(stop[1:] < stop[:-1])):
         table = table.take(np.lexsort((stop, start)).tolist())
     end = _check_contiguous(table, uri)
@@ -315,38 +315,38 @@ def _check_contiguous(table: TensorTable, uri: str) -> int:
 
 
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
-    """Return the `weight_map` of a `*.safetensors.index.json`: shard file by tensor name, relative to the index.
+    """Return the `weight_map` of a `*.safetensors.index.json`: the shard file of each tensor, relative to the index.
 
     Raises FormatError if the index is malformed, contains a duplicate name, or names a shard outside its directory.
     """
     if len(raw) > MAX_HEADER_BYTES:
-        raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
-    # `total_size` may be NaN, and the file may begin with a byte order mark.
+        raise FormatError(f"the index has {len(raw)} bytes, but may have at most {MAX_HEADER_BYTES}", uri=uri)
+    # Accept NaN, which `total_size` may be, and a byte order mark.
     raw = strict(raw)
     _check_utf8(raw, uri=uri)
     raw_map = _decode(_INDEX, raw, uri=uri).weight_map
     weight_map = _decode(_STRINGS, raw_map, uri=uri)
     if num_strings(bytes(raw_map)) != 2 * len(weight_map):
         raise FormatError("weight_map names a tensor twice", uri=uri)
-    # Without its map the index is small, so the rest can be walked for duplicate keys.
+    # Without `weight_map` the index is small, so walk the rest to find duplicate keys.
     _refuse_duplicates(_blank(raw, raw_map), uri=uri)
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
             tensor = next(name for name, at in weight_map.items() if at == shard)
-            raise FormatError(f"shard {clip(shard)!r} is not a file below the index", uri=uri, tensor=clip(tensor))
+            raise FormatError(f"shard {clip(shard)!r} is outside the index's directory", uri=uri, tensor=clip(tensor))
     return weight_map
 
 
 def _is_below(shard: str) -> bool:
     parts = PurePosixPath(shard).parts
-    # Backslash and colon are separators on other systems, and NUL ends a name in C.
+    # Backslash and colon are separators on other systems, and NUL terminates a name in C.
     hostile = "\\" in shard or "\0" in shard or ":" in shard
     return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
 
 
 def require_name(name: str, *, uri: str | None = None) -> None:
     """Raise PlanError for a name that no tensor of the format can have."""
-    hint = "give the tensor another name"
+    hint = "rename the tensor"
     if name == _METADATA:
         message = f"{_METADATA!r} is reserved by the format and cannot be the name of a tensor"
         raise PlanError(message, uri=uri, tensor=name, hint=hint)
@@ -360,7 +360,7 @@ def require_name(name: str, *, uri: str | None = None) -> None:
 def encode_header(
     entries: Iterable[tuple[str, DType, Sequence[int], int, int]], metadata: Mapping[str, str] | None, *, uri: str
 ) -> bytes:
-    """Return the start of a file, the length and the JSON, padded so that the bodies are aligned.
+    """Return the bytes before a file's bodies: the length and the JSON, padded so that the bodies are aligned.
 
     Raises FormatError if the bytes of a tensor do not match its shape, and PlanError for an invalid or duplicate name.
 
@@ -371,24 +371,24 @@ def encode_header(
     for name, dtype, shape, start, stop in entries:
         require_name(name, uri=uri)
         if name in header:
-            raise PlanError("two tensors of a file have the same name", uri=uri, tensor=clip(name))
+            raise PlanError("two tensors in the file have the same name", uri=uri, tensor=clip(name))
         fault = _shape_fault(dtype, tuple(shape))
         if fault is not None or bits_to_bytes(math.prod(shape), dtype) != stop - start:
             raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)
         header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
     raw = msgspec.json.encode(header)
-    # The format pads with spaces. An alignment of 8 bytes suits all of its dtypes.
+    # The format pads with spaces. An alignment of 8 bytes is sufficient for all dtypes.
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER_BYTES:
-        raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
+        raise FormatError(f"the header has {len(raw)} bytes, but the format allows {MAX_HEADER_BYTES}", uri=uri)
     return len(raw).to_bytes(8, "little") + raw
 
 
-# msgspec keeps the last of two equal keys. If a document has as many strings as its decoded value, no key is a
-# duplicate. Otherwise the pairs are walked, which costs five times the decoding.
+# Of two equal keys, msgspec keeps the last. If a document has as many strings as its decoded value, it has no duplicate
+# key. Otherwise the pairs are walked, which takes five times as long as decoding.
 
-# Longest document that is walked. Python's json walks about 50 MB/s, and a hostile header must be rejected in about a
-# second. Source: measured on a 2-core machine, 2026-11.
+# Maximum size of a document that is walked. Python's json walks about 50 MB/s, and a hostile header must be rejected in
+# about a second. Source: measured on a 2-core machine, 2026-11.
 _WALK_LIMIT_BYTES = 32 * MIB
 
 
@@ -398,7 +398,7 @@ def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: 
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"malformed JSON: {error}", uri=uri) from error
     except RecursionError as error:
-        raise FormatError("JSON nested too deep", uri=uri) from error
+        raise FormatError("the JSON is nested too deeply", uri=uri) from error
 
 
 def _check_utf8(raw: bytes, *, uri: str) -> None:
@@ -412,13 +412,13 @@ def _check_utf8(raw: bytes, *, uri: str) -> None:
 
 
 def _count_byte(raw: bytes, byte: bytes) -> int:
-    # For frequent bytes numpy is five times faster than `bytes.count`.
+    # If the byte is frequent, numpy is five times faster than `bytes.count`.
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
 def num_strings(raw: bytes) -> int:
     """Return the number of strings in valid JSON, including keys."""
-    # JSON has backslashes only inside strings. After the escapes are removed, each quote opens or closes a string.
+    # JSON has backslashes only inside strings. After escapes are removed, every quote opens or closes a string.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     return _count_byte(raw, b'"') // 2
@@ -426,7 +426,7 @@ def num_strings(raw: bytes) -> int:
 
 def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
     if len(raw) > _WALK_LIMIT_BYTES:
-        raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
+        raise FormatError(f"the JSON of {len(raw)} bytes has duplicate keys, nulls or unknown fields", uri=uri)
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
@@ -438,13 +438,13 @@ def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
     try:
         json.loads(raw, object_pairs_hook=unique)
     except RecursionError as error:
-        raise FormatError("JSON nested too deep", uri=uri) from error
+        raise FormatError("the JSON is nested too deeply", uri=uri) from error
     except ValueError as error:
         raise FormatError(f"malformed JSON: {error}", uri=uri) from error
 
 
 def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
-    # Use the address, because the same bytes may occur in the document twice.
+    # Find the value by its address, because the document may contain the same bytes twice.
     start = _address(memoryview(value)) - _address(memoryview(raw))
     return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]
 
@@ -454,6 +454,6 @@ def _address(view: memoryview) -> int:
 
 
 def clip(value: object) -> str:
-    """Return at most 200 characters of a value for a message. A hostile name may take a hundred megabytes."""
+    """Return at most 200 characters of a value for a message. A hostile name may have a hundred megabytes."""
     text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -19,15 +19,15 @@ TOO_MANY = f"the folders of the model have more than {MAX_FILES} files"
 def walk(
     root: str, *, follow_links: bool = False, max_below: int | None = MAX_FILES
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the visible files below a local directory by name, and why paths are omitted.
+    """Return the visible files below a local directory by name, and the reason for each omitted path.
 
     Args:
         follow_links: also follow symlinks to folders, visiting each folder once.
-        max_below: maximum number of entries in folders. None sets no limit.
+        max_below: maximum number of entries in subfolders. None sets no limit.
     """
     found, left_out = dict[str, str](), dict[str, str]()
     level, num_below = [("", root)], 0
-    # A symlink may lead to a parent folder.
+    # Record visited folders, because a symlink may lead to a parent folder.
     seen = {_identity(root)}
     while level:
         folders = []
@@ -81,7 +81,7 @@ def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
 def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
     """Return the content of a file next to a source's weights, or None if it is absent."""
     path, _, query = uri.partition("?") if uri.startswith(("http://", "https://")) else (uri, "", "")
-    # The query of a URL is valid for one object only, for example a signature.
+    # A URL's query, for example a signature, is valid for one object only.
     if query:
         return None
     directory = path.rpartition("/")[0] if path.endswith((".safetensors", ".gguf", INDEX_SUFFIX)) else path.rstrip("/")

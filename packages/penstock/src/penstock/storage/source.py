@@ -22,12 +22,12 @@ GLOB = re.compile(r"[*?[]")
 
 
 class Source(Protocol):
-    """A readable file or object of fixed identity and size, opened once and read by many threads.
+    """A readable file or object with a fixed identity and size, opened once and read by many threads.
 
     Attributes:
-        uri: its URI for messages, without secrets.
-        nbytes: its size in bytes when it was opened.
-        identity: its ETag, or `dev:inode:mtime_ns:size` for a file. "" if unknown.
+        uri: URI of the source for messages, without secrets.
+        nbytes: size in bytes when the source was opened.
+        identity: ETag, or `dev:inode:mtime_ns:size` for a file. "" if unknown.
     """
 
     @property
@@ -43,14 +43,14 @@ class Source(Protocol):
         """See `Source`."""
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """Fill `buffers` in order with the bytes from `offset`. Any number of threads may call this at once.
+        """Fill `buffers` in order with the bytes from `offset`. Any number of threads may call this concurrently.
 
         Args:
             offset: bytes from the start of the source.
-            buffers: writable and contiguous, with format "B". After an error their content is undefined.
+            buffers: writable and contiguous, with format "B". Their content is undefined after an error.
 
         Returns:
-            A short stable word for the path that the bytes took (`page-cache`, `direct`, `http`, `cache`, `memory`).
+            A fixed name for the path that the bytes took (`page-cache`, `direct`, `http`, `cache`, `memory`).
 
         Raises:
             SourceTruncated: the source is shorter than `offset + sum of lengths`.
@@ -60,7 +60,7 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """Free descriptors and connections. Idempotent. No `readv` may be running."""
+        """Free descriptors and connections, while no `readv` is running. Idempotent."""
 
 
 @runtime_checkable
@@ -73,32 +73,32 @@ class Counting(Protocol):
 
 @runtime_checkable
 class Digested(Protocol):
-    """A source whose storage states a digest of its whole content."""
+    """A source whose storage provides a digest of the whole content."""
 
     @property
     def is_checked(self) -> bool:
         """Return whether the digest was checked and matches."""
 
     def check_whole(self) -> bool:
-        """From now on, check the digest while the content is read once and completely. Return False without a digest.
+        """Check the digest in the following reads, which cover the content once. Return False without a digest.
 
-        The read that completes the content raises IntegrityError on a mismatch. Before this call, only reads from the
-        start are allowed, for example of a header.
+        The read that completes the content raises IntegrityError on a mismatch. Before this call, only the start may be
+        read, for example a header.
         """
 
 
 def require_checked(source: Digested) -> None:
-    """Raise IntegrityError if all bytes were read but the digest was not checked, see `Digested`."""
+    """Raise IntegrityError if the digest was not checked although all bytes were read, see `Digested`."""
     if not source.is_checked:
         raise IntegrityError(
-            "the digest of the storage was not checked, because a part of the content arrived later than stall_s",
+            "the digest from the storage was not checked, because some content arrived after the stall deadline",
             uri=getattr(source, "uri", None),
-            hint="try again, or raise PENSTOCK_STALL_S",
+            hint="try again, or set a higher PENSTOCK_STALL_S",
         )
 
 
 class MemorySource:
-    """A source that holds its bytes in memory."""
+    """A source whose bytes are in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, uri: str = "memory:") -> None:
         self._data = memoryview(data).cast("B")
@@ -133,8 +133,8 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def glob_pattern(key: str) -> re.Pattern[str]:
-    """Compile a glob that must match a whole key. A `**` segment crosses slashes, and other wildcards do not."""
-    # A star in fnmatch also matches slashes, unlike in globs of local directories.
+    """Compile a glob that must match a whole key. A `**` segment also matches slashes, unlike other wildcards."""
+    # Do not use fnmatch, in which a star also matches slashes.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -165,14 +165,14 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 class Storage(Protocol):
-    """A kind of storage, for the URIs of one or more schemes. Methods are called from any thread."""
+    """A kind of storage for URIs with one or more schemes. Any thread may call the methods."""
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
         """Open an object.
 
         Raises:
             NotFound, PermissionDenied, SourceUnavailable, SourceStalled: the storage did not return the object.
-            ConfigError: the URI or an option is wrong.
+            ConfigError: the URI or an option is invalid.
         """
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
@@ -197,7 +197,7 @@ class WritableStorage(Protocol):
 
 @runtime_checkable
 class PinningStorage(Protocol):
-    """A storage in which URIs may name a moving revision."""
+    """A storage whose URIs may name a revision that moves, such as a branch."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
         """Return the URI that pins the current content of `uri`. Raises the same errors as `Storage.open`."""
@@ -213,7 +213,7 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
 
     Args:
         scheme: the part before `://`, in lower case.
-        factory: a class or function without arguments. It is called once, at first use.
+        factory: a class or function without arguments. It is called once, when the storage is first used.
 
     Raises:
         ConfigError: the scheme is invalid or already registered.
@@ -233,10 +233,10 @@ def registered_schemes() -> list[str]:
 
 
 def is_registered(scheme: str) -> bool:
-    """Return whether a storage has this scheme, which an installed package may provide."""
+    """Return whether a storage is registered for this scheme, or an installed package provides one."""
     if scheme in _factories:
         return True
-    # Only unknown schemes reach this code, and they end in an error, so the result is not cached.
+    # Do not cache the result, because a scheme without a storage leads to an error.
     for entry in entry_points(ENTRY_POINTS, scheme):
         factory = load(entry)
         if not callable(factory):
@@ -247,7 +247,7 @@ def is_registered(scheme: str) -> bool:
 
 
 def storage_for(scheme: str) -> Storage:
-    """Return the storage for a registered scheme. It is created at first use."""
+    """Return the storage for a registered scheme. The first call creates the storage."""
     with _lock:
         factory = _factories[scheme]
         # Schemes with the same factory share a storage, as s3, gs and az do.
@@ -263,7 +263,7 @@ _SMALL_BYTES_PER_S = 64 << 10
 class TimedReads:
     """A source whose reads have a deadline of twice `stall_s` plus one second for each 64 KiB.
 
-    Used for small reads before the deadlines of a load begin. Closing it closes the source.
+    Used for small reads before a load has its own deadlines. Closing it closes the source.
     """
 
     def __init__(self, source: Source, stall_s: float) -> None:
@@ -272,7 +272,7 @@ class TimedReads:
         self.uri, self.nbytes, self.identity = source.uri, source.nbytes, source.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. Raises SourceStalled after the deadline."""
+        """See `Source.readv`. Raises SourceStalled if the deadline passes."""
         wait_s = 2 * self._stall_s + sum(buffer.nbytes for buffer in buffers) / _SMALL_BYTES_PER_S
         with waits.limited(wait_s, uri=self.uri):
             return self._source.readv(offset, buffers)
@@ -283,13 +283,13 @@ class TimedReads:
 
 
 def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
-    """Read a small source and close it. Raises FormatError if it has more than `MAX_SMALL_BYTES`."""
+    """Read a small source and close it. Raises FormatError for more than `MAX_SMALL_BYTES`."""
     if stall_s is not None:
         source = TimedReads(source, stall_s)
     try:
         if source.nbytes > MAX_SMALL_BYTES:
-            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
-        # A server may claim any size, so allocate after the check.
+            raise FormatError(f"a file of {source.nbytes} bytes is too large for an index or manifest", uri=source.uri)
+        # Allocate only after the check, because a server may claim any size.
         data = bytearray(source.nbytes)
         source.readv(0, [memoryview(data)])
         return bytes(data)

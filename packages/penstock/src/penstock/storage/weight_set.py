@@ -1,4 +1,4 @@
-"""Weight sets: open the files that a URI names, check their headers against index and manifest, digest their bodies."""
+"""Weight sets: open the files that a URI names, check headers against index and manifest, and digest bodies."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
 Rename = Callable[[str, Header], Header]
 """Accepts the URI of a file and its header. Returns the header with new tensor names."""
 
-# Threads that fetch headers from an object store, each waiting tens of milliseconds for its first byte. 16 threads read
-# the 100 shards of a large checkpoint in a few round trips.
+# Number of threads that fetch headers from an object store. Each request waits tens of milliseconds for its first byte.
+# 16 threads read the 100 shards of a large checkpoint in a few round trips.
 _REMOTE_THREADS = 16
-# Up to this many local headers are read one by one. Parsing holds the GIL, so threads are slower (60,000 tensors in 4
-# files: 43 ms one by one, 66-100 ms in 4 threads, on 2 cores). With more files the latency of NFS would add up.
+# Maximum number of local headers that are read one by one. Parsing holds the GIL, so threads are slower (60,000 tensors
+# in 4 files: 43 ms one by one, 66-100 ms in 4 threads, on 2 cores). With more files the latency of NFS would add up.
 _FEW_FILES = 8
-# Threads that read headers from a file system. Only the device's latency overlaps.
+# Number of threads that read headers from a file system. Only the latency of the device overlaps.
 _LOCAL_THREADS = 4
 
 
@@ -114,11 +114,11 @@ def open_weights(
         uri: a file, a directory or prefix, a glob, an index file, or a list of files.
         storage_options: credentials and endpoints, by obstore's names.
         names: tensors to select. With an index, files without a selected tensor are not opened.
-        with_manifest: whether to read the manifest. A caller that writes a new manifest passes False.
-        rename: returns a file's header with new tensor names, for files that hold shards of one tensor.
+        with_manifest: whether to read the manifest. Pass False to write a new manifest.
+        rename: returns a file's header with new tensor names. Used if several files contain shards of one tensor.
 
     Returns:
-        Tensors in file order, files sorted by name. The caller closes the set.
+        A weight set with tensors in file order and files sorted by name. The caller closes the set.
 
     Raises:
         FormatError: a header, the index or the manifest is malformed, or they contradict each other.
@@ -148,9 +148,9 @@ def open_weights(
         if names is not None:
             rows = _select(table.names, names, place.uri)
             if wanted is not None:
-                # A shard may hold tensors that the index does not name.
+                # A shard may contain tensors that the index does not list.
                 rows = [row for row in rows if table.names[row] in wanted]
-            # The revision stays that of the whole set.
+            # Keep the revision of the whole set.
             leaves = leaves_of(manifest, np.asarray(rows, np.int64))
             manifest = replace(manifest, tensors=manifest.tensors.take(rows), leaves=leaves)
     except BaseException:
@@ -176,12 +176,12 @@ def _open_all(
 ) -> tuple[list[_Opened], bytes | None]:
     remote = any(is_remote(uri) for _, uri in files)
     if not remote:
-        # Each file may be opened three times: for buffered reads, for direct reads, and for a mapping.
+        # A file may need three descriptors: for buffered reads, for direct reads, and for a mapping.
         descriptors.make_room(3 * len(files))
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file
-        # Only an index and the name of a split model's part promise that a file exists.
+        # A file should exist if an index lists it or if it is a part of a split model.
         try:
             source = open_source(uri, settings=settings, storage_options=options)
         except NotFound as error:
@@ -190,7 +190,7 @@ def _open_all(
                 if not is_part(name):
                     raise
                 message = f"{clip(name)!r}, a part of a model split over several files, is missing"
-            raise NotFound(message, uri=display(uri), hint="the copy is not complete: copy it again") from error
+            raise NotFound(message, uri=display(uri), hint="the copy is incomplete, so copy it again") from error
         try:
             header = read_header(timed(source, uri, settings))
             return _Opened(name=name, source=source, header=header if rename is None else rename(source.uri, header))
@@ -221,7 +221,7 @@ def _open_all(
             raise
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
     with Threads(threads, thread_name_prefix="penstock-open") as pool:
-        # A later read would cost one more round trip to an object store.
+        # Read the manifest along with the headers, to save a round trip to an object store.
         raw = pool.submit(sidecar)
         jobs = [pool.submit(open_one, file) for file in files]
         try:
@@ -229,7 +229,7 @@ def _open_all(
         except BaseException:
             pool.leave()
             for job in jobs:
-                # Files must not stay open after an error. The callback covers files that are opened after this call.
+                # Close all files after an error. The callback also closes files that are opened later.
                 job.add_done_callback(_close_opened)
             raise
 
@@ -240,7 +240,7 @@ def _close_opened(job: Future[_Opened]) -> None:
 
 
 def _resolve_duplicates(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) -> list[TensorTable]:
-    """Return the table of each file. A tensor in two files counts only in the file that the index names."""
+    """Return the table of each file. If two files contain a tensor, use the file that the index names."""
     tables = [shard.header.tensors for shard in opened]
     names = Counter(chain.from_iterable(table.names for table in tables))
     if weight_map is None or len(names) == sum(names.values()):
@@ -268,7 +268,7 @@ def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> Tens
         for name, file in zip(names, file_index.tolist(), strict=True):
             if name in first:
                 both = f"{clip(files[first[name]])!r} and {clip(files[file])!r}"
-                raise FormatError(f"tensor is in two files, {both}", uri=uri, tensor=clip(name), hint=_TWICE)
+                raise FormatError(f"the tensor is in two files, {both}", uri=uri, tensor=clip(name), hint=_TWICE)
             first[name] = file
     return TensorTable(
         names=names,
@@ -293,7 +293,7 @@ _OTHER_INDEX = (
 def _check_index(
     table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], wanted: Collection[str] | None, uri: str
 ) -> None:
-    """Raise FormatError unless the opened files hold exactly the (wanted) tensors that the index assigns to them."""
+    """Raise FormatError unless the opened files contain exactly the (wanted) tensors that the index assigns to them."""
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
     differ = [row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b] if stated != actual else []
@@ -304,7 +304,7 @@ def _check_index(
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]), hint=_OTHER_INDEX)
-    # Check the other direction for the opened shards only, because `names` may omit shards.
+    # In the other direction, check only the opened shards, because `names` may omit shards.
     opened = set(files)
     if wanted is not None or len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
@@ -316,7 +316,7 @@ def _check_index(
 
 
 def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
-    """Return the error for `verify=True` without digests. `hint` is an alternative for the user."""
+    """Return the error for `verify=True` on weights without digests. `hint` offers the user an alternative."""
     how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
     return NotFound(f"verify=True, but {why}", uri=uri, hint=how)
 
@@ -354,12 +354,12 @@ def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEn
     """Return the sidecar's leaves in the order of `table`. Raises FormatError for a difference from the headers."""
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
-    # Encoded bytes are usually equal, and then no row has to be unpacked.
+    # The encoded bytes are usually equal, so no row has to be unpacked.
     same = sidecar.body == leaf.canonical(table, rows)
     same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
     same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
     same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
-    # `names`, or a file that shares its manifest with other files, selects some of the sidecar's rows.
+    # Only some of the sidecar's rows are needed, because of `names` or because other files share the manifest.
     if not same:
         return _matched_leaves_of_part(unpack(sidecar, uri=uri), table, files, uri)
     if sidecar.leaves is None:
@@ -370,19 +370,19 @@ def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEn
     leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
     counts = leaf.num_leaves(table.nbytes, sidecar.leaf_bytes)
     if leaves.size != int(counts.sum()):
-        raise FormatError(f"{leaves.size} leaves; the tensors have {int(counts.sum())}", uri=uri)
+        raise FormatError(f"the manifest has {leaves.size} leaves, but the tensors have {int(counts.sum())}", uri=uri)
     return leaf.take_leaves(leaves, counts[order], back)
 
 
 def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Do the same as `_matched_leaves` for some of the manifest's files. All tensors of each file must agree."""
+    """Do the same as `_matched_leaves` for some of the manifest's files. All tensors of each file must match."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:
             raise FormatError(f"the manifest does not list the file {clip(file.name)!r}", uri=uri)
         nbytes = stated.files[at[file.name]].nbytes
         if nbytes != file.nbytes:
-            raise FormatError(f"{clip(file.name)!r} has {file.nbytes} bytes, the manifest says {nbytes}", uri=uri)
+            raise FormatError(f"{clip(file.name)!r} has {file.nbytes} bytes, but {nbytes} in the manifest", uri=uri)
     row_of = dict(zip(stated.tensors.names, range(len(stated.tensors)), strict=True))
     rows = np.fromiter((row_of.get(name, -1) for name in table.names), np.int64, len(table))
     if rows.size and rows.min() < 0:
@@ -393,7 +393,7 @@ def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequenc
         there, opened = set(table.names), set(places.tolist())
         stated_rows = zip(stated.tensors.names, stated.tensors.file_index.tolist(), strict=True)
         name = next(name for name, file in stated_rows if file in opened and name not in there)
-        raise FormatError("the manifest names a tensor that its file does not hold", uri=uri, tensor=clip(name))
+        raise FormatError("the manifest lists a tensor that its file does not contain", uri=uri, tensor=clip(name))
     selected = stated.tensors.take(rows.tolist())
     wrong = (selected.offset != table.offset) | (selected.file_index != places[table.file_index])
     row = int(wrong.argmax()) if wrong.any() else -1
@@ -432,7 +432,7 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
-        raise PlanError(message, uri=uri, hint="`penstock inspect URI --all` lists them")
+        raise PlanError(message, uri=uri, hint="run `penstock inspect URI --all` to list all tensors")
     return sorted(selected)
 
 
@@ -446,7 +446,7 @@ def build(
     """Read every tensor once and return the manifest with its digests.
 
     Args:
-        weights: an open set with all of its tensors. Leaves of its manifest are ignored.
+        weights: an open set with all of its tensors. The leaves in its manifest are ignored.
         threads: reader threads, each with a buffer of 8 MiB, or one leaf if longer. 0 means one per core, at most 8.
         on_bytes: called with the size of each window read, by one thread at a time.
     """
@@ -454,7 +454,7 @@ def build(
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
     without_gaps = fills_files(manifest)
-    # A manifest must not certify corrupt bytes, so check the storage's digests too.
+    # A manifest must not certify corrupt bytes, so also check the digests from the storage.
     compared = [
         source for source in weights.sources if without_gaps and isinstance(source, Digested) and source.check_whole()
     ]
@@ -476,7 +476,7 @@ def build(
 def fills_files(manifest: Manifest) -> bool:
     """Return whether tensors fill every file from its header to its end, without padding.
 
-    True for safetensors. A reader of all tensors skips the padding of GGUF, so it cannot check the file's digest.
+    True for safetensors. A reader of all tensors skips padding in a GGUF file, so it cannot check the file's digest.
     """
     table, count = manifest.tensors, len(manifest.files)
     first = np.array([file.nbytes for file in manifest.files], np.int64)
@@ -485,7 +485,7 @@ def fills_files(manifest: Manifest) -> bool:
     return bool((np.bincount(table.file_index, table.nbytes, minlength=count) == nbytes - first).all())
 
 
-# Bytes of one read. Source: the chunk of a load, `Settings.chunk_bytes`.
+# Size of one read. Source: the chunk size of a load, `Settings.chunk_bytes`.
 _WINDOW_BYTES = 8 * MIB
 
 _Piece = tuple[int, int, int]
@@ -532,7 +532,7 @@ def _digest_bodies(
                 for start, nbytes, first in window.pieces:
                     leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
                 if on_bytes is not None:
-                    # The lock allows a callback that is not thread-safe.
+                    # Hold a lock, because the callback may not be thread-safe.
                     with lock:
                         on_bytes(window.nbytes)
         finally:

@@ -1,4 +1,4 @@
-"""Writes to local file systems, with typed errors and without partial files."""
+"""Write to local file systems with typed errors and without partial files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAKE_ROOM = "free some space there, or write to another disk"
 """The hint for a full disk."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A name may have at most 255 bytes on Linux, and the names of temporary files are longer than those of the files.
+# A name may have at most 255 bytes on Linux, and a temporary file has a longer name than the final file.
 _MAX_NAME_BYTES = 180
 
 
@@ -34,7 +34,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
     try:
         yield
     except PenstockError:
-        # NotFound and PermissionDenied from reads are OSErrors too.
+        # NotFound and PermissionDenied from reads are also OSErrors.
         raise
     except OSError as error:
         if error.errno in SHORTAGES:
@@ -42,7 +42,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
         if error.errno not in _FULL:
             raise DestinationError(f"cannot write: {error.strerror}", uri=str(path)) from error
         facts = [] if needed is None else [f"{bytes_text(needed)} needed in total"]
-        # Free space is irrelevant if a quota or a limit of the process is reached.
+        # If a quota or a limit of the process is reached, do not report the free space.
         if error.errno == errno.ENOSPC and (free := free_bytes(path)) is not None:
             facts.append(f"{bytes_text(free)} free")
         message = f"cannot write: {error.strerror}" + (f"; {', '.join(facts)}" if facts else "")
@@ -50,7 +50,7 @@ def typed(path: Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the number of bytes that this user may write to a path's file system, or None if unknown."""
+    """Return how many bytes this user may write to the file system at a path, or None if unknown."""
     while not path.exists() and path != path.parent:
         path = path.parent
     with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[None]:
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove those of these directories that are empty, innermost first."""
+    """Remove the empty directories among these, innermost first."""
     for directory in directories:
         # Another process may have added a file.
         with contextlib.suppress(OSError):
@@ -86,9 +86,9 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """Open a file that is renamed to `path` at the end of the block, complete and synced.
+    """Open a new file that is synced and renamed to `path` at the end of the block.
 
-    Until then it has a random name, so that a symlink from another user is neither followed nor replaced.
+    During the block it has a random name, so that another user's symlink is neither followed nor replaced.
     """
     new = path.with_name(f".{short_name(path)}.{secrets.token_hex(8)}")
     with typed(path):
@@ -106,6 +106,6 @@ def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 
 def short_name(path: Path) -> str:
-    """Return the name of a path, or a digest of it if names derived from it would be too long."""
+    """Return the name of a path, or a digest of the name if a name derived from it would be too long."""
     raw = os.fsencode(path.name)
     return path.name if len(raw) <= _MAX_NAME_BYTES else hashlib.blake2b(raw, digest_size=16).hexdigest()
